@@ -1,0 +1,64 @@
+# make demo    simulate two boxes, train on them, show what came out
+# make test    the test suite          make check    linters, types, shell files
+# make bench-cpu   the benchmarks that need no GPU (results in benchmarks/results)
+#
+# PYTHON  the interpreter to start from; where it already has torch, that torch is used
+# TORCH   what to install where there is none, as pip takes it (on a machine without a GPU, PyTorch's
+#         "Get started" page names the index of its CPU builds: TORCH="torch==2.13.0 --index-url ...")
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+DEMO_DATA := data/demo_train.h5 data/demo_val.h5
+SHELL_FILES := .ci/run $(wildcard *.sh)
+
+.PHONY: demo test check bench-cpu install clean
+
+demo: $(READY) $(DEMO_DATA)
+	@ranks=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)"); \
+	threads=$$(( $(CORES) / ranks > 0 ? $(CORES) / ranks : 1 )); \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} \
+	$(BIN)/torchrun --standalone --nproc-per-node=$$ranks train.py --config=demo
+
+data/demo_train.h5: SEED = 1
+data/demo_val.h5: SEED = 2
+$(DEMO_DATA): | $(READY)
+	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck $(SHELL_FILES)
+	$(BIN)/shfmt -d -i 2 $(SHELL_FILES)
+
+bench-cpu: $(READY)
+	$(BIN)/python -m benchmarks.loaders
+	$(BIN)/python -m benchmarks.loop_overhead
+
+install: $(READY)
+
+# The new environment sees the packages of the one it was made from when that has torch, and the constraint keeps
+# pip from replacing it.
+$(READY): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit('Python 3.10 or later is needed, this is ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  $(PYTHON) -c "import os, torch; print(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))))" \
+	    > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth"; \
+	elif ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+	  $(BIN)/python -m pip install --quiet $(TORCH); \
+	fi
+	$(BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) data/demo_train.h5 data/demo_val.h5 .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,0 +1,176 @@
+"""Trains the network of a named config.
+
+python train.py --config=demo
+torchrun --nproc-per-node=4 train.py --config=short --num_epochs 3
+srun -n 8 python train.py --config=bs512_opt
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from networks import build_loss, build_network, initialise
+from utils import cli, distributed, logs, preflight, profiling, report
+from utils import config as configs
+from utils.benchmark import Benchmark, read_settings
+from utils.checkpoint import NoCheckpoint, WeightsFile
+from utils.config import Config
+from utils.data import build_loaders
+from utils.distributed import World
+from utils.errors import one_line_errors, value_errors_for_users
+from utils.optim import build_optimizer
+from utils.schedule import build_schedule
+from utils.steps import Step
+from utils.steps.eager import EagerStep, StepOptions
+from utils.trainer import Trainer
+
+StepFactory = Callable[[nn.Module, nn.Module, torch.optim.Optimizer, World, StepOptions], Step]
+
+
+def main(argv: Sequence[str] | None = None, make_step: StepFactory = EagerStep) -> None:
+    """Reads the command line and trains; bad input ends in one line and exit code 2."""
+    with one_line_errors():
+        options = cli.parse(argv)
+        config = configs.load(options.yaml_config, options.config, options.overrides)
+        if options.preflight:
+            check(options, config)
+            return
+        with distributed.connect(config.device, config.timeouts.rendezvous, config.timeouts.collective) as world:
+            logs.configure_logging(world.is_root)
+            config = config.for_world(world.size)
+            run(options, config, world, make_step)
+
+
+def run(options: cli.Options, config: Config, world: World, make_step: StepFactory) -> None:
+    """Assembles one training, or benchmark, and carries it out."""
+    set_backends()
+    settings = read_settings() if config.enable_benchy else None
+    step = build_step(config, world, make_step)
+    schedule = build_schedule(config)
+    loaders = build_loaders(config, world)
+    directory = logs.run_directory(config, options.config, options.run_num, world.size)
+    with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
+        run_logs.line(f"Run directory: {directory}")
+        run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+        if settings is not None:
+            benchmark = Benchmark(
+                step=step,
+                loader=loaders.train,
+                world=world,
+                logs=run_logs,
+                rate=schedule.peak,
+                global_batch_size=config.global_batch_size,
+                settings=settings,
+            )
+            benchmark.run(logs.provenance(world))
+        else:
+            trainer = Trainer(
+                step=step,
+                loaders=loaders,
+                schedule=schedule,
+                world=world,
+                logs=run_logs,
+                checkpoint=WeightsFile(directory, config.model_dump()) if world.is_root else NoCheckpoint(),
+                profiler=build_profiler(config, world, directory),
+                num_epochs=config.num_epochs,
+                global_batch_size=config.global_batch_size,
+                log_interval=config.log_interval,
+            )
+            result = trainer.fit()
+            run_logs.hparams(config, {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss})
+            baselines = report.baseline_losses(loaders.valid, world) if config.report_baselines else {}
+            with world.agreed():
+                if world.is_root:
+                    pictures = report.draw(step, loaders.valid, directory, run_logs, result.steps)
+                    table = report.closing_table(result, baselines, directory)
+                    run_logs.line("\n  ".join(["Result:", *table, *(f"picture: {path}" for path in pictures)]))
+        loaders.train.close()
+        loaders.valid.close()
+        logging.getLogger().info("DONE ---- rank %d", world.rank)
+
+
+def build_step(config: Config, world: World, make_step: StepFactory) -> Step:
+    """Network, loss and optimizer in a step; the same weights on every rank, from the config's seed."""
+    with value_errors_for_users():
+        network = build_model(config)
+        loss = build_loss(config.loss, lambda_rho=config.lambda_rho)
+    start = config.weight_init
+    generator = torch.Generator().manual_seed(config.seed)
+    initialise(network, generator, start.conv_init, start.conv_scale, start.conv_bias)
+    network.to(world.device)
+    choice = config.optimizer
+    if config.enable_apex:
+        choice = choice.model_copy(update={"name": "apex_adam"})
+    with value_errors_for_users():
+        optimizer = build_optimizer(choice, network.parameters(), config.lr_schedule.start_lr)
+    return make_step(
+        network,
+        loss,
+        optimizer,
+        world,
+        StepOptions(
+            enable_amp=config.enable_amp,
+            precision=config.precision,
+            accumulation_steps=config.accumulation_steps,
+            clip_grad_norm=config.clip_grad_norm,
+            enable_jit=config.enable_jit,
+            noddp=config.noddp,
+            bucket_cap_mb=config.bucket_cap_mb,
+            disable_broadcast_buffers=config.disable_broadcast_buffers,
+            static_graph=config.static_graph,
+        ),
+    )
+
+
+def build_model(config: Config) -> nn.Module:
+    """The bare network, with torch's default weights."""
+    return build_network(
+        config.network.name,
+        config.data_size,
+        in_channels=config.N_in_channels,
+        out_channels=config.N_out_channels,
+        width=config.network.width,
+        scales=config.scales,
+    )
+
+
+def build_profiler(config: Config, world: World, directory: Path) -> profiling.NoProfiler:
+    """Profiles 30 steps of the second epoch (of the first, if there is one alone), on rank 0."""
+    if not config.enable_manual_profiling or not world.is_root:
+        return profiling.NoProfiler()
+    warm = min(5, config.steps_per_epoch - 1)
+    first = warm + (config.steps_per_epoch if config.num_epochs > 1 else 0)
+    return profiling.WindowProfiler(first, 30, directory, world.device.type == "cuda")
+
+
+def check(options: cli.Options, config: Config) -> None:
+    """--preflight: on the first rank alone; the others have nothing to add."""
+    launch = distributed.read_launch()
+    if launch.rank > 0:
+        return
+    ranks = options.preflight_ranks or launch.world_size
+    config = config.for_world(ranks)
+    named = configs.read_file(options.yaml_config)
+    base = configs.load(options.yaml_config, "base") if "base" in named else None
+    directory = logs.run_directory(config, options.config, options.run_num, ranks)
+    with value_errors_for_users():
+        preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config)))
+
+
+def set_backends() -> None:
+    """TF32 for fp32 matrix products (NVIDIA_TF32_OVERRIDE=0 still turns it off), and cuDNN's search."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The command line: the original's flags, --set for every other key, --preflight."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from utils.config import parse_value
+from utils.errors import UserError, launched_rank
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; `overrides` maps dotted keys to values."""
+
+    yaml_config: str
+    config: str
+    run_num: str
+    overrides: dict[str, Any]
+    preflight: bool
+    preflight_ranks: int | None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its complaints are UserErrors, so that several ranks print one line, and its help is printed once."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+    def print_help(self, file: Any = None) -> None:
+        if launched_rank() == 0:
+            super().print_help(file)
+
+
+SWITCHES = {
+    "enable_amp": "mixed precision",
+    "enable_apex": "apex's fused Adam where it is installed, else torch's",
+    "enable_jit": "compile the network and the loss",
+    "enable_benchy": "measure IO, SYNTHETIC and FULL throughput, and end",
+    "enable_manual_profiling": "profile a window of steps",
+    "disable_broadcast_buffers": "DDP: do not broadcast buffers",
+    "noddp": "do not exchange gradients",
+}
+VALUES: dict[str, tuple[type, str]] = {
+    "data_loader_config": (str, "synthetic, inmem, lowmem or dali-lowmem"),
+    "local_batch_size": (int, "samples a step a rank; the global batch is this times the ranks"),
+    "num_epochs": (int, "epochs to train"),
+    "num_data_workers": (int, "loader threads a rank"),
+    "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        description="Trains the network of a named config. A switch turns on what the YAML leaves off; "
+        "to turn off what the YAML switches on, use --set: --set enable_amp=false",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
+    parser.add_argument("--config", default="base", help="name of the config (%(default)s)")
+    parser.add_argument("--run_num", default="00", help="tag of the run, the last part of its directory (%(default)s)")
+    for name, text in SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
+    for name, (kind, text) in VALUES.items():
+        parser.add_argument(f"--{name}", type=kind, help=text)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of the config, dotted for nested ones: --set lr_schedule.start_lr=1e-3; may be repeated",
+    )
+    parser.add_argument(
+        "--preflight",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="RANKS",
+        help="check everything that can be known before training, for this many ranks, and end",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Raises UserError for what it cannot read."""
+    arguments = build_parser().parse_args(argv)
+    overrides: dict[str, Any] = {}
+    for name in (*VALUES, *SWITCHES):
+        value = getattr(arguments, name)
+        if value is not None:
+            overrides[name] = value
+    for text in arguments.set:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected key=value")
+        overrides[key.strip()] = parse_value(value, f"--set {text}")
+    if arguments.preflight is not None and arguments.preflight < 0:
+        raise UserError(f"--preflight {arguments.preflight}: expected a number of ranks")
+    if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
+        raise UserError(f"--run_num {arguments.run_num!r} must be a plain name: it is the last part of a path")
+    return Options(
+        arguments.yaml_config,
+        arguments.config,
+        arguments.run_num,
+        overrides,
+        arguments.preflight is not None,
+        arguments.preflight or None,
+    )

@@ -1,0 +1,336 @@
+"""The configuration of a run: one named config of a YAML file, plus overrides, typed, checked and frozen.
+
+A key is described where it is declared. `load` reads, `Config.for_world` settles what depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from utils.errors import UserError
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Types are meant as written: a string is no number, 1 is no truth value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class WeightInit(Section):
+    """Convolution weights ~ N(0, conv_scale), biases constant; 'default' leaves torch's own."""
+
+    conv_init: Literal["normal", "default"] = "normal"
+    conv_scale: PositiveFloat = 0.02
+    conv_bias: float = 0.0
+
+
+class LrSchedule(Section):
+    """Scaled start rate, linear warm-up, half a cosine to end_lr; see utils/schedule.py."""
+
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    start_lr: PositiveFloat = 2e-4
+    end_lr: Rate = 0.0
+    warmup_steps: Count = 0
+
+
+class Network(Section):
+    """`width`: channels of the first scale; `scales`: how often the crop is halved (full_scale decides if None)."""
+
+    name: str = "unet"
+    width: Positive = 64
+    scales: Positive | None = None
+
+
+class Optimizer(Section):
+    """One of utils/optim.py's OPTIMIZERS; each takes what it knows of these."""
+
+    name: str = "adam"
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
+    eps: PositiveFloat = 1e-8
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    weight_decay: Rate = 0.0
+
+
+class VectorChannels(Section):
+    """Channel triples that are the x, y, z components of a vector; all others are scalars."""
+
+    inputs: list[list[Count]] = [[1, 2, 3]]
+    targets: list[list[Count]] = [[1, 2, 3]]
+
+
+class Timeouts(Section):
+    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange with them."""
+
+    rendezvous: PositiveFloat = 600.0
+    collective: PositiveFloat = 1800.0
+
+
+class Config(Section):
+    """Every key of a config; the first block is the original's, with its names and meaning."""
+
+    # The original keys.
+    weight_init: WeightInit = WeightInit()
+    lambda_rho: Rate = 0.0  # weight of the density term of the loss
+    full_scale: bool = True  # False leaves the sixth scale out
+    global_batch_size: Positive = 64  # samples a step over all ranks
+    base_batch_size: Positive = 64  # the batch that start_lr belongs to
+    Nsamples: Positive = 65536  # training crops an epoch
+    Nsamples_val: Positive = 8192  # validation crops
+    num_epochs: Positive = 10
+    enable_amp: bool = False  # mixed precision
+    enable_apex: bool = False  # apex FusedAdam where installed, else torch's
+    enable_benchy: bool = False  # measure throughput and end
+    enable_jit: bool = False  # torch.compile
+    expdir: str = "/logs"  # runs go to <expdir>/<config>/<ranks>GPU/<run_num>
+    lr_schedule: LrSchedule = LrSchedule()
+    data_loader_config: str = "lowmem"  # one of utils/data's LOADERS
+    box_size: list[Positive] = Field(default=[1024, 512], min_length=2, max_length=2)  # cells: train, validation
+    data_size: Positive = 64  # cells a side of a crop
+    num_data_workers: Count = 2  # loader threads a rank
+    N_out_channels: Positive = 5
+    train_path: str = "/data/train.h5"
+    val_path: str = "/data/val.h5"
+    train_path_npy_data: str | None = None  # (L, L, L, C) twins of the HDF5 files, for DALI
+    train_path_npy_label: str | None = None
+    val_path_npy_data: str | None = None
+    val_path_npy_label: str | None = None
+    use_cache: str | None = None  # a node-local directory to stage the files in
+
+    # Flags of the original that were no keys.
+    local_batch_size: Positive | None = None  # samples a step a rank; sets global_batch_size
+    enable_manual_profiling: bool = False
+    bucket_cap_mb: PositiveFloat = 25.0  # DDP gradient bucket, MB
+    disable_broadcast_buffers: bool = False
+    noddp: bool = False  # no gradient exchange: measures what communication costs
+
+    # What the original hard-coded.
+    N_in_channels: Positive = 4
+    network: Network = Network()
+    loss: str = "l1"  # one of networks' LOSSES
+    optimizer: Optimizer = Optimizer()
+    seed: Count = 0
+    precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
+    accumulation_steps: Positive = 1  # micro-batches a step
+    clip_grad_norm: PositiveFloat | None = None
+    vector_channels: VectorChannels = VectorChannels()
+    symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
+    log_interval: Positive = 50  # steps between log lines, and between reads of the loss
+    static_graph: bool = False  # DDP: the same parameters take part in every step
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeouts: Timeouts = Timeouts()
+    report_baselines: bool = False  # end with the losses of simple predictors beside the network's
+
+    @property
+    def scales(self) -> int:
+        return self.network.scales or (6 if self.full_scale else 5)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.Nsamples // self.global_batch_size
+
+    @property
+    def total_steps(self) -> int:
+        return self.num_epochs * self.steps_per_epoch
+
+    @property
+    def warms_up(self) -> bool:
+        """Only a batch beyond the base one, with a scaled rate, needs a warm-up."""
+        return self.lr_schedule.scaling != "none" and self.global_batch_size > self.base_batch_size
+
+    def for_world(self, world_size: int) -> Config:
+        """The config with both batch sizes settled for this many ranks; raises UserError where they cannot be."""
+        if self.local_batch_size is not None:
+            local, total = self.local_batch_size, self.local_batch_size * world_size
+        else:
+            local, total = self.global_batch_size // world_size, self.global_batch_size
+            if total % world_size:
+                raise UserError(
+                    f"global_batch_size {total} is not divisible by {world_size} ranks; "
+                    f"use {world_size * max(1, round(total / world_size))}, or set local_batch_size"
+                )
+        if local % self.accumulation_steps:
+            raise UserError(
+                f"a local batch of {local} is not divisible by accumulation_steps {self.accumulation_steps}; "
+                f"global_batch_size must be a multiple of ranks × accumulation_steps = "
+                f"{world_size * self.accumulation_steps}"
+            )
+        settled = self.model_copy(update={"local_batch_size": local, "global_batch_size": total})
+        settled._check_steps()
+        return settled
+
+    def _check_steps(self) -> None:
+        if self.steps_per_epoch == 0:
+            raise UserError(
+                f"Nsamples {self.Nsamples} is less than global_batch_size {self.global_batch_size}: an epoch would "
+                f"have no step; raise Nsamples or lower the batch"
+            )
+        if self.warms_up and self.lr_schedule.warmup_steps >= self.total_steps:
+            raise UserError(
+                f"lr_schedule.warmup_steps {self.lr_schedule.warmup_steps} leaves nothing of the run's "
+                f"{self.total_steps} steps; lower it or raise num_epochs"
+            )
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> Config:
+        if self.enable_benchy and self.enable_manual_profiling:
+            raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
+        if self.data_size > min(self.box_size):
+            raise ValueError(f"data_size {self.data_size} is larger than the box {self.box_size}; lower data_size")
+        for name, triples, channels in (
+            ("inputs", self.vector_channels.inputs, self.N_in_channels),
+            ("targets", self.vector_channels.targets, self.N_out_channels),
+        ):
+            used = [channel for triple in triples for channel in triple]
+            if any(len(triple) != 3 for triple in triples) or len(set(used)) != len(used):
+                raise ValueError(f"vector_channels.{name} {triples} must be triples of different channels")
+            if used and max(used) >= channels:
+                raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
+        if self.static_graph and self.accumulation_steps > 1:
+            raise ValueError("static_graph needs accumulation_steps 1; turn one of them off")
+        return self
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with its traps closed: 1e-4 is a number, on, yes and 1:30 are words, keys come once."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise UserError(f"{self.name}, line {key.start_mark.line + 1}: the key {key.value} stands there twice")
+            seen.add(key.value)
+        return node
+
+
+_FLOAT, _BOOL, _INT, _DATE = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "bool", "int", "timestamp"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _BOOL, _INT, _DATE)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_value(text: str, name: str = "a value") -> Any:
+    """One YAML value as config files write it; the word None is none."""
+    try:
+        return _without_none_words(_read(text, name))
+    except yaml.YAMLError as error:
+        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+
+
+def _read(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _without_none_words(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none_words(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_none_words(item) for item in value]
+    return None if value == "None" else value
+
+
+def read_file(path: str) -> dict[str, dict[str, Any]]:
+    """The named configs of a YAML file, as plain dicts."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read yaml_config {path}: {getattr(error, 'strerror', None) or error}") from None
+    configs = parse_value(text, path)
+    if not isinstance(configs, dict) or not all(isinstance(value, dict) for value in configs.values()):
+        raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
+    return configs
+
+
+def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The config `name` of a YAML file with `overrides` ({'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}) on top."""
+    configs = read_file(path)
+    if name not in configs:
+        raise UserError(f"unknown config {name} in {path}; known: {', '.join(configs)}{_nearest(name, configs)}")
+    values = configs[name]
+    for key, value in (overrides or {}).items():
+        values = _with(values, key.split("."), value, name)
+    return validate(values, name)
+
+
+def validate(values: Mapping[str, Any], name: str) -> Config:
+    """Typed and checked; every fault found is named, in one line."""
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        faults = "; ".join(_fault(fault) for fault in error.errors())
+        raise UserError(f"config '{name}': {faults}") from None
+
+
+def _with(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:
+    """A copy of `values` with the value at a dotted path replaced."""
+    first, *rest = path
+    if not rest:
+        return {**values, first: value}
+    inner = values.get(first, {})
+    if not isinstance(inner, Mapping):
+        raise UserError(f"config '{name}': {first} has no keys of its own, so {'.'.join(path)} cannot be set")
+    return {**values, first: _with(inner, rest, value, name)}
+
+
+def _fault(fault: Any) -> str:
+    path = [str(part) for part in fault["loc"]]
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {'.'.join(path)}{_nearest(path[-1], _keys(path[:-1]))}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(path)}: {message}, not {fault['input']!r}" if path else message
+
+
+def _keys(path: list[str]) -> Iterable[str]:
+    model: Any = Config
+    for part in path:
+        model = model.model_fields[part].annotation
+    return model.model_fields
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    lower = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
+    return f"; did you mean {lower[match[0]]}?" if match else ""
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted keys to plain values: what --set takes."""
+
+    def walk(prefix: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(f"{prefix}{key}.", value)
+            else:
+                yield prefix + key, value
+
+    return dict(walk("", config.model_dump()))
+
+
+def to_yaml(config: Config, name: str) -> str:
+    """A YAML file holding this one config, every key spelled out; `load` reads it back."""
+    return yaml.safe_dump({name: config.model_dump()}, sort_keys=False, default_flow_style=None)

@@ -1,0 +1,101 @@
+"""The sample plan: which crop under which symmetry is sample k of epoch e.
+
+It is a pure function of (seed, split, epoch). Loaders carry it out; none draws anything. So batches do not depend
+on the loader, the number of threads or ranks, or on a restart: rank r of w takes rows r, r + w, r + 2w, …
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.data import symmetry
+
+SPLITS = {"train": 0, "valid": 1}
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One epoch's samples: crop origins [N, 3] in cells, symmetry indices [N]."""
+
+    origins: np.ndarray
+    symmetries: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.origins)
+
+    def rows(self, selection: slice | np.ndarray) -> EpochPlan:
+        return EpochPlan(self.origins[selection], self.symmetries[selection])
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Crops of `crop`³ cells in a box of `box`³; every position is valid, the last one included."""
+
+    samples: int
+    box: int
+    crop: int
+    seed: int = 0
+    split: str = "train"
+    augment: bool = True
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        """The plan of one epoch; no position comes twice in it while there are enough of them.
+
+        Validation is the same crops in every epoch and for every seed, without augmentation.
+        """
+        fixed = self.split == "valid"
+        words = _Words((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
+        positions = self.box - self.crop + 1
+        flat = _distinct(words, self.samples, positions**3)
+        origins = np.stack(np.unravel_index(flat, (positions,) * 3), axis=1)
+        if fixed or not self.augment:
+            symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
+        else:
+            symmetries = words.below(symmetry.COUNT, self.samples)
+        return EpochPlan(origins, symmetries)
+
+
+class _Words:
+    """Random integers from the counter-based generator Philox (Salmon et al. 2011), keyed by a tuple.
+
+    Only raw words are taken from numpy: their stream is fixed for good, that of its distributions is not.
+    """
+
+    def __init__(self, key: tuple[int, ...]) -> None:
+        self._generator = np.random.Philox(np.random.SeedSequence(list(key)))
+
+    def below(self, bound: int, count: int) -> np.ndarray:
+        """`count` integers in [0, bound); the bias of the remainder is below bound / 2**63."""
+        raw = self._generator.random_raw(count) >> np.uint64(1)
+        return (raw % np.uint64(bound)).astype(np.int64)
+
+
+def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
+    """`count` integers in [0, bound), distinct if they can be; else all values come equally often, give or take one."""
+    if 2 * count > bound:
+        # Few positions: whole shuffled rounds, and a part of one.
+        rounds = -(-count // bound)
+        order = [np.argsort(words.below(2**62, bound), kind="stable") for _ in range(rounds)]
+        return np.concatenate(order)[:count]
+    drawn = words.below(bound, count)
+    while True:
+        _, first = np.unique(drawn, return_index=True)
+        if len(first) == count:
+            return drawn
+        repeated = np.setdiff1d(np.arange(count), first)
+        drawn[repeated] = words.below(bound, len(repeated))
+
+
+def batch_rows(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:
+    """The rows of an epoch's plan that rank `rank` takes, one slice a batch of `batch` samples.
+
+    Step s of all ranks together is rows s·batch·world … (s+1)·batch·world, whatever the world's size. Training drops
+    the samples that fill no whole global batch; validation keeps them, and its last batch may be smaller, or missing
+    on some ranks.
+    """
+    span = batch * world
+    starts = range(0, (samples // span) * span if drop_last else samples, span)
+    slices = [slice(start + rank, min(start + span, samples), world) for start in starts]
+    return [rows for rows in slices if rows.start < rows.stop]

@@ -1,0 +1,64 @@
+"""One copy of a volume in memory for all ranks of a node, for the loader `inmem`.
+
+The copy lies in the node's shared memory (a tmpfs). Its file is unlinked as soon as every rank has mapped it, before
+it is filled: whatever ends the run, even SIGKILL, the memory is given back.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.volumes import DATASETS, Volume
+from utils.distributed import World
+from utils.errors import UserError
+from utils.progress import Progress
+
+SHARED_MEMORY = "/dev/shm"
+
+
+def share_volume(volume: Volume, world: World, directory: str = SHARED_MEMORY) -> Volume:
+    """Reads the volume once a node and returns it as arrays that all ranks of the node share."""
+    size = volume.bytes
+    with world.agreed():
+        if world.is_node_leader:
+            free = os.statvfs(directory)
+            available = free.f_bavail * free.f_frsize
+            if available < size:
+                raise UserError(
+                    f"{volume.path} needs {size / 2**30:.2f} GiB of shared memory, {directory} has "
+                    f"{available / 2**30:.2f} GiB free; use --data_loader_config=lowmem"
+                )
+    # One name a run, so that runs sharing a node do not meet; only the ranks of one node see the same file.
+    token = world.gather_objects(uuid.uuid4().hex)[0]
+    path = Path(directory) / f"volume-{token}"
+    try:
+        with world.agreed():
+            if world.is_node_leader:
+                with open(path, "xb") as file:
+                    file.truncate(size)
+        with world.agreed(), open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size)
+    finally:
+        world.barrier()
+        if world.is_node_leader:
+            path.unlink(missing_ok=True)
+    flat = np.frombuffer(memory, dtype=np.float32)
+    fields, start = [], 0
+    for field in (volume.inputs, volume.targets):
+        count = int(np.prod(field.shape))
+        fields.append(flat[start : start + count].reshape(field.shape))
+        start += count
+    with world.agreed():
+        if world.is_node_leader:
+            destination = dict(zip(DATASETS, fields, strict=True))
+            name = f"reading {os.path.basename(volume.path)} into shared memory"
+            with Progress(name, volume.slab_count(), "slabs", silent=not world.is_root) as progress:
+                for dataset, channel, x, values in volume.slabs():
+                    destination[dataset][channel, x : x + len(values)] = values
+                    progress.advance()
+    return Volume(volume.path, *fields)

@@ -1,0 +1,62 @@
+"""The 48 symmetries of the cube, acting on fields: axes move, and the components of vectors move along.
+
+Symmetry s maps position x to x' with x'[a] = sign[a] · x[perm[a]]. An array [C, D, D, D] is carried along by
+permuting and reversing its axes; a vector field's components obey the same rule as the position. Source: the
+octahedral group O_h as signed permutation matrices (any text on point groups).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Index 0 is the identity.
+PERMUTATIONS = np.array([p for p in itertools.permutations(range(3)) for _ in range(8)])  # [48, 3]
+SIGNS = np.array([s for _ in range(6) for s in itertools.product((1, -1), repeat=3)])  # [48, 3]
+COUNT = len(PERMUTATIONS)
+IDENTITY = 0
+
+MODES = ("full", "grid", "none")
+
+
+def matrices() -> np.ndarray:
+    """The group as matrices [48, 3, 3]: x' = M x."""
+    result = np.zeros((COUNT, 3, 3), dtype=np.int64)
+    rows = np.arange(3)
+    for index in range(COUNT):
+        result[index, rows, PERMUTATIONS[index]] = SIGNS[index]
+    return result
+
+
+def move_axes(field: Any, symmetry: int) -> Any:
+    """The view of a [..., D, D, D] array that symmetry `symmetry` makes of its last three axes; no copy."""
+    lead = field.ndim - 3
+    axes = (*range(lead), *(lead + axis for axis in PERMUTATIONS[symmetry]))
+    flips = tuple(slice(None, None, int(sign)) for sign in SIGNS[symmetry])
+    return field.transpose(axes)[(..., *flips)]
+
+
+def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """For each symmetry and output channel, the source channel [48, C] and its sign [48, C].
+
+    `vectors` lists the channel triples (x, y, z components) that are vectors; all others are scalars. In mode
+    'grid' the components stay where they are, as if all channels were scalars.
+    """
+    sources = np.tile(np.arange(channels), (COUNT, 1))
+    signs = np.ones((COUNT, channels), dtype=np.int64)
+    if mode == "full":
+        for triple in vectors:
+            components = np.asarray(triple)
+            sources[:, components] = components[PERMUTATIONS]
+            signs[:, components] = SIGNS
+    return sources, signs
+
+
+def apply(field: np.ndarray, symmetry: int, vectors: Sequence[Sequence[int]], mode: str = "full") -> np.ndarray:
+    """The plain definition, [C, D, D, D] -> a new array; loaders are tested against it."""
+    sources, signs = channel_table(len(field), vectors, mode)
+    moved = move_axes(field, symmetry)[sources[symmetry]]
+    return np.ascontiguousarray(moved * signs[symmetry].astype(field.dtype)[:, None, None, None])

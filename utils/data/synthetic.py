@@ -1,0 +1,51 @@
+"""The loader `synthetic`: one random batch, made once on the device and given again and again.
+
+It shows what the rest of the step can do when input costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from utils.data.feeder import Batch
+from utils.data.plan import batch_rows
+
+
+class SyntheticLoader:
+    """Uniform values in [-1, 1); every rank has a batch of its own."""
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        crop: int,
+        channels: tuple[int, int],
+        batch_size: int,
+        drop_last: bool,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._batches = batch_rows(samples, batch_size, rank, world_size, drop_last)
+        self._spans = [len(range(samples)[rows]) for rows in self._batches]
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        self._batch = Batch(
+            *(
+                (2 * torch.rand((batch_size, count, crop, crop, crop), generator=generator) - 1).to(device)
+                for count in channels
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+        """The same batch for every step; the last one as short as the epoch's end makes it."""
+        for span in self._spans[first_batch:]:
+            yield Batch(*(part[:span] for part in self._batch))
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,144 @@
+"""Simulation volumes on disk: HDF5 with `Nbody` [4, L, L, L] and `Hydro` [5, L, L, L], float32.
+
+Contiguous datasets are mapped into memory, so that a crop costs its own bytes and all ranks of a node share the
+page cache; chunked or compressed ones are read through h5py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from utils.errors import UserError
+
+DATASETS = ("Nbody", "Hydro")
+CHANNEL_NAMES = {
+    "Nbody": ("dark-matter density", "velocity x", "velocity y", "velocity z"),
+    "Hydro": ("gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"),
+}
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Input and target fields [C, L, L, L]; both support field[channels, x, y, z] with slices."""
+
+    path: str
+    inputs: Any
+    targets: Any
+
+    @property
+    def box(self) -> int:
+        return int(self.inputs.shape[-1])
+
+    @property
+    def mapped(self) -> bool:
+        return isinstance(self.inputs, np.ndarray) and isinstance(self.targets, np.ndarray)
+
+    @property
+    def bytes(self) -> int:
+        return sum(4 * int(np.prod(field.shape)) for field in (self.inputs, self.targets))
+
+    def slabs(self) -> Iterator[tuple[str, int, int, np.ndarray]]:
+        """The whole volume in pieces of a few MB: (dataset, channel, first x, values [n, L, L])."""
+        thickness = max(1, 2**22 // self.box**2)
+        for name, field in zip(DATASETS, (self.inputs, self.targets), strict=True):
+            for channel in range(field.shape[0]):
+                for start in range(0, self.box, thickness):
+                    yield name, channel, start, field[channel, start : start + thickness]
+
+    def slab_count(self) -> int:
+        thickness = max(1, 2**22 // self.box**2)
+        return (self.inputs.shape[0] + self.targets.shape[0]) * -(-self.box // thickness)
+
+
+def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], box: int | None = None) -> Volume:
+    """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
+    path = str(path)
+    try:
+        file = h5py.File(path, "r")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}; make one with python -m utils.data.simulate, or set its path") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    fields = [_field(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
+    if fields[0].shape[1:] != fields[1].shape[1:]:
+        raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
+    return Volume(path, *fields)
+
+
+def _reason(error: OSError) -> str:
+    text = " ".join(str(error).split())
+    if "truncated" in text:
+        return f"the file is truncated ({text}); copy or make it again"
+    if "signature" in text:
+        return "it is not an HDF5 file"
+    return text
+
+
+def _field(file: h5py.File, path: str, name: str, channels: int, box: int | None) -> Any:
+    """One dataset, checked; as a mapped array where it lies in one piece."""
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise UserError(f"{path} has no dataset {name}; it holds {', '.join(file) or 'nothing'}")
+    shape = dataset.shape
+    if len(shape) != 4 or shape[0] != channels or len(set(shape[1:])) != 1:
+        raise UserError(f"{path}: {name} is {shape}, expected ({channels}, L, L, L)")
+    if box is not None and shape[1] != box:
+        raise UserError(f"{path}: {name} is a box of {shape[1]} cells a side, but box_size says {box}; set box_size")
+    if dataset.dtype != np.dtype("<f4"):
+        raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
+    offset = dataset.id.get_offset()
+    if dataset.chunks is None and offset is not None and not dataset.is_virtual and not dataset.external:
+        if offset + dataset.nbytes > os.path.getsize(path):
+            raise UserError(f"cannot read {path}: the file is truncated inside {name}; copy or make it again")
+        mapped = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=shape)
+        return np.asarray(mapped)  # the plain type: slicing a memmap object is slower
+    return dataset
+
+
+def first_nonfinite(volume: Volume, step: Any = None) -> str | None:
+    """Where the first NaN or infinity lies, in words; None where there is none. `step` is called once a slab."""
+    for name, channel, start, values in volume.slabs():
+        # The sum is finite unless a value is not: one pass, no temporary array.
+        if not np.isfinite(np.sum(values, dtype=np.float64)):
+            x, y, z = (int(i[0]) for i in np.nonzero(~np.isfinite(values)))
+            return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[x, y, z]}"
+        if step is not None:
+            step()
+    return None
+
+
+def stage(path: str, directory: str) -> str:
+    """Copies `path` into a node-local `directory`, unless the same file is there; returns the copy's path.
+
+    The copy appears under its name only when it is whole.
+    """
+    source = Path(path)
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # two files of one name may be staged
+    target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
+    try:
+        original = source.stat()
+        if target.exists():
+            copy = target.stat()
+            if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
+                return str(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            with open(source, "rb") as reader, open(partial, "wb") as writer:
+                while block := reader.read(2**24):
+                    writer.write(block)
+            os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot stage {path} in use_cache={directory}: {error.strerror or error}") from None
+    return str(target)

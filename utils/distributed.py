@@ -1,0 +1,228 @@
+"""Who this process is among the ranks, which device it has, and how the ranks talk.
+
+The launcher is found from the environment: torchrun (or `export_DDP_vars.sh`) sets RANK, LOCAL_RANK
+and WORLD_SIZE; inside an `srun` step Slurm's own variables serve; otherwise there is one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from utils.errors import UserError
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says about this process."""
+
+    launcher: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = DEFAULT_PORT
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """The rank environment, whole; raises UserError where it is half set or contradicts itself."""
+    env = os.environ if environment is None else environment
+    if any(name in env for name in TORCHRUN_VARIABLES):
+        missing = [name for name in TORCHRUN_VARIABLES if name not in env]
+        if missing:
+            raise UserError(
+                f"the rank environment is half set: {', '.join(missing)} missing; start through torchrun or srun, "
+                f"or unset {', '.join(name for name in TORCHRUN_VARIABLES if name in env)}"
+            )
+        rank, local_rank, size = (_integer(env, name) for name in TORCHRUN_VARIABLES)
+        if size > 1 and "MASTER_ADDR" not in env:
+            raise UserError("the rank environment is half set: MASTER_ADDR missing; set it to the first node's name")
+        launch = Launch(
+            "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
+            rank,
+            local_rank,
+            size,
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            _integer(env, "MASTER_PORT", DEFAULT_PORT),
+        )
+    elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        # Only inside a step: a batch script, too, carries SLURM_PROCID=0 and SLURM_NTASKS, but has no peers.
+        nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
+        launch = Launch(
+            "slurm",
+            _integer(env, "SLURM_PROCID"),
+            _integer(env, "SLURM_LOCALID"),
+            _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1)),
+            env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1",
+            # Two jobs may share a node: the port comes from the job's number.
+            _integer(env, "MASTER_PORT", 15000 + (_integer(env, "SLURM_JOB_ID", 0) * 7) % 15000),
+        )
+    else:
+        return Launch("single process")
+    if not 0 <= launch.rank < launch.world_size or launch.local_rank < 0:
+        raise UserError(
+            f"the rank environment contradicts itself: rank {launch.rank} (local {launch.local_rank}) of "
+            f"{launch.world_size}; start through torchrun or srun"
+        )
+    return launch
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise UserError(f"the rank environment is half set: {name} missing; start through torchrun or srun")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} must be a whole number, not {text!r}; start through torchrun or srun") from None
+
+
+def first_host(nodelist: str) -> str:
+    """First name in Slurm's compressed list: 'nid[001004-001007,2]' -> 'nid001004'."""
+    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodelist)
+    return (match.group(1) + (match.group(2) or "")) if match else ""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of this run as one of them sees them; with a single rank every method is local."""
+
+    launch: Launch
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.launch.local_rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_node_leader(self) -> bool:
+        """One rank a node does what is done once a node (staging, the shared copy)."""
+        return self.local_rank == 0
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            # An object collective goes over the CPU group: unlike dist.barrier it needs no device.
+            self.gather_objects(None)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """[value of rank 0, value of rank 1, …] on every rank; for small things, outside the loop."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stacks one tensor of every rank: [...] -> [world, ...]."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, on every rank."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What fails on one rank fails on all of them, with the same line, instead of leaving the rest waiting.
+
+        Every rank enters and leaves the block; collectives inside it are only safe in blocks that cannot
+        fail before them.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        line = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
+        lines = self.gather_objects(line)
+        failed = [rank for rank, line in enumerate(lines) if line is not None]
+        if error is not None and not isinstance(error, UserError):
+            raise error
+        if failed:
+            where = "" if len(failed) == self.size else f"rank {failed[0]}: "
+            raise UserError(where + lines[failed[0]])
+
+
+def choose_device(name: str, local_rank: int) -> torch.device:
+    """The device of this rank; `name` is auto, cpu or cuda."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device is cuda, but torch sees no CUDA device; use --set device=cpu")
+    # Slurm's --gpus-per-task=1 shows each rank one device, number 0, whatever its local rank.
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_seconds: float = 1800) -> Iterator[World]:
+    """The world for the length of a run; joins the process group where there are several ranks.
+
+    Gloo carries CPU tensors and objects, NCCL carries CUDA tensors.
+    """
+    launch = read_launch()
+    world = World(launch, choose_device(device, launch.local_rank))
+    if launch.world_size == 1:
+        yield world
+        return
+    os.environ.setdefault("MASTER_ADDR", launch.master_addr)
+    os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+    try:
+        store, rank, size = next(
+            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=rendezvous_seconds))
+        )
+    except (dist.DistError, TimeoutError) as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"rank {launch.rank} of {launch.world_size} could not meet the others at {address} "
+            f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks were started"
+        ) from None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=collective_seconds),
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def hostnames(world: World) -> list[str]:
+    """The node of each rank, in rank order."""
+    return world.gather_objects(socket.gethostname())

@@ -1,0 +1,52 @@
+"""Errors that are the user's to mend: one clear line, exit code 2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(ValueError):
+    """Bad input; the message says what is wrong and what to do about it, in one line."""
+
+
+def launched_rank() -> int:
+    """This process's rank as the launcher tells it, before any process group exists."""
+    in_slurm_step = "SLURM_STEP_ID" in os.environ
+    for name in ("RANK", "SLURM_PROCID") if in_slurm_step else ("RANK",):
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns a UserError into one line on stderr and exit code 2; rank 0 alone prints it.
+
+    Errors are agreed upon by all ranks before they are raised (`distributed.agree`), so
+    rank 0 always has the line to print.
+    """
+    try:
+        yield
+    except UserError as error:
+        if launched_rank() == 0:
+            line = " ".join(str(error).split())
+            sys.stderr.write(f"error: {line}\n")
+            sys.stderr.flush()
+        raise SystemExit(EXIT_USER_ERROR) from None
+
+
+@contextlib.contextmanager
+def value_errors_for_users() -> Iterator[None]:
+    """For parts that know no UserError (the networks): their ValueErrors are the user's to mend all the same."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from None

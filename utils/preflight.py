@@ -1,0 +1,127 @@
+"""Everything that can be known before training: checked and printed, without a GPU or the other ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils import config as configs
+from utils.config import Config
+from utils.data import LOADERS, open_split
+from utils.data.volumes import Volume, first_nonfinite
+from utils.errors import UserError
+from utils.progress import Progress
+from utils.schedule import build_schedule
+
+GIB = 2**30
+
+
+def report(
+    config: Config, base: Config | None, directory: Path, ranks: int, build: Callable[[], nn.Module]
+) -> Iterator[str]:
+    """The findings, line by line; raises UserError at the first fault. `config` is settled for `ranks` ranks."""
+    assert config.local_batch_size is not None
+    yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
+        f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
+    )
+    yield f"steps: {config.steps_per_epoch} an epoch × {config.num_epochs} epochs = {config.total_steps}"
+    with torch.device("meta"):
+        network = build()
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    yield f"network: {config.network.name}, {parameters:,} parameters; crop {config.data_size}³ fits"
+    yield from _memory(config, network, parameters)
+    yield from _rates(config)
+    yield f"run directory: {_writable(directory)}"
+    if config.data_loader_config not in LOADERS:
+        raise UserError(f"no loader is named {config.data_loader_config}; there are {', '.join(LOADERS)}")
+    if config.data_loader_config == "synthetic":
+        yield "data: synthetic, no files are read"
+    else:
+        for split in ("train", "valid"):
+            yield _data(config, split)
+    if base is not None:
+        changed, own = configs.flatten(base), configs.flatten(config)
+        differences = [
+            f"{key} {changed[key]} -> {value}"
+            for key, value in own.items()
+            if changed.get(key) != value and key != "local_batch_size"
+        ]
+        yield "differs from base: " + ("; ".join(differences) if differences else "in nothing")
+
+
+def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -> int:
+    """fp32 bytes that the forward pass of a network on torch's meta device keeps for the backward pass."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    for parameter in network.parameters():
+        keep(parameter.data)
+    own = set(kept)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(torch.empty(batch, channels, crop, crop, crop, device="meta"))
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+
+
+def _memory(config: Config, network: nn.Module, parameters: int) -> Iterator[str]:
+    assert config.local_batch_size is not None
+    micro = config.local_batch_size // config.accumulation_steps
+    activations = activation_bytes(network, micro, config.N_in_channels, config.data_size)
+    if config.enable_amp:
+        activations //= 2
+    state = 16 * parameters  # fp32 weights, gradients and Adam's two moments
+    batch = 4 * config.local_batch_size * (config.N_in_channels + config.N_out_channels) * config.data_size**3
+    total = state + activations + 3 * batch
+    line = (
+        f"memory a rank: about {total / GIB:.2f} GiB (weights, gradients, optimizer {state / GIB:.2f}; "
+        f"activations {activations / GIB:.2f}; batches {3 * batch / GIB:.2f})"
+    )
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(0).total_memory
+        line += f" of {there / GIB:.2f} GiB on {torch.cuda.get_device_name(0)}"
+        if total > there:
+            raise UserError(f"{line}: it does not fit; lower local_batch_size or raise accumulation_steps")
+    yield line
+
+
+def _rates(config: Config) -> Iterator[str]:
+    schedule, total = build_schedule(config), config.total_steps
+    marks = sorted({0, schedule.warmup_steps, total // 4, total // 2, 3 * total // 4, total - 1})
+    curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in marks if step < total)
+    kind = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
+    yield f"learning rate: {config.lr_schedule.scaling} scaling, {kind}, peak {schedule.peak:.3e}; {curve}"
+
+
+def _writable(directory: Path) -> str:
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
+    return f"{directory} " + ("exists: its logs and weights will be replaced" if directory.exists() else "is new")
+
+
+def _data(config: Config, split: str) -> str:
+    volume: Volume = open_split(config, split)
+    with Progress(f"looking for NaN in {volume.path}", volume.slab_count(), "slabs") as progress:
+        fault = first_nonfinite(volume, progress.advance)
+    if fault is not None:
+        raise UserError(f"{fault}; mend or remove it: training would stop at its first crop")
+    how = "mapped" if volume.mapped else "chunked or compressed, read through h5py: rewrite it contiguous for speed"
+    return f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {how}"
+
+
+def show(lines: Iterator[str]) -> None:
+    """Prints findings as they come."""
+    for line in lines:
+        sys.stdout.write(f"preflight: {line}\n")
+        sys.stdout.flush()
+    sys.stdout.write("preflight: all checks passed\n")

@@ -1,0 +1,86 @@
+"""Progress of long work: a live bar on a terminal, a line every few seconds elsewhere.
+
+with Progress("reading train.h5", total=128, unit="slabs") as progress:
+    for slab in slabs:
+        ...
+        progress.advance()
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def format_duration(seconds: float) -> str:
+    """1:02:03 for hours, 2:03 for minutes: the way clocks are read."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class Progress:
+    """Counts to `total`; batch logs get whole lines, since redrawn bars spoil them."""
+
+    def __init__(
+        self, description: str, total: int, unit: str = "steps", silent: bool = False, live_only: bool = False
+    ) -> None:
+        """`live_only`: show the bar on a terminal, and leave other outputs to the caller's own lines."""
+        self.description, self.total, self.unit = description, total, unit
+        self.done = 0
+        self._silent, self._live_only = silent, live_only
+        self._bar: Any = None
+        self._started = self._last_line = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        self._started = self._last_line = time.monotonic()
+        if not self._silent and sys.stderr.isatty():
+            self._bar = _rich_bar(self.description, self.total)
+        return self
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Counts `count` more; `note` (a loss, a stage) is shown beside the number."""
+        self.done += count
+        if self._silent:
+            return
+        if self._bar is not None:
+            self._bar.update(0, completed=self.done, note=note)
+            return
+        now = time.monotonic()
+        if not self._live_only and now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            remaining = (now - self._started) / max(self.done, 1) * (self.total - self.done)
+            line = f"{self.description}: {self.done}/{self.total} {self.unit}, {format_duration(remaining)} left"
+            sys.stderr.write(f"{line} {note}".rstrip() + "\n")
+            sys.stderr.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _rich_bar(description: str, total: int) -> Any:
+    """A started rich progress bar on stderr, or None where rich is not installed."""
+    try:
+        from rich import progress
+        from rich.console import Console
+    except ImportError:
+        return None
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[note]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task(description, total=total, note="")
+    bar.start()
+    return bar

@@ -1,0 +1,143 @@
+"""What a run leaves for the eye: a closing table, loss curves, slices of input, target and prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.data import Loader
+from utils.data.volumes import CHANNEL_NAMES
+from utils.distributed import World
+from utils.logs import SilentLogs
+from utils.progress import format_duration
+from utils.steps import Step
+from utils.trainer import FitResult
+
+HISTOGRAM_BINS = 8192
+HISTOGRAM_RANGE = (-1.5, 1.5)
+
+
+def baseline_losses(loader: Loader, world: World) -> dict[str, float]:
+    """Mean |difference| over the validation crops of two predictors that learn nothing from the input's structure.
+
+    'constant': each target channel's median, the best constant under this loss (to half a histogram bin);
+    'copy': the input's density and velocities as the gas's, and the constant for what the input lacks.
+    """
+    medians = _medians(loader, world)
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, elements
+    for inputs, targets in loader.epoch(0):
+        constant = medians.to(targets.dtype).view(1, -1, 1, 1, 1).expand_as(targets)
+        shared = min(inputs.shape[1], targets.shape[1])
+        copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
+        sums[0] += (constant - targets).abs().sum(dtype=torch.float64)
+        sums[1] += (copy - targets).abs().sum(dtype=torch.float64)
+        sums[2] += targets.numel()
+    constant_sum, copy_sum, count = world.sum(sums).tolist()
+    return {"constant": constant_sum / count, "copy": copy_sum / count}
+
+
+def _medians(loader: Loader, world: World) -> torch.Tensor:
+    """Per target channel, from histograms summed over the ranks."""
+    low, high = HISTOGRAM_RANGE
+    counts: torch.Tensor | None = None
+    channels = 0
+    for _, targets in loader.epoch(0):
+        channels = targets.shape[1]
+        part = torch.stack(
+            [
+                torch.histc(targets[:, channel].clamp(low, high), HISTOGRAM_BINS, low, high)
+                for channel in range(channels)
+            ]
+        ).double()
+        counts = part if counts is None else counts + part
+    # A rank may have had no validation batch; it still takes part in the sum.
+    channels = max(world.gather_objects(channels))
+    total = world.sum(torch.zeros(channels, HISTOGRAM_BINS, device=world.device).double() if counts is None else counts)
+    cumulative = total.cumsum(1)
+    bins = (cumulative < cumulative[:, -1:] / 2).sum(1)
+    return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS
+
+
+def closing_table(result: FitResult, baselines: dict[str, float], directory: Path) -> list[str]:
+    """The lines that end a run."""
+    names = {"constant": "best constant per channel", "copy": "copying density and velocities"}
+    others = {"untrained network": result.initial_loss, **{names[key]: loss for key, loss in baselines.items()}}
+    lines = [f"{'validation loss':<32}{'':>10}   trained is"]
+    lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in others.items()]
+    lines.append(f"  {'trained network':<30}{result.final_loss:>10.6f}")
+    lines.append(f"{'throughput, last epoch':<32}{result.samples_per_second:>10.1f}   samples/s")
+    lines.append(f"{'training and validation':<32}{format_duration(result.seconds):>10}   {result.steps} steps")
+    lines.append(f"run directory  {directory}")
+    return lines
+
+
+def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int) -> list[Path]:
+    """Writes loss_curves.png and slices.png; the slices go to TensorBoard too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves, slices = directory / "loss_curves.png", directory / "slices.png"
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    figure = _curves(records, plt)
+    figure.savefig(curves, dpi=120)
+    plt.close(figure)
+    batches = loader.epoch(0)
+    inputs, targets = (part[:1] for part in next(batches))
+    outputs = step.predict(inputs)
+    figure = _slices(*(part[0].float().cpu().numpy() for part in (inputs, targets, outputs)), plt)
+    batches.close()  # type: ignore[attr-defined]
+    figure.savefig(slices, dpi=120)
+    logs.figure("Slices", figure, steps)
+    plt.close(figure)
+    return [curves, slices]
+
+
+def _curves(records: list[dict[str, Any]], plt: Any) -> Any:
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, label, style in (
+        ("Step/loss", "training, per interval", {"color": "0.7", "linewidth": 1}),
+        ("Loss/train", "training, per epoch", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+        ("Loss/valid", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
+    ):
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(xlabel="step", ylabel="loss (mean absolute error)", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    return figure
+
+
+def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray, plt: Any) -> Any:
+    """Rows input, target, prediction; a column for each target channel: the middle plane of a crop [C, D, D, D]."""
+    channels, middle = len(targets), targets.shape[1] // 2
+    known = CHANNEL_NAMES["Hydro"]
+    names = known if channels == len(known) else tuple(f"channel {channel}" for channel in range(channels))
+    size = (2.3 * channels, 7.6)
+    figure, grid = plt.subplots(3, channels, figsize=size, layout="constrained", squeeze=False)
+    for channel, (column, name) in enumerate(zip(grid.T, names, strict=True)):
+        target = targets[channel, middle]
+        low, high = float(target.min()), float(target.max())
+        colours = "magma" if "density" in name else "inferno"
+        if "velocity" in name:
+            high = max(abs(low), abs(high))
+            low, colours = -high, "RdBu_r"
+        planes = [inputs[channel, middle] if channel < len(inputs) else None, target, outputs[channel, middle]]
+        for axes, plane in zip(column, planes, strict=True):
+            axes.set(xticks=[], yticks=[])
+            if plane is None:
+                axes.text(0.5, 0.5, "not in the input", ha="center", va="center", transform=axes.transAxes)
+                continue
+            # axis 0 of the plane is y: drawn to the right, with z upwards
+            image = axes.imshow(plane.T, origin="lower", vmin=low, vmax=high, cmap=colours)
+        figure.colorbar(image, ax=list(column), location="bottom", shrink=0.9, pad=0.02)
+        column[0].set_title(name)
+    for axes, title in zip(grid[:, 0], ("input: dark matter", "target: gas", "prediction"), strict=True):
+        axes.set_ylabel(title)
+    return figure

@@ -1,0 +1,24 @@
+"""One training step, owned whole: the trainer calls it and never asks which kind it is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Step(Protocol):
+    """What the trainer needs of a step."""
+
+    network: nn.Module  # the bare network: weights are read from here
+    gradient_norm: torch.Tensor  # of the last step, before clipping; a scalar on the device
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+        """Trains on one local batch at the given learning rate; returns its loss, on the device, detached."""
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss without training."""
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The network's outputs, in evaluation mode."""
