@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -173,4 +172,4 @@ def set_backends() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -47,7 +47,7 @@ class UNet(nn.Module):
         for scale in range(self.scales, 1, -1):
             x = F.relu(self.get_submodule(f"up{scale}")(x))
             x = torch.cat([x, skips.pop()], dim=1)
-        return torch.tanh(self.last(x))
+        return torch.tanh(self.get_submodule("last")(x))
 
 
 def initialise(

@@ -90,8 +90,9 @@ def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: i
     batches = loader.epoch(0)
     inputs, targets = (part[:1] for part in next(batches))
     outputs = step.predict(inputs)
-    figure = _slices(*(part[0].float().cpu().numpy() for part in (inputs, targets, outputs)), plt)
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
+    fields = [part[0].float().cpu().numpy() for part in (inputs, targets, outputs)]
+    figure = _slices(fields[0], fields[1], fields[2], plt)
     figure.savefig(slices, dpi=120)
     logs.figure("Slices", figure, steps)
     plt.close(figure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import NamedTuple, Protocol
 
 from utils.config import Config
@@ -21,7 +21,7 @@ class Loader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]: ...
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]: ...
 
     def close(self) -> None: ...
 

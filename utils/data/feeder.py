@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ class DeviceFeeder:
         self._stream = torch.cuda.Stream(device)
         self._slots = [Batch(*(torch.empty(shape, device=device) for shape in shapes)) for _ in range(DEVICE_SLOTS)]
 
-    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def feed(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         """The same batches on the device; the host memory of one may be rewritten two requests later."""
         consumer = torch.cuda.current_stream(self._device)
         released: list[torch.cuda.Event | None] = [None] * DEVICE_SLOTS
@@ -60,7 +60,7 @@ class DeviceFeeder:
         ahead: deque[tuple[int, Batch, torch.cuda.Event]],
         consumer: torch.cuda.Stream,
         released: list[torch.cuda.Event | None],
-    ) -> Iterator[Batch]:
+    ) -> Generator[Batch, None, None]:
         index, batch, copied = ahead.popleft()
         consumer.wait_event(copied)
         yield batch

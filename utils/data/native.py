@@ -7,7 +7,7 @@ with them the run; and the copies release the interpreter lock, so threads do sc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -49,7 +49,9 @@ class NativeLoader:
             for field, field_vectors in zip((volume.inputs, volume.targets), vectors, strict=True)
         )
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads > 0 else None
-        shapes = [(batch_size, field.shape[0], *(plan.crop,) * 3) for field in (volume.inputs, volume.targets)]
+        shapes: list[tuple[int, ...]] = [
+            (batch_size, field.shape[0], *(plan.crop,) * 3) for field in (volume.inputs, volume.targets)
+        ]
         pinned = self._device.type == "cuda"
         # One buffer more than the batches ahead: the one in the consumer's hands.
         self._buffers = [
@@ -61,7 +63,7 @@ class NativeLoader:
         """Batches an epoch on this rank."""
         return len(self._batches)
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, from `first_batch` on."""
         batches = self._assemble(self.plan.epoch(epoch), first_batch)
         return batches if self._feeder is None else self._feeder.feed(batches)
@@ -70,7 +72,7 @@ class NativeLoader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _assemble(self, plan: EpochPlan, first_batch: int) -> Iterator[Batch]:
+    def _assemble(self, plan: EpochPlan, first_batch: int) -> Generator[Batch, None, None]:
         pending: deque[tuple[Batch, list[Future[None]]]] = deque()
         order = iter(range(first_batch, len(self._batches)))
         try:

@@ -35,8 +35,8 @@ def move_axes(field: Any, symmetry: int) -> Any:
     """The view of a [..., D, D, D] array that symmetry `symmetry` makes of its last three axes; no copy."""
     lead = field.ndim - 3
     axes = (*range(lead), *(lead + axis for axis in PERMUTATIONS[symmetry]))
-    flips = tuple(slice(None, None, int(sign)) for sign in SIGNS[symmetry])
-    return field.transpose(axes)[(..., *flips)]
+    flips = (..., *(slice(None, None, int(sign)) for sign in SIGNS[symmetry]))
+    return field.transpose(axes)[flips]
 
 
 def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) -> tuple[np.ndarray, np.ndarray]:

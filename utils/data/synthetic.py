@@ -5,7 +5,7 @@ It shows what the rest of the step can do when input costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -42,7 +42,7 @@ class SyntheticLoader:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """The same batch for every step; the last one as short as the epoch's end makes it."""
         for span in self._spans[first_batch:]:
             yield Batch(*(part[:span] for part in self._batch))

@@ -1,0 +1,121 @@
+"""What the training loop costs beside a bare forward, backward and update on the same batch.
+
+python -m benchmarks.loop_overhead
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Generator
+
+import torch
+
+from benchmarks.common import interleaved, save, summary, this_machine
+from networks import build_loss, build_network, initialise
+from utils.checkpoint import NoCheckpoint
+from utils.config import Optimizer
+from utils.data import Loaders
+from utils.data.feeder import Batch
+from utils.logs import SilentLogs
+from utils.optim import build_optimizer
+from utils.profiling import NoProfiler
+from utils.schedule import CosineSchedule
+from utils.steps.eager import EagerStep
+from utils.trainer import Trainer
+
+RATE = 1e-4
+
+
+class OneBatch:
+    """A loader that costs nothing."""
+
+    def __init__(self, batch: Batch, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+        for _ in range(first_batch, self._count):
+            yield self._batch
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--scales", type=int, default=4)
+    parser.add_argument("--crop", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--trials", type=int, default=9)
+    options = parser.parse_args()
+    world = this_machine()
+    shape = (options.batch, 4, *(options.crop,) * 3)
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(shape, generator=generator).to(world.device)
+    targets = torch.rand((options.batch, 5, *shape[2:]), generator=generator).to(world.device)
+
+    def network() -> torch.nn.Module:
+        built = build_network("unet", options.crop, width=options.width, scales=options.scales)
+        initialise(built, torch.Generator().manual_seed(0))
+        return built.to(world.device)
+
+    def wait() -> None:
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    bare = network()
+    bare_optimizer = build_optimizer(Optimizer(), bare.parameters(), RATE)
+    loss = build_loss("l1")
+
+    def bare_loop() -> float:
+        wait()
+        started = time.perf_counter()
+        for _ in range(options.steps):
+            bare_optimizer.zero_grad(set_to_none=True)
+            loss(bare(inputs), targets).backward()
+            bare_optimizer.step()
+        wait()
+        return (time.perf_counter() - started) / options.steps
+
+    trained = network()
+    step = EagerStep(trained, build_loss("l1"), build_optimizer(Optimizer(), trained.parameters(), RATE), world)
+    batch = Batch(inputs, targets)
+    trainer = Trainer(
+        step=step,
+        loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
+        schedule=CosineSchedule(RATE, RATE, 0, options.steps),
+        world=world,
+        logs=SilentLogs(),
+        checkpoint=NoCheckpoint(),
+        profiler=NoProfiler(),
+        num_epochs=1,
+        global_batch_size=options.batch,
+        log_interval=50,
+    )
+
+    def trainer_loop() -> float:
+        wait()
+        started = time.perf_counter()
+        trainer._train_epoch(0)
+        wait()
+        return (time.perf_counter() - started) / options.steps
+
+    values = interleaved({"bare": bare_loop, "trainer": trainer_loop}, options.trials)
+    # Pairs of neighbouring trials: what slows the machine slows both.
+    overheads = [own / plain - 1 for plain, own in zip(values["bare"], values["trainer"], strict=True)]
+    result = {
+        "settings": vars(options),
+        "seconds a step": {name: summary(trials) for name, trials in values.items()},
+        "overhead": summary(overheads),
+    }
+    print(f"overhead of the loop: median {100 * result['overhead']['median']:.2f} % of n = {options.trials} pairs")
+    print(f"written: {save('loop_overhead', result)}")
+
+
+if __name__ == "__main__":
+    main()
