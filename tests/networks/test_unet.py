@@ -1,0 +1,95 @@
+"""The U-Net is the contract's: parameters, operations, shapes, initial weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from networks import NETWORKS, build_loss, build_network, initialise
+from networks.unet import UNet
+
+
+def test_full_network_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        network = UNet()
+    assert sum(parameter.numel() for parameter in network.parameters()) == 116_977_029
+
+
+def test_full_network_takes_80_gflop_a_sample_forward_and_backward() -> None:
+    with torch.device("meta"):
+        network, loss = UNet(), build_loss("l1")
+        inputs, targets = torch.empty(1, 4, 64, 64, 64), torch.empty(1, 5, 64, 64, 64)
+    with FlopCounterMode(display=False) as counter:
+        loss(network(inputs), targets).backward()
+    assert counter.get_total_flops() / 1e9 == pytest.approx(80.46, abs=0.01)
+
+
+@pytest.mark.parametrize(("scales", "count"), [(5, 66_644_357)])
+def test_without_full_scale_the_sixth_scale_is_left_out(scales: int, count: int) -> None:
+    with torch.device("meta"):
+        network = UNet(scales=scales)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count
+
+
+def test_layers_are_those_of_the_contract() -> None:
+    with torch.device("meta"):
+        layers = {name: (layer.in_channels, layer.out_channels) for name, layer in UNet().named_children()}
+    assert layers == {
+        "down1": (4, 64),
+        "down2": (64, 128),
+        "down3": (128, 256),
+        "down4": (256, 512),
+        "down5": (512, 512),
+        "down6": (512, 512),
+        "up6": (512, 512),
+        "up5": (1024, 512),
+        "up4": (1024, 256),
+        "up3": (512, 128),
+        "up2": (256, 64),
+        "last": (128, 5),
+    }
+
+
+def test_two_scales_compute_what_is_written_out_by_hand() -> None:
+    network = build_network("unet", 8, in_channels=2, out_channels=3, width=4, scales=2)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    x = torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    layer = dict(network.named_children())
+    down1 = F.leaky_relu(layer["down1"](x), 0.01)
+    down2 = F.leaky_relu(layer["down2"](down1), 0.01)
+    up2 = F.relu(layer["up2"](down2))
+    expected = torch.tanh(layer["last"](torch.cat([up2, down1], 1)))
+    assert torch.equal(network(x), expected)
+    assert expected.shape == (2, 3, 8, 8, 8)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_keeps_the_grid(name: str) -> None:
+    network = build_network(name, 8, in_channels=4, out_channels=5, width=4, scales=3)
+    assert network(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
+
+
+def test_weights_are_normal_and_biases_constant_and_the_seed_decides() -> None:
+    networks = [build_network("unet", 8, width=8, scales=3) for _ in range(3)]
+    for network, seed in zip(networks, (1, 1, 2), strict=True):
+        initialise(network, torch.Generator().manual_seed(seed), "normal", 0.02, 0.25)
+    first, same, other = (network.get_submodule("down3").weight.detach() for network in networks)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert float(first.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(first.mean()) == pytest.approx(0.0, abs=0.001)
+    assert set(networks[0].get_submodule("last").bias.tolist()) == {0.25}
+
+
+def test_a_crop_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="data_size 12 is not a multiple of 8"):
+        build_network("unet", 12, width=4, scales=3)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown network vnet; known: unet"):
+        build_network("vnet", 8)
+    with pytest.raises(ValueError, match="unknown loss l2; known: l1"):
+        build_loss("l2")

@@ -1,0 +1,150 @@
+"""N ranks compute what one rank computes at the same global batch: same samples, same parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from networks import build_loss, build_network, initialise
+from utils.config import Optimizer
+from utils.data.native import NativeLoader
+from utils.data.plan import SamplePlan
+from utils.data.volumes import open_volume
+from utils.distributed import Launch, World
+from utils.metrics import WeightedMean
+from utils.optim import build_optimizer
+from utils.steps.eager import EagerStep, StepOptions
+
+GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
+VECTORS = (((1, 2, 3),), ((1, 2, 3),))
+ALONE = World(Launch("test"), torch.device("cpu"))
+
+
+def build_step(world: World, optimizer: str, dtype: torch.dtype, accumulation: int = 1) -> EagerStep:
+    network = build_network("unet", 8, width=4, scales=2)
+    initialise(network, torch.Generator().manual_seed(3), scale=0.1)
+    network.to(dtype)
+    options = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
+    rate = 0.02 if optimizer == "sgd" else 1e-3
+    # A bucket cap far below the network's size: the exchange takes several buckets.
+    step_options = StepOptions(accumulation_steps=accumulation, bucket_cap_mb=0.005)
+    optimizer_object = build_optimizer(options, network.parameters(), rate)
+    return EagerStep(network, build_loss("l1", lambda_rho=0.01), optimizer_object, world, step_options)
+
+
+def train(world: World, path: str, optimizer: str, dtype: torch.dtype, accumulation: int = 1) -> dict:
+    """Twenty steps over more than one epoch; what this rank saw and where it ended."""
+    step = build_step(world, optimizer, dtype, accumulation)
+    volume = open_volume(path, (4, 5))
+    layout = {"rank": world.rank, "world_size": world.size, "batch_size": GLOBAL_BATCH // world.size}
+    plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
+    loader = NativeLoader(volume, plan, vectors=VECTORS, **layout)
+    losses, crops = [], []
+    rate = 0.02 if optimizer == "sgd" else 1e-3
+    for number in range(STEPS):
+        if number % len(loader) == 0:
+            batches = loader.epoch(number // len(loader))
+        inputs, targets = next(batches)
+        crops += [part.numpy().tobytes() for part in inputs]
+        loss = step(inputs.to(dtype), targets.to(dtype), rate)
+        losses.append(float(world.sum(loss)) / world.size)
+    batches.close()
+    valid = NativeLoader(volume, SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid"), vectors=VECTORS, **layout)
+    mean, samples = WeightedMean(world), 0
+    for inputs, targets in valid.epoch(0):
+        mean.add(step.evaluate(inputs.to(dtype), targets.to(dtype)), len(inputs))
+        samples += len(inputs)
+    parameters = np.concatenate([parameter.detach().numpy().ravel() for parameter in step.network.parameters()])
+    loader.close()
+    valid.close()
+    return {
+        "parameters": parameters,
+        "losses": losses,
+        "crops": crops,
+        "validation": mean.result(),
+        "validation samples": samples,
+    }
+
+
+CASES = {
+    "sgd float32": ("sgd", torch.float32, 1),
+    "sgd float64": ("sgd", torch.float64, 1),
+    "sgd float32, 2 micro-batches": ("sgd", torch.float32, 2),
+    "adam float32": ("adam", torch.float32, 1),
+}
+
+
+def train_all(world: World, path: str) -> dict[str, dict]:
+    return {name: train(world, path, *case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, volume_file) -> str:
+    return str(volume_file(tmp_path_factory.mktemp("parallel") / "box.h5"))
+
+
+@pytest.fixture(scope="module")
+def alone(path: str) -> dict[str, dict]:
+    return train_all(ALONE, path)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def together(request: pytest.FixtureRequest, path: str) -> list[dict[str, dict]]:
+    return run_ranks(train_all, request.param, path)
+
+
+def distance(first: np.ndarray, second: np.ndarray) -> float:
+    """‖Δ‖ / ‖θ‖"""
+    return float(np.linalg.norm(first - second) / np.linalg.norm(second))
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [("sgd float32", 1e-5), ("sgd float64", 1e-10), ("sgd float32, 2 micro-batches", 1e-5)],
+)
+def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, tolerance: float) -> None:
+    start = build_step(ALONE, "sgd", CASES[case][1]).network
+    before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
+    assert distance(alone[case]["parameters"], before) > 1e-2, "the training must have moved the parameters"
+    for rank in together:
+        assert distance(rank[case]["parameters"], alone[case]["parameters"]) <= tolerance
+
+
+def test_all_ranks_hold_the_same_parameters_bit_for_bit(together) -> None:
+    for case in CASES:
+        for rank in together[1:]:
+            assert np.array_equal(rank[case]["parameters"], together[0][case]["parameters"])
+
+
+def test_adam_losses_agree(together, alone) -> None:
+    """Adam divides by gradients that may vanish, which magnifies rounding: its losses are compared."""
+    ours, theirs = np.array(together[0]["adam float32"]["losses"]), np.array(alone["adam float32"]["losses"])
+    assert np.abs(ours / theirs - 1).max() <= 1e-4
+
+
+def test_ranks_together_see_the_samples_of_one_rank_and_no_crop_twice(together, alone) -> None:
+    seen = [crop for rank in together for crop in rank["sgd float32"]["crops"]]
+    assert sorted(seen) == sorted(alone["sgd float32"]["crops"])
+    first_epoch = [
+        crop for rank in together for crop in rank["sgd float32"]["crops"][: 12 * GLOBAL_BATCH // len(together)]
+    ]
+    assert len(set(first_epoch)) == len(first_epoch) == 12 * GLOBAL_BATCH
+
+
+def test_validation_counts_every_crop_once(together, alone) -> None:
+    assert sum(rank["sgd float64"]["validation samples"] for rank in together) == VALIDATION_SAMPLES
+    for rank in together:
+        assert rank["sgd float64"]["validation"] == pytest.approx(alone["sgd float64"]["validation"], rel=1e-9)
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch(alone) -> None:
+    whole, parts = alone["sgd float32"], alone["sgd float32, 2 micro-batches"]
+    assert distance(parts["parameters"], whole["parameters"]) <= 1e-5
+
+
+def test_the_same_seed_twice_gives_bit_identical_losses(path: str, alone) -> None:
+    again = train(ALONE, path, "adam", torch.float32)
+    assert again["losses"] == alone["adam float32"]["losses"]
+    assert np.array_equal(again["parameters"], alone["adam float32"]["parameters"])
