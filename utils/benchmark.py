@@ -97,7 +97,7 @@ class Benchmark:
                 "trials": counted,
                 "mean": statistics.fmean(counted),
                 "stdev": statistics.pstdev(counted),
-                **trials.model_dump(),
+                "settings": trials.model_dump(),
             }
         endless.close()
         for name in actions:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from utils.errors import UserError
+from utils.errors import LocalError, UserError
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 DEFAULT_PORT = 29500
@@ -206,7 +206,7 @@ def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_se
         )
     except (dist.DistError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(
+        raise LocalError(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at {address} "
             f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks were started"
         ) from None

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Bad input; the message says what is wrong and what to do about it, in one line."""
 
 
+class LocalError(UserError):
+    """A UserError that the other ranks may not have met: whichever rank meets it prints it."""
+
+
 def launched_rank() -> int:
     """This process's rank as the launcher tells it, before any process group exists."""
     in_slurm_step = "SLURM_STEP_ID" in os.environ
@@ -26,15 +30,15 @@ def launched_rank() -> int:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a UserError into one line on stderr and exit code 2; rank 0 alone prints it.
+    """Turns a UserError into one line on stderr and exit code 2; rank 0 prints it for all.
 
-    Errors are agreed upon by all ranks before they are raised (`distributed.agree`), so
-    rank 0 always has the line to print.
+    A UserError comes to every rank: each reads the same command line, and what depends on the machine is agreed upon
+    before it is raised (`World.agreed`).
     """
     try:
         yield
     except UserError as error:
-        if launched_rank() == 0:
+        if launched_rank() == 0 or isinstance(error, LocalError):
             line = " ".join(str(error).split())
             sys.stderr.write(f"error: {line}\n")
             sys.stderr.flush()

@@ -128,7 +128,9 @@ def open_run(config: Config, name: str, directory: Path, world: World) -> Silent
         if world.is_root:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                (directory / "config.yaml").write_text(configs.to_yaml(config, name))
+                # The global batch says it all: on another number of ranks, the local one would change it.
+                resolved = config.model_copy(update={"local_batch_size": None})
+                (directory / "config.yaml").write_text(configs.to_yaml(resolved, name))
                 (directory / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
                 logs = RunLogs(directory)
             except OSError as error:

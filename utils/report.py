@@ -77,8 +77,11 @@ def closing_table(result: FitResult, baselines: dict[str, float], directory: Pat
 
 def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int) -> list[Path]:
     """Writes loss_curves.png and slices.png; the slices go to TensorBoard too."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        logs.line("matplotlib is not installed (pip install matplotlib): no pictures")
+        return []
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -1,0 +1,76 @@
+"""The same command under torchrun, in a Slurm step's environment and alone: one training, whatever starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import free_port
+
+TOP = Path(__file__).parent.parent
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory, volume_file) -> list[str]:
+    folder = tmp_path_factory.mktemp("launchers")
+    train, valid = (volume_file(folder / f"{name}.h5", seed=seed) for seed, name in enumerate(("train", "valid")))
+    settings = {"train_path": train, "val_path": valid, "expdir": folder / "runs", "report_baselines": "false"}
+    return ["train.py", "--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    for name in LAUNCHER_VARIABLES:
+        kept.pop(name, None)
+    return {**kept, "OMP_NUM_THREADS": "1", **variables}
+
+
+def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
+    expdir = next(text for text in arguments if "expdir=" in text).split("expdir=")[1]
+    directory = Path(expdir) / "test" / f"{ranks}GPU" / run_num
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    provenance = json.loads((directory / "provenance.json").read_text())
+    assert provenance["world_size"] == len(provenance["hostnames"]) == ranks
+    return [record["Loss/valid"] for record in records if "Loss/valid" in record]
+
+
+@pytest.mark.slow
+def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> None:
+    run = {"cwd": TOP, "capture_output": True, "text": True, "timeout": 120}
+    alone = subprocess.run([sys.executable, *arguments], env=environment(), **run)
+    assert alone.returncode == 0, alone.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launched = subprocess.run([*torchrun, *arguments, "--run_num=torchrun"], env=environment(), **run)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once an epoch"
+    job = str(free_port())  # the rendezvous port comes from the job's number
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, *arguments, "--run_num=slurm"],
+            env=environment(
+                SLURM_STEP_ID="0",
+                SLURM_JOB_ID=job,
+                SLURM_PROCID=str(task),
+                SLURM_LOCALID=str(task),
+                SLURM_NTASKS="2",
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_STEP_NODELIST="localhost",
+            ),
+            cwd=TOP,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    outputs = [task.communicate(timeout=120)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    losses = valid_losses(arguments, 1, "00")
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    for name in ("torchrun", "slurm"):
+        assert valid_losses(arguments, 2, name) == pytest.approx(losses, rel=1e-4)

@@ -1,0 +1,34 @@
+"""Progress is lines for a file, at most one every few seconds, and nothing on silent ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from utils import progress
+from utils.progress import Progress, format_duration
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (-5, "0:00")])
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_lines_come_with_rate_limit_and_time_left(monkeypatch, capsys) -> None:
+    clock = iter(range(0, 1000, 4))  # four seconds between any two looks
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with Progress("reading", total=10, unit="slabs") as shown:
+        for _ in range(10):
+            shown.advance(note="x")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("reading: 3/10 slabs, 0:")
+    assert lines[0].endswith("left x")
+
+
+@pytest.mark.parametrize("option", ["silent", "live_only"])
+def test_silent_prints_nothing(monkeypatch, capsys, option: str) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with Progress("reading", total=3, **{option: True}) as shown:
+        for _ in range(3):
+            shown.advance()
+    assert capsys.readouterr().err == ""
