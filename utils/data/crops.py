@@ -15,6 +15,9 @@ import numpy as np
 
 from utils.data import symmetry
 
+# Symmetries that read rows forwards and in order: these need no scratch block.
+ROWS_STAY = frozenset(np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist())
+
 
 class CropCopier:
     """Copies crops of one field; safe to call from several threads at once."""
@@ -32,8 +35,8 @@ class CropCopier:
         crop = self._field[:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
         turned = symmetry.move_axes(block, index)
         for channel, (source, sign) in enumerate(zip(self._sources[index], self._signs[index], strict=True)):
-            if index == symmetry.IDENTITY:
-                np.copyto(out[channel], crop[source])
+            if index in ROWS_STAY and sign > 0:
+                np.copyto(out[channel], symmetry.move_axes(crop[source], index))
                 continue
             if sign > 0:
                 np.copyto(block, crop[source])
@@ -43,5 +46,7 @@ class CropCopier:
 
     def _block(self) -> np.ndarray:
         if not hasattr(self._scratch, "block"):
-            self._scratch.block = np.empty((self._crop,) * 3, dtype=np.float32)
+            side = self._crop
+            # Rows and planes a power of two apart would fall on the same few lines of the cache: they are padded.
+            self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
         return self._scratch.block

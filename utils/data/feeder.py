@@ -30,30 +30,35 @@ class DeviceFeeder:
     def feed(self, batches: Generator[Batch, None, None]) -> Generator[Batch, None, None]:
         """The same batches on the device; the host memory of one may be rewritten two requests later."""
         consumer = torch.cuda.current_stream(self._device)
+        # Kernels of the epoch before, which may have been left early, may still read the slots.
+        self._stream.wait_stream(consumer)
         released: list[torch.cuda.Event | None] = [None] * DEVICE_SLOTS
         ahead: deque[tuple[int, Batch, torch.cuda.Event]] = deque()
         previous: torch.cuda.Event | None = None
-        for number, host in enumerate(batches):
-            index = number % DEVICE_SLOTS
-            slot = Batch(*(part[: len(host.inputs)] for part in self._slots[index]))
-            copied = torch.cuda.Event()
-            event = released[index]
-            with torch.cuda.stream(self._stream):
-                if event is not None:
-                    self._stream.wait_event(event)
-                for target, source in zip(slot, host, strict=True):
-                    target.copy_(source, non_blocking=True)
-                copied.record(self._stream)
-            ahead.append((index, slot, copied))
-            if len(ahead) == 2:
+        try:
+            for number, host in enumerate(batches):
+                index = number % DEVICE_SLOTS
+                slot = Batch(*(part[: len(host.inputs)] for part in self._slots[index]))
+                copied = torch.cuda.Event()
+                event = released[index]
+                with torch.cuda.stream(self._stream):
+                    if event is not None:
+                        self._stream.wait_event(event)
+                    for target, source in zip(slot, host, strict=True):
+                        target.copy_(source, non_blocking=True)
+                    copied.record(self._stream)
+                ahead.append((index, slot, copied))
+                if len(ahead) == 2:
+                    yield from self._give(ahead, consumer, released)
+                if previous is not None:
+                    previous.synchronize()  # issued a step ago; the threads rewrite its host memory next
+                previous = copied
+            while ahead:
                 yield from self._give(ahead, consumer, released)
-            if previous is not None:
-                previous.synchronize()  # issued a step ago; the threads rewrite its host memory next
-            previous = copied
-        while ahead:
-            yield from self._give(ahead, consumer, released)
-        if previous is not None:
-            previous.synchronize()
+        finally:
+            # Left early, too: the next epoch's threads rewrite the host memory that is being copied.
+            self._stream.synchronize()
+            batches.close()
 
     def _give(
         self,

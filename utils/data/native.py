@@ -17,7 +17,7 @@ from utils.data.crops import CropCopier
 from utils.data.feeder import Batch, DeviceFeeder
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.data.volumes import Volume
-from utils.errors import UserError
+from utils.errors import LocalError
 
 BATCHES_AHEAD = 2
 
@@ -81,14 +81,15 @@ class NativeLoader:
                     pending.append(self._start(plan.rows(self._batches[number]), number))
                 if not pending:
                     return
-                batch, tasks = pending.popleft()
+                batch, tasks = pending[0]
                 for task in tasks:
                     task.result()
+                pending.popleft()
                 yield batch
         except OSError as error:
-            raise UserError(f"cannot read {self.volume.path}: {error}") from error
+            raise LocalError(f"cannot read {self.volume.path}: {error}") from error
         finally:
-            # Left early: the threads must be done with the buffers before another epoch uses them.
+            # Left early, or failed: the threads must be done with the buffers before another epoch uses them.
             for _, tasks in pending:
                 for task in tasks:
                     task.cancel() or task.exception()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +62,21 @@ class Volume:
 def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], box: int | None = None) -> Volume:
     """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
     path = str(path)
-    try:
-        file = h5py.File(path, "r")
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}; make one with python -m utils.data.simulate, or set its path") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    file = open_file(path)
     fields = [_field(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
     return Volume(path, *fields)
+
+
+def open_file(path: str) -> h5py.File:
+    """An HDF5 file to read from; raises UserError with one line where it cannot be."""
+    try:
+        return h5py.File(path, "r")
+    except FileNotFoundError:
+        raise UserError(f"no such file: {path}; make one with python -m utils.data.simulate, or set its path") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
 
 
 def _reason(error: OSError) -> str:
@@ -79,26 +85,37 @@ def _reason(error: OSError) -> str:
         return f"the file is truncated ({text}); copy or make it again"
     if "signature" in text:
         return "it is not an HDF5 file"
-    return text
+    if "unable to lock" in text:
+        return "it cannot be locked; end what writes to it, or set HDF5_USE_FILE_LOCKING=FALSE"
+    return os.strerror(error.errno) if error.errno else text
 
 
-def _field(file: h5py.File, path: str, name: str, channels: int, box: int | None) -> Any:
-    """One dataset, checked; as a mapped array where it lies in one piece."""
+def checked_dataset(
+    file: h5py.File, path: str, name: str, channels: int | None = None, box: int | None = None
+) -> h5py.Dataset:
+    """One dataset [C, L, L, L]; None leaves the number of channels, or the box, free."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise UserError(f"{path} has no dataset {name}; it holds {', '.join(file) or 'nothing'}")
-    shape = dataset.shape
-    if len(shape) != 4 or shape[0] != channels or len(set(shape[1:])) != 1:
-        raise UserError(f"{path}: {name} is {shape}, expected ({channels}, L, L, L)")
+    shape: tuple[int, ...] = dataset.shape or ()  # None where the dataset is null
+    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or len(set(shape[1:])) != 1:
+        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, L, L, L)")
     if box is not None and shape[1] != box:
         raise UserError(f"{path}: {name} is a box of {shape[1]} cells a side, but box_size says {box}; set box_size")
     if dataset.dtype != np.dtype("<f4"):
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
+    return dataset
+
+
+def _field(file: h5py.File, path: str, name: str, channels: int, box: int | None) -> Any:
+    """One dataset, checked; as a mapped array where it lies in one piece."""
+    dataset = checked_dataset(file, path, name, channels, box)
     offset = dataset.id.get_offset()
     if dataset.chunks is None and offset is not None and not dataset.is_virtual and not dataset.external:
-        if offset + dataset.nbytes > os.path.getsize(path):
-            raise UserError(f"cannot read {path}: the file is truncated inside {name}; copy or make it again")
-        mapped = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=shape)
+        holder = dataset.file.filename  # another file where the name is an external link
+        if offset + dataset.nbytes > os.path.getsize(holder):
+            raise UserError(f"cannot read {holder}: the file is truncated inside {name}; copy or make it again")
+        mapped = np.memmap(holder, dtype="<f4", mode="r", offset=offset, shape=dataset.shape)
         return np.asarray(mapped)  # the plain type: slicing a memmap object is slower
     return dataset
 
@@ -107,7 +124,9 @@ def first_nonfinite(volume: Volume, step: Any = None) -> str | None:
     """Where the first NaN or infinity lies, in words; None where there is none. `step` is called once a slab."""
     for name, channel, start, values in volume.slabs():
         # The sum is finite unless a value is not: one pass, no temporary array.
-        if not np.isfinite(np.sum(values, dtype=np.float64)):
+        with np.errstate(invalid="ignore"):
+            total = np.sum(values, dtype=np.float64)
+        if not np.isfinite(total):
             x, y, z = (int(i[0]) for i in np.nonzero(~np.isfinite(values)))
             return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[x, y, z]}"
         if step is not None:
@@ -130,7 +149,8 @@ def stage(path: str, directory: str) -> str:
             if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        # Not the process id: containers that share the directory may have the same ones.
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
         try:
             with open(source, "rb") as reader, open(partial, "wb") as writer:
                 while block := reader.read(2**24):

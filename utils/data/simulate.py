@@ -1,0 +1,313 @@
+"""Makes training data: a particle-mesh N-body simulation, and gas painted on it by the closure of `gas.py`.
+
+    python -m utils.data.simulate --output train.h5 --grid 128 --seed 1
+    python -m utils.data.simulate --output valid.h5 --grid 128 --seed 2
+
+Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
+v_z, T, each about in [-1, 1]; the attributes hold what restores physical values. Needs about 60 bytes a cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import math
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import h5py
+import numpy as np
+from colossus.cosmology import cosmology as colossus
+
+from utils.data import gas
+from utils.data.linear_theory import (
+    HIGHEST_REDSHIFT,
+    GrowthClock,
+    cosmology_names,
+    hubble,
+    linear_power,
+    make_cosmology,
+    velocity_unit,
+)
+from utils.data.particle_mesh import (
+    evolve,
+    forward,
+    lpt_particles,
+    mass_and_momentum,
+    multiplied,
+)
+from utils.errors import UserError, one_line_errors
+from utils.progress import Progress
+
+FORMAT_VERSION = 1
+DEFAULT_CELL = 0.5  # Mpc/h
+SMALLEST_GRID = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulationOptions:
+    """What to simulate; the command's flags have the same names."""
+
+    output: str | None = dataclasses.field(default=None, metadata={"help": "HDF5 file to write"})
+    grid: int = dataclasses.field(default=128, metadata={"help": "cells a side of the box"})
+    box_size: float | None = dataclasses.field(
+        default=None, metadata={"help": "side of the box in comoving Mpc/h; by default 0.5 times grid"}
+    )
+    particles: int | None = dataclasses.field(default=None, metadata={"help": "particles a side; by default grid"})
+    seed: int = dataclasses.field(default=0, metadata={"help": "seed of the initial conditions"})
+    cosmology: str = dataclasses.field(default="planck18", metadata={"help": "name of a cosmology of colossus"})
+    start_redshift: float = dataclasses.field(default=24.0, metadata={"help": "redshift of the initial conditions"})
+    redshift: float = dataclasses.field(default=2.0, metadata={"help": "redshift of the fields"})
+    n_steps: int = dataclasses.field(default=20, metadata={"help": "time steps, equal in the growth factor"})
+    fixed_amplitude: bool = dataclasses.field(
+        default=False, metadata={"help": "every initial mode has exactly its mean power; only phases are random"}
+    )
+    threads: int | None = dataclasses.field(
+        default=None, metadata={"help": "threads; the result does not depend on it; by default one a core"}
+    )
+    overwrite: bool = dataclasses.field(default=False, metadata={"help": "replace an existing output"})
+
+    def __post_init__(self) -> None:
+        at_least = {"grid": SMALLEST_GRID, "particles": SMALLEST_GRID, "n_steps": 1, "threads": 1, "seed": 0}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; give at least {least}")
+        if self.seed >= 2**63:
+            raise UserError(f"seed is {self.seed}; give one below 2**63")
+        if not (0 < self.box_length < math.inf):
+            raise UserError(f"box_size is {self.box_size}; give a positive length in Mpc/h")
+        if not 0 <= self.redshift <= HIGHEST_REDSHIFT:
+            raise UserError(f"redshift is {self.redshift}; give one from 0 to {HIGHEST_REDSHIFT:g}")
+        if not self.redshift < self.start_redshift <= HIGHEST_REDSHIFT:
+            raise UserError(
+                f"start_redshift is {self.start_redshift}; give one above redshift = {self.redshift} "
+                f"and up to {HIGHEST_REDSHIFT:g}"
+            )
+        if self.cosmology not in cosmology_names():
+            close = difflib.get_close_matches(self.cosmology, cosmology_names(), n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(cosmology_names())}"
+            raise UserError(f"unknown cosmology '{self.cosmology}'; {remedy}")
+
+    @property
+    def box_length(self) -> float:
+        """Side of the box in comoving Mpc/h."""
+        return DEFAULT_CELL * self.grid if self.box_size is None else self.box_size
+
+    @property
+    def cell(self) -> float:
+        """Side of a cell in comoving Mpc/h."""
+        return self.box_length / self.grid
+
+    @property
+    def particle_side(self) -> int:
+        """Particles a side of the box."""
+        return self.particles or self.grid
+
+    @property
+    def thread_count(self) -> int:
+        """Threads to use; by default one for every core this process may run on."""
+        if self.threads is not None:
+            return self.threads
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> np.ndarray:
+    """Modes of the linear density contrast, scaled to z = 0, on the particle lattice: [p, p, p // 2 + 1].
+
+    White noise in real space, drawn by one generator, times sqrt(P(k)); so <|delta_k|^2> = P(k) p^6 / V.
+    """
+    p, threads = options.particle_side, options.thread_count
+    noise = np.random.default_rng(options.seed).standard_normal((p, p, p), dtype=np.float32)
+    modes = forward(noise, threads)
+    del noise
+    # colossus is slow for 10^8 wavenumbers: a fine table, which P(k)'s smooth logarithm allows
+    fundamental = 2 * np.pi / options.box_length
+    table = np.geomspace(0.9 * fundamental, 0.9 * fundamental * p, 4000)
+    log_amplitude = 0.5 * np.log(linear_power(cosmology, table) * p**3 / options.box_length**3)
+    log_table = np.log(table)
+
+    def amplitude(kx: np.ndarray, ky: np.ndarray, kz: np.ndarray) -> np.ndarray:
+        square = kx * kx + ky * ky + kz * kz
+        with np.errstate(divide="ignore"):
+            log_k = 0.5 * np.log(square) + np.float32(math.log(p / options.box_length))
+        result = np.exp(np.interp(log_k, log_table, log_amplitude)).astype(np.float32)
+        result[square == 0] = 0
+        return result
+
+    if options.fixed_amplitude:  # Angulo & Pontzen 2016
+        size = np.abs(modes)
+        size[size == 0] = 1
+        modes *= np.float32(p**1.5) / size
+    return multiplied(modes, amplitude, threads)
+
+
+def stages(options: SimulationOptions) -> int:
+    """What `simulate` and the command count: initial conditions, steps, fields, gas and writing."""
+    return options.n_steps + 4
+
+
+def simulate_fields(options: SimulationOptions, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin."""
+    cosmology, threads = make_cosmology(options.cosmology), options.thread_count
+    clock = GrowthClock(cosmology, options.start_redshift, options.redshift, options.n_steps)
+    omega_m = float(cosmology.Om(options.start_redshift))
+
+    def stage(note: str, done: int = 1) -> None:
+        if progress:
+            progress.advance(done, note)
+
+    stage("initial conditions", done=0)
+    particles = lpt_particles(initial_modes(options, cosmology), options.grid, float(clock.times[0]), omega_m, threads)
+    stage(f"z = {options.start_redshift:.1f}")
+    evolve(particles, clock, threads, progress)
+    dark = mass_and_momentum(particles, threads, progress)
+    del particles
+    gas.mass_weighted_velocity(dark[0], dark[1:], threads)
+    dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
+    stage("gas")
+    scale_factor = 1 / (1 + options.redshift)
+    baryons = gas.gas_fields(
+        dark[0], dark[1:], options.cell, scale_factor, hubble(cosmology, options.redshift), threads
+    )
+    stage("writing")
+    return dark, baryons
+
+
+def simulate(options: SimulationOptions, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, transformed to about [-1, 1] as `gas.py` says."""
+    nbody, hydro = simulate_fields(options, progress)
+    return gas.to_channels(nbody), gas.to_channels(hydro)
+
+
+# --- output ------------------------------------------------------------------------------------------------------
+
+
+def file_attributes(options: SimulationOptions) -> dict[str, Any]:
+    """All that the data depend on, as HDF5 attributes: the options, the cosmology and the closure's constants."""
+    cosmology = make_cosmology(options.cosmology)
+    parameters = {name: getattr(cosmology, name) for name in ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")}
+    return {
+        "made_by": "utils.data.simulate: particle-mesh N-body simulation with a gas closure",
+        "format_version": FORMAT_VERSION,
+        "grid": options.grid,
+        "box_size_mpc_h": options.box_length,
+        "particles": options.particle_side,
+        "seed": options.seed,
+        "cosmology": options.cosmology,
+        **{f"cosmology_{name}": float(value) for name, value in parameters.items()},
+        "start_redshift": options.start_redshift,
+        "redshift": options.redshift,
+        "n_steps": options.n_steps,
+        "fixed_amplitude": options.fixed_amplitude,
+        **gas.attributes(),
+    }
+
+
+def check_output(path: str | os.PathLike[str], overwrite: bool, size: int = 0) -> None:
+    """Makes the output's directory; refuses an output that exists, or for whose `size` in bytes there is no room."""
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise UserError(f"output {target} is a directory; give the name of a file")
+        if target.exists() and not overwrite:
+            raise UserError(f"output {target} exists; give --overwrite to replace it, or another --output")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+    except OSError as error:
+        raise UserError(f"cannot write to {target.parent}: {error.strerror}; give another --output") from error
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UserError(f"directory {target.parent} is not writable; give another --output")
+    if free < size:
+        raise UserError(
+            f"directory {target.parent} has {free / 1e9:.1f} GB free and the output takes {size / 1e9:.1f} GB; "
+            "free some space, give another --output or a smaller --grid"
+        )
+
+
+def write(
+    path: str | os.PathLike[str],
+    nbody: np.ndarray,
+    hydro: np.ndarray,
+    attributes: dict[str, Any],
+    overwrite: bool = False,
+) -> None:
+    """Writes both volumes to one HDF5 file, contiguous, which appears under its name only when it is whole."""
+    check_output(path, overwrite, nbody.nbytes + hydro.nbytes)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with h5py.File(temporary, "w") as file:
+            for name, data in (("Nbody", nbody), ("Hydro", hydro)):
+                file.create_dataset(name, data=data, dtype=np.float32)
+            file.attrs.update(attributes)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(temporary, target)
+        # The new name, too, should survive a crash; but the file is whole, and not every file system syncs directories.
+        with contextlib.suppress(OSError):
+            directory = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot write {target}: {reason}; free some space or give another --output") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m utils.data.simulate --help")
+
+
+def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
+    """The command line as options: every field of SimulationOptions is a flag."""
+    parser = _Parser(
+        prog="python -m utils.data.simulate",
+        description="Simulates a box of dark matter, paints gas on it and writes both as HDF5 training data.",
+    )
+    types = {"box_size": float, "start_redshift": float, "redshift": float, "output": str, "cosmology": str}
+    for field in dataclasses.fields(SimulationOptions):
+        text = field.metadata["help"]
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action="store_true", help=text)
+            continue
+        if field.default is not None:
+            text = f"{text} (default: {field.default})"
+        kind = types.get(field.name, int)
+        required = field.name == "output"
+        parser.add_argument(f"--{field.name}", type=kind, default=field.default, required=required, help=text)
+    return SimulationOptions(**vars(parser.parse_args(argv)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 when the file is written, exit code 2 and one line when the options are wrong."""
+    with one_line_errors():
+        options = parse(argv)
+        assert options.output is not None  # argparse requires it
+        check_output(options.output, options.overwrite, size=4 * 9 * options.grid**3)
+        with Progress("simulating", total=stages(options), unit="stages") as progress:
+            try:
+                nbody, hydro = simulate(options, progress)
+            except MemoryError:
+                raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
+            write(options.output, nbody, hydro, file_attributes(options), options.overwrite)
+            progress.advance()
+        size = f"{options.grid} cells and {options.box_length:g} Mpc/h a side"
+        print(f"wrote {options.output}: {size}, z = {options.redshift:g}")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a cancelled job, too, tidies up
+    sys.exit(main())
