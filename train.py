@@ -160,6 +160,7 @@ def check(options: cli.Options, config: Config) -> None:
     base = configs.load(options.yaml_config, "base") if "base" in named else None
     directory = logs.run_directory(config, options.config, options.run_num, ranks)
     with value_errors_for_users():
+        build_loss(config.loss, lambda_rho=config.lambda_rho)
         preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config)))
 
 

@@ -6,7 +6,8 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; subprocesses inherit it
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -50,3 +51,28 @@ def write_volume(
 def volume_file() -> VolumeFile:
     """`volume_file(path, box=16, seed=0, chunks=None, dtype='f4', channels=(4, 5), compression=None) -> path`."""
     return write_volume
+
+
+@pytest.fixture(scope="session")
+def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile) -> list[str]:
+    """Flags that give config 'test' a training and a validation box of 16 cells, and the CPU."""
+    folder = tmp_path_factory.mktemp("volumes")
+    train, valid = volume_file(folder / "train.h5", seed=1), volume_file(folder / "valid.h5", seed=2)
+    return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
+
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE")
+
+
+@pytest.fixture(autouse=True)
+def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher's and no benchmark's environment; logging is afterwards as it was before."""
+    for name in list(os.environ):
+        if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    root = logging.getLogger()
+    handlers, level, benchmark = list(root.handlers), root.level, torch.backends.cudnn.benchmark
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    torch.backends.cudnn.benchmark = benchmark

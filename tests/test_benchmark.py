@@ -92,7 +92,7 @@ def test_settings_come_from_the_named_file_and_environment(tmp_path, monkeypatch
     assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
 
 
-@pytest.mark.parametrize("text", ["IO: {batchs: 2}", "IO: {batches: 0}", "IO: ["])
+@pytest.mark.parametrize("text", ["IO: {batchs: 2}", "IO: {batches: 0}", "IO: [", "[1, 2]"])
 def test_bad_settings_are_one_line(tmp_path, monkeypatch, text: str) -> None:
     conf = tmp_path / "conf.yaml"
     conf.write_text(text)

@@ -50,9 +50,12 @@ def read_settings() -> Settings:
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     try:
         values = parse_value(path.read_text(encoding="utf-8"), str(path)) or {}
+        if not isinstance(values, dict):
+            raise UserError(f"{path} must map IO, SYNTHETIC, FULL and output to their settings")
         settings = Settings.model_validate(values)
-    except OSError as error:
-        raise UserError(f"cannot read BENCHY_CONFIG_FILE {path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read BENCHY_CONFIG_FILE {path}: {reason}") from None
     except ValidationError as error:
         fault = error.errors()[0]
         raise UserError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from utils.errors import UserError
+from utils.files import appearing_whole
 
 LAST, BEST = "weights_last.pt", "weights_best.pt"
 
@@ -44,17 +45,13 @@ class WeightsFile(NoCheckpoint):
 
 def write_atomically(content: dict[str, Any], path: Path) -> None:
     """torch.save that leaves the earlier file in place until the new one is whole on the disk."""
-    partial = path.with_name(f".{path.name}.partial")  # the same directory: a rename does not cross file systems
+    memory = io.BytesIO()
+    torch.save(content, memory)  # straight into a file it covers a full disk's OSError with a RuntimeError of its own
     try:
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with appearing_whole([path]) as (partial,):
+            partial.write_bytes(memory.getbuffer())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -64,4 +61,4 @@ def read_weights(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:
-        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+        raise UserError(f"cannot read {path}: {(str(error) or repr(error)).splitlines()[0]}") from None

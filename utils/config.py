@@ -20,6 +20,7 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -33,7 +34,7 @@ class WeightInit(Section):
 
     conv_init: Literal["normal", "default"] = "normal"
     conv_scale: PositiveFloat = 0.02
-    conv_bias: float = 0.0
+    conv_bias: Finite = 0.0
 
 
 class LrSchedule(Section):
@@ -120,7 +121,7 @@ class Config(Section):
     network: Network = Network()
     loss: str = "l1"  # one of networks' LOSSES
     optimizer: Optimizer = Optimizer()
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None
@@ -209,6 +210,8 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # a list or mapping for a key: refused when it is constructed
             if key.value in seen:
                 raise UserError(f"{self.name}, line {key.start_mark.line + 1}: the key {key.value} stands there twice")
             seen.add(key.value)
@@ -222,18 +225,27 @@ _Loader.yaml_implicit_resolvers = {
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"),
-    list("-+.0123456789"),
+_FLOAT_PATTERN = re.compile(
+    r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
+_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes words that either reader takes for something else."""
+
+
+_Dumper.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
 
 
 def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value as config files write it; the word None is none."""
     try:
         return _without_none_words(_read(text, name))
-    except yaml.YAMLError as error:
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # Beside its own errors, PyYAML lets through those of a false tag (!!int word) and of a value inside itself.
         raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
 
 
@@ -261,7 +273,9 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read yaml_config {path}: {getattr(error, 'strerror', None) or error}") from None
     configs = parse_value(text, path)
-    if not isinstance(configs, dict) or not all(isinstance(value, dict) for value in configs.values()):
+    if not isinstance(configs, dict) or not all(
+        isinstance(name, str) and isinstance(value, dict) for name, value in configs.items()
+    ):
         raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
     return configs
 
@@ -333,4 +347,4 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config, name: str) -> str:
     """A YAML file holding this one config, every key spelled out; `load` reads it back."""
-    return yaml.safe_dump({name: config.model_dump()}, sort_keys=False, default_flow_style=None)
+    return yaml.dump({name: config.model_dump()}, Dumper=_Dumper, sort_keys=False, default_flow_style=None)

@@ -37,45 +37,49 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
-    """The rank environment, whole; raises UserError where it is half set or contradicts itself."""
+    """The rank environment, whole; raises LocalError where it is half set or contradicts itself."""
     env = os.environ if environment is None else environment
     if any(name in env for name in TORCHRUN_VARIABLES):
         missing = [name for name in TORCHRUN_VARIABLES if name not in env]
         if missing:
-            raise UserError(
+            raise LocalError(
                 f"the rank environment is half set: {', '.join(missing)} missing; start through torchrun or srun, "
                 f"or unset {', '.join(name for name in TORCHRUN_VARIABLES if name in env)}"
             )
         rank, local_rank, size = (_integer(env, name) for name in TORCHRUN_VARIABLES)
-        if size > 1 and "MASTER_ADDR" not in env:
-            raise UserError("the rank environment is half set: MASTER_ADDR missing; set it to the first node's name")
+        if size > 1 and not env.get("MASTER_ADDR"):
+            raise LocalError("the rank environment is half set: MASTER_ADDR missing; set it to the first node's name")
         launch = Launch(
             "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment",
             rank,
             local_rank,
             size,
-            env.get("MASTER_ADDR", "127.0.0.1"),
+            env.get("MASTER_ADDR") or "127.0.0.1",
             _integer(env, "MASTER_PORT", DEFAULT_PORT),
         )
     elif "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
         # Only inside a step: a batch script, too, carries SLURM_PROCID=0 and SLURM_NTASKS, but has no peers.
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
+        # Ranks of one node meet without its name, which may not resolve inside a container.
+        one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
         launch = Launch(
             "slurm",
             _integer(env, "SLURM_PROCID"),
             _integer(env, "SLURM_LOCALID"),
             _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1)),
-            env.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1",
+            env.get("MASTER_ADDR") or ("" if one_node else first_host(nodes)) or "127.0.0.1",
             # Two jobs may share a node: the port comes from the job's number.
             _integer(env, "MASTER_PORT", 15000 + (_integer(env, "SLURM_JOB_ID", 0) * 7) % 15000),
         )
     else:
         return Launch("single process")
-    if not 0 <= launch.rank < launch.world_size or launch.local_rank < 0:
-        raise UserError(
+    if not 0 <= launch.rank < launch.world_size or not 0 <= launch.local_rank < launch.world_size:
+        raise LocalError(
             f"the rank environment contradicts itself: rank {launch.rank} (local {launch.local_rank}) of "
             f"{launch.world_size}; start through torchrun or srun"
         )
+    if not 0 < launch.master_port < 2**16:
+        raise LocalError(f"MASTER_PORT must be between 1 and 65535, not {launch.master_port}")
     return launch
 
 
@@ -83,18 +87,18 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     text = env.get(name)
     if text is None:
         if default is None:
-            raise UserError(f"the rank environment is half set: {name} missing; start through torchrun or srun")
+            raise LocalError(f"the rank environment is half set: {name} missing; start through torchrun or srun")
         return default
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name} must be a whole number, not {text!r}; start through torchrun or srun") from None
+        raise LocalError(f"{name} must be a whole number, not {text!r}; start through torchrun or srun") from None
 
 
 def first_host(nodelist: str) -> str:
-    """First name in Slurm's compressed list: 'nid[001004-001007,2]' -> 'nid001004'."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodelist)
-    return (match.group(1) + (match.group(2) or "")) if match else ""
+    """First name in Slurm's compressed list: 'nid[001004-001007,2]' -> 'nid001004', 'r[1-2]n[3,5]-ib' -> 'r1n3-ib'."""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group()) if first else ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,30 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
+def choose_together(name: str, launch: Launch, store: dist.Store) -> torch.device:
+    """choose_device for ranks that have met but have no process group yet: all have the same kind, or all fail."""
+    error = ""
+    try:
+        device = choose_device(name, launch.local_rank)
+    except UserError as caught:
+        device, error = torch.device("cpu"), str(caught)
+    store.set(f"device of rank {launch.rank}", error or device.type)
+    kinds = [kind.decode() for kind in store.multi_get([f"device of rank {rank}" for rank in range(launch.world_size)])]
+    if store.add("devices read", 1) == launch.world_size:
+        store.set("devices read by all", "")
+    if launch.rank == 0:
+        store.wait(["devices read by all"])  # the store ends with rank 0
+    for rank, kind in enumerate(kinds):
+        if kind not in ("cpu", "cuda"):
+            raise UserError(kind if len(set(kinds)) == 1 else f"rank {rank}: {kind}")
+    if len(set(kinds)) > 1:
+        raise UserError(
+            f"rank {kinds.index('cpu')} sees no CUDA device, rank {kinds.index('cuda')} does; use --set device=cpu, "
+            f"or leave the first one's node out"
+        )
+    return device
+
+
 @contextlib.contextmanager
 def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_seconds: float = 1800) -> Iterator[World]:
     """The world for the length of a run; joins the process group where there are several ranks.
@@ -194,18 +222,24 @@ def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_se
     Gloo carries CPU tensors and objects, NCCL carries CUDA tensors.
     """
     launch = read_launch()
-    world = World(launch, choose_device(device, launch.local_rank))
     if launch.world_size == 1:
-        yield world
+        yield World(launch, choose_device(device, launch.local_rank))
         return
-    os.environ.setdefault("MASTER_ADDR", launch.master_addr)
-    os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+    os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
+    address = f"{launch.master_addr}:{launch.master_port}"
+    try:
+        # The rendezvous would go on asking for an unknown name until its time is up.
+        socket.getaddrinfo(launch.master_addr, None)
+    except OSError as error:
+        raise LocalError(
+            f"cannot resolve MASTER_ADDR of {address} ({error.strerror}); set it to the first node"
+        ) from None
     try:
         store, rank, size = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=rendezvous_seconds))
         )
+        world = World(launch, choose_together(device, launch, store))
     except (dist.DistError, TimeoutError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise LocalError(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at {address} "
             f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks were started"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
+GRACE_SECONDS = 10.0
 
 
 class UserError(ValueError):
@@ -42,6 +44,9 @@ def one_line_errors() -> Iterator[None]:
             line = " ".join(str(error).split())
             sys.stderr.write(f"error: {line}\n")
             sys.stderr.flush()
+        else:
+            # A launcher that sees one rank end stops the others: rank 0 must have had the time to print.
+            time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from utils import config as configs
+from utils.benchmark import read_settings
 from utils.config import Config
 from utils.data import LOADERS, open_split
 from utils.data.volumes import Volume, first_nonfinite
 from utils.errors import UserError
+from utils.optim import build_optimizer
 from utils.progress import Progress
 from utils.schedule import build_schedule
 
@@ -35,11 +37,14 @@ def report(
         network = build()
     parameters = sum(parameter.numel() for parameter in network.parameters())
     yield f"network: {config.network.name}, {parameters:,} parameters; crop {config.data_size}³ fits"
+    build_optimizer(config.optimizer, network.parameters(), config.lr_schedule.start_lr)
+    if config.enable_benchy:
+        read_settings()
     yield from _memory(config, network, parameters)
     yield from _rates(config)
     yield f"run directory: {_writable(directory)}"
     if config.data_loader_config not in LOADERS:
-        raise UserError(f"no loader is named {config.data_loader_config}; there are {', '.join(LOADERS)}")
+        raise UserError(f"unknown data_loader_config {config.data_loader_config}; known: {', '.join(LOADERS)}")
     if config.data_loader_config == "synthetic":
         yield "data: synthetic, no files are read"
     else:
@@ -102,11 +107,13 @@ def _rates(config: Config) -> Iterator[str]:
 
 def _writable(directory: Path) -> str:
     existing = directory.absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):  # unlike Path.exists, it raises nothing where a folder may not be looked into
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
-    return f"{directory} " + ("exists: its logs and weights will be replaced" if directory.exists() else "is new")
+    return f"{directory} " + (
+        "exists: its logs and weights will be replaced" if os.path.exists(directory) else "is new"
+    )
 
 
 def _data(config: Config, split: str) -> str:

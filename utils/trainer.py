@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from utils.checkpoint import NoCheckpoint
 from utils.data import Loaders
 from utils.distributed import World
+from utils.errors import UserError
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder, NonFiniteLoss, Stopwatch, WeightedMean
 from utils.profiling import NoProfiler, annotate
@@ -64,7 +64,8 @@ class Trainer:
             final = self._validate()
             best = min(best, final)
             self.logs.scalars({"Loss/train": train_loss, "Loss/valid": final}, self.steps_done)
-            self.checkpoint.save(self.step.network, epoch=epoch + 1, step=self.steps_done, valid_loss=final)
+            with self.world.agreed():
+                self.checkpoint.save(self.step.network, epoch=epoch + 1, step=self.steps_done, valid_loss=final)
         self.profiler.close()
         return FitResult(self.steps_done, initial, final, best, speed, time.perf_counter() - self._started)
 
@@ -149,6 +150,9 @@ class Trainer:
         loss = mean.result()
         self.logs.line(f"  Avg val loss={loss:.6f}")
         self.logs.line(f"  Total validation time: {time.perf_counter() - started} sec")
-        if not torch.isfinite(torch.tensor(loss)):
-            raise NonFiniteLoss(-1, self.world.rank, loss).explained(self.steps_done, self._rate)
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the validation loss is {loss} after step {self.steps_done}, learning rate {self._rate:.3e}: training "
+                f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
+            )
         return loss

@@ -6,9 +6,11 @@ it is filled: whatever ends the run, even SIGKILL, the memory is given back.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,29 +38,48 @@ def share_volume(volume: Volume, world: World, directory: str = SHARED_MEMORY) -
     # One name a run, so that runs sharing a node do not meet; only the ranks of one node see the same file.
     token = world.gather_objects(uuid.uuid4().hex)[0]
     path = Path(directory) / f"volume-{token}"
-    try:
-        with world.agreed():
+    with contextlib.ExitStack() as opened:
+        try:
+            with world.agreed(), _one_line(volume, directory):
+                if world.is_node_leader:
+                    with open(path, "xb") as file:
+                        file.truncate(size)
+            with world.agreed(), _one_line(volume, directory):
+                file = open(path, "r+b")  # noqa: SIM115
+                opened.callback(file.close)
+                memory = mmap.mmap(file.fileno(), size)
+        finally:
+            world.barrier()
             if world.is_node_leader:
-                with open(path, "xb") as file:
-                    file.truncate(size)
-        with world.agreed(), open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), size)
-    finally:
-        world.barrier()
-        if world.is_node_leader:
-            path.unlink(missing_ok=True)
-    flat = np.frombuffer(memory, dtype=np.float32)
-    fields, start = [], 0
-    for field in (volume.inputs, volume.targets):
-        count = int(np.prod(field.shape))
-        fields.append(flat[start : start + count].reshape(field.shape))
-        start += count
-    with world.agreed():
-        if world.is_node_leader:
-            destination = dict(zip(DATASETS, fields, strict=True))
-            name = f"reading {os.path.basename(volume.path)} into shared memory"
-            with Progress(name, volume.slab_count(), "slabs", silent=not world.is_root) as progress:
-                for dataset, channel, x, values in volume.slabs():
-                    destination[dataset][channel, x : x + len(values)] = values
-                    progress.advance()
+                path.unlink(missing_ok=True)
+        flat = np.frombuffer(memory, dtype=np.float32)
+        fields, start = [], 0
+        for field in (volume.inputs, volume.targets):
+            count = int(np.prod(field.shape))
+            fields.append(flat[start : start + count].reshape(field.shape))
+            start += count
+        with world.agreed(), _one_line(volume, directory):
+            if world.is_node_leader:
+                if hasattr(os, "posix_fallocate"):
+                    # Reserved now: what is taken while it is filled would end the process, without a word.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                _fill(volume, dict(zip(DATASETS, fields, strict=True)), silent=not world.is_root)
     return Volume(volume.path, *fields)
+
+
+def _fill(volume: Volume, destination: dict[str, np.ndarray], silent: bool) -> None:
+    name = f"reading {os.path.basename(volume.path)} into shared memory"
+    with Progress(name, volume.slab_count(), "slabs", silent=silent) as progress:
+        for dataset, channel, x, values in volume.slabs():
+            destination[dataset][channel, x : x + len(values)] = values
+            progress.advance()
+
+
+@contextlib.contextmanager
+def _one_line(volume: Volume, directory: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot hold {volume.path} in {directory}: {error.strerror or error}; use --data_loader_config=lowmem"
+        ) from None

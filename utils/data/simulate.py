@@ -10,7 +10,6 @@ v_z, T, each about in [-1, 1]; the attributes hold what restores physical values
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import math
@@ -44,6 +43,7 @@ from utils.data.particle_mesh import (
     multiplied,
 )
 from utils.errors import UserError, one_line_errors
+from utils.files import appearing_whole
 from utils.progress import Progress
 
 FORMAT_VERSION = 1
@@ -242,27 +242,14 @@ def write(
     """Writes both volumes to one HDF5 file, contiguous, which appears under its name only when it is whole."""
     check_output(path, overwrite, nbody.nbytes + hydro.nbytes)
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with h5py.File(temporary, "w") as file:
+        with appearing_whole([target]) as (partial,), h5py.File(partial, "w") as file:
             for name, data in (("Nbody", nbody), ("Hydro", hydro)):
                 file.create_dataset(name, data=data, dtype=np.float32)
             file.attrs.update(attributes)
-        with open(temporary, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(temporary, target)
-        # The new name, too, should survive a crash; but the file is whole, and not every file system syncs directories.
-        with contextlib.suppress(OSError):
-            directory = os.open(target.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"cannot write {target}: {reason}; free some space or give another --output") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Parser(argparse.ArgumentParser):

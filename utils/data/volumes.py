@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import uuid
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
+from utils.files import appearing_whole
 
 DATASETS = ("Nbody", "Hydro")
 CHANNEL_NAMES = {
@@ -149,16 +150,9 @@ def stage(path: str, directory: str) -> str:
             if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not the process id: containers that share the directory may have the same ones.
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
-        try:
-            with open(source, "rb") as reader, open(partial, "wb") as writer:
-                while block := reader.read(2**24):
-                    writer.write(block)
+        with appearing_whole([target]) as (partial,):
+            shutil.copyfile(source, partial)
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot stage {path} in use_cache={directory}: {error.strerror or error}") from None
     return str(target)

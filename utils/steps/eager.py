@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from utils.distributed import World
 from utils.profiling import annotate
 
 log = logging.getLogger(__name__)
+
+# torch 2.13 gives the option a new name.
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class EagerStep:
                 self._bare,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 bucket_cap_mb=options.bucket_cap_mb,
-                broadcast_buffers=not options.disable_broadcast_buffers,
+                **{_BUFFERS: not options.disable_broadcast_buffers},
                 gradient_as_bucket_view=True,
                 static_graph=options.static_graph,
             )

@@ -1,0 +1,203 @@
+"""The device feeder on a simulated device: whatever order the streams run in, every kernel reads its own batch.
+
+A CUDA stream runs its work in order, but no earlier and no sooner than it likes; events alone order two streams. The
+simulation queues the work and runs it as late as it may, as soon as it may, or at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utils.data import feeder
+from utils.data.feeder import Batch, DeviceFeeder
+
+SHAPE = (2, 3)
+HOST_BUFFERS = 3  # as the native loader has them
+
+
+class Event:
+    def __init__(self) -> None:
+        self.done = True  # an event that was never recorded holds nobody up
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.done, self.stream = False, stream
+        stream.add(lambda: setattr(self, "done", True))
+
+    def synchronize(self) -> None:
+        while not self.done:
+            assert self.stream is not None
+            self.stream.advance()
+
+
+class Stream:
+    """Work that is queued: functions, and events to wait for."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.work: deque[Callable[[], None] | Event] = deque()
+
+    def add(self, item: Callable[[], None] | Event) -> None:
+        self.work.append(item)
+        self.device.run_what_it_likes()
+
+    def wait_event(self, event: Event) -> None:
+        if not event.done:
+            self.add(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def ready(self) -> bool:
+        return bool(self.work) and (not isinstance(self.work[0], Event) or self.work[0].done)
+
+    def advance(self) -> None:
+        """One item; what it waits for is run first, and nothing else."""
+        item = self.work.popleft()
+        if isinstance(item, Event):
+            item.synchronize()
+        else:
+            item()
+
+    def synchronize(self) -> None:
+        while self.work:
+            self.advance()
+
+
+class Device:
+    """Two streams under a scheduler: `eager` streams run at once, others when they must, or at random."""
+
+    def __init__(self, eager: tuple[str, ...], seed: int | None = None) -> None:
+        self.consumer, self.copier = Stream(self), Stream(self)
+        self.current = self.consumer
+        self._eager = [getattr(self, name) for name in eager]
+        self._random = None if seed is None else random.Random(seed)
+
+    def run_what_it_likes(self) -> None:
+        while ready := [stream for stream in self._eager if stream.ready()]:
+            ready[0].advance()
+        if self._random is not None:
+            for _ in range(self._random.randrange(4)):
+                stream = self._random.choice([self.consumer, self.copier])
+                if stream.ready():
+                    stream.advance()
+
+    def torch(self) -> Any:
+        """What feeder.py uses of torch."""
+
+        @contextmanager
+        def stream(chosen: Stream) -> Iterator[None]:
+            self.current = chosen
+            yield
+            self.current = self.consumer
+
+        def empty(shape: tuple[int, ...], device: object = None) -> Tensor:
+            return Tensor(self, np.full(shape, np.nan))
+
+        cuda = SimpleNamespace(
+            Stream=lambda _: self.copier, Event=Event, current_stream=lambda _: self.current, stream=stream
+        )
+        return SimpleNamespace(cuda=cuda, empty=empty)
+
+
+class Tensor:
+    """Memory; a copy reads its source when it is run, not when it is asked for."""
+
+    def __init__(self, device: Device, values: np.ndarray) -> None:
+        self.device, self.values = device, values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, selection: slice) -> Tensor:
+        return Tensor(self.device, self.values[selection])
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
+        assert non_blocking
+        self.device.current.add(lambda: np.copyto(self.values, source.values))
+
+
+class HostLoader:
+    """Batches of equal numbers in the native loader's way: asked for batch n, it rewrites the memory of n - 2."""
+
+    def __init__(self, device: Device) -> None:
+        self._buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
+        self.closed = 0
+
+    def epoch(self, numbers: list[int], last_size: int) -> Generator[Batch, None, None]:
+        def assemble(index: int) -> None:
+            for part in self._buffers[index % HOST_BUFFERS]:
+                part.values[...] = numbers[index]
+
+        try:
+            assemble(0)
+            for index in range(len(numbers)):
+                if index + 1 < len(numbers):
+                    assemble(index + 1)
+                size = last_size if index == len(numbers) - 1 else SHAPE[0]
+                yield Batch(*(part[:size] for part in self._buffers[index % HOST_BUFFERS]))
+        finally:
+            self.closed += 1
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "all late": {"eager": ()},
+    "copies early, kernels late": {"eager": ("copier",)},
+    "kernels early, copies late": {"eager": ("consumer",)},
+    "all early": {"eager": ("consumer", "copier")},
+} | {f"random {seed}": {"eager": (), "seed": seed} for seed in range(40)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("left_after", [1, 2, 3, 4, 7], ids="left after {}".format)
+def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: str, left_after: int) -> None:
+    """Over three epochs; the first is left early, or read to its end, and the host waits for nothing in between."""
+    device = Device(**SCHEDULES[schedule])
+    monkeypatch.setattr(feeder, "torch", device.torch())
+    fed, loader = DeviceFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)
+    read: list[tuple[int, int, bool]] = []
+
+    def kernel(number: int, size: int, batch: Batch) -> None:
+        for part in batch:
+            good = part.values.shape == (size, SHAPE[1]) and bool((part.values == number).all())
+            read.append((number, size, good))
+
+    expected = []
+    for epoch, leave in enumerate((left_after, 7, 7)):
+        numbers = [100 * epoch + index for index in range(7)]
+        host_batches = loader.epoch(numbers, last_size=1)
+        batches = fed.feed(host_batches)
+        for number in numbers[:leave]:
+            batch = next(batches)
+            size = 1 if number == numbers[-1] else SHAPE[0]
+            device.consumer.add(lambda number=number, size=size, batch=batch: kernel(number, size, batch))
+            expected += [(number, size, True)] * 2
+        if leave == 7:
+            assert next(batches, None) is None
+        batches.close()
+        assert loader.closed == epoch + 1
+    device.consumer.synchronize()
+    assert read == expected
+
+
+def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that have not begun do not keep the host from going on: three batches are given to it."""
+    device = Device(eager=("copier",))
+    monkeypatch.setattr(feeder, "torch", device.torch())
+    batches = DeviceFeeder("cuda", [SHAPE, SHAPE]).feed(HostLoader(device).epoch(list(range(7)), last_size=2))
+    run: list[int] = []
+    for number in range(3):
+        next(batches)
+        device.consumer.add(lambda number=number: run.append(number))
+    assert run == []
+    batches.close()

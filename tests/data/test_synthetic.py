@@ -1,0 +1,54 @@
+"""The synthetic loader: one random batch, given as often as the real loader gives batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from utils.data.synthetic import SyntheticLoader
+
+
+def loader(samples: int = 10, drop_last: bool = True, **changed: int) -> SyntheticLoader:
+    options = {"crop": 4, "batch_size": 3} | changed
+    return SyntheticLoader(samples=samples, channels=(4, 5), drop_last=drop_last, **options)
+
+
+def test_batches_have_the_shapes_of_real_ones_and_values_in_minus_one_to_one() -> None:
+    inputs, targets = next(loader().epoch(0))
+    assert inputs.shape == (3, 4, 4, 4, 4)
+    assert targets.shape == (3, 5, 4, 4, 4)
+    for part in (inputs, targets):
+        assert part.dtype == torch.float32
+        assert -1 <= part.min() < -0.9
+        assert 0.9 < part.max() < 1
+
+
+def test_every_step_gets_the_same_batch_without_a_copy() -> None:
+    batches = list(loader().epoch(0))
+    assert {batch.inputs.data_ptr() for batch in batches} == {batches[0].inputs.data_ptr()}
+
+
+def test_lengths_are_those_of_the_plan() -> None:
+    training, validation = loader(), loader(drop_last=False)
+    assert len(training) == len(list(training.epoch(0))) == 3
+    assert len(validation) == 4
+    assert [len(batch.inputs) for batch in validation.epoch(0)] == [3, 3, 3, 1]
+    assert [len(batch.inputs) for batch in validation.epoch(0, first_batch=2)] == [3, 1]
+
+
+@pytest.mark.parametrize(("rank", "sizes"), [(0, [3, 2]), (1, [3, 2]), (2, [3, 1])])
+def test_the_last_validation_batch_is_shared_out_among_ranks(rank: int, sizes: list[int]) -> None:
+    part = loader(samples=14, drop_last=False, rank=rank, world_size=3)
+    assert [len(batch.inputs) for batch in part.epoch(0)] == sizes
+
+
+def test_ranks_and_seeds_have_batches_of_their_own_and_a_seed_repeats_itself() -> None:
+    first, again = next(loader(seed=1).epoch(0)), next(loader(seed=1).epoch(5))
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(first.targets, again.targets)
+    assert not torch.equal(first.inputs, next(loader(seed=2).epoch(0)).inputs)
+    assert not torch.equal(first.inputs, next(loader(seed=1, rank=1, world_size=2).epoch(0)).inputs)
+
+
+def test_closing_it_needs_no_care() -> None:
+    loader().close()

@@ -1,0 +1,274 @@
+"""Reading, typing, checking and settling a config."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from utils.config import Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.errors import UserError
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "configs.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("2.E-4", 2e-4),
+        ("2.0e-4", 2e-4),
+        ("+1E3", 1000.0),
+        ("0.", 0.0),
+        (".5", 0.5),
+        ("-1.5", -1.5),
+        (".inf", math.inf),
+        ("7", 7),
+        ("-3", -3),
+        ("0", 0),
+        ("True", True),
+        ("false", False),
+        ("None", None),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("OFF", "OFF"),
+        ("y", "y"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("010", "010"),
+        ("0x10", "0x10"),
+        ("2024-01-31", "2024-01-31"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        (".", "."),
+        ("'1e-4'", "1e-4"),
+        ("'None'", None),
+        ("[0.9, 1e-3, None, on]", [0.9, 1e-3, None, "on"]),
+        ("{scaling: none, start_lr: 1e-3}", {"scaling": "none", "start_lr": 1e-3}),
+    ],
+)
+def test_yaml_values_mean_what_they_look_like(text: str, value: Any) -> None:
+    found = parse_value(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_nan_is_a_number_in_yaml() -> None:
+    assert math.isnan(parse_value(".nan"))
+
+
+def test_merges_and_anchors_take_keys_over_and_change_some(tmp_path: Path) -> None:
+    text = """
+base: &base
+  num_epochs: 7
+  enable_amp: True
+  use_cache: None
+  lr_schedule: {scaling: 'linear', start_lr: 1e-3, end_lr: 0., warmup_steps: 3}
+short:
+  <<: *base
+  num_epochs: 2
+"""
+    short = load(write(tmp_path, text), "short")
+    assert (short.num_epochs, short.enable_amp, short.use_cache) == (2, True, None)
+    assert (short.lr_schedule.scaling, short.lr_schedule.start_lr) == ("linear", 1e-3)
+    assert short.global_batch_size == Config().global_batch_size, "keys that are not named keep their defaults"
+
+
+def test_overrides_replace_single_nested_keys_and_leave_the_file_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, "test: {lr_schedule: {start_lr: 1e-3, warmup_steps: 3}}")
+    config = load(path, "test", {"lr_schedule.start_lr": 0.5, "optimizer.name": "sgd", "seed": 9})
+    assert (config.lr_schedule.start_lr, config.lr_schedule.warmup_steps) == (0.5, 3)
+    assert (config.optimizer.name, config.optimizer.betas, config.seed) == ("sgd", [0.9, 0.999], 9)
+    assert load(path, "test").lr_schedule.start_lr == 1e-3
+
+
+def test_whole_section_can_be_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path, "test: {lr_schedule: {start_lr: 1e-3, warmup_steps: 3}}")
+    replaced = load(path, "test", {"lr_schedule": {"start_lr": 0.5}}).lr_schedule
+    assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.num_epochs = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.lr_schedule.start_lr = 1.0  # type: ignore[misc]
+
+
+def test_every_fault_is_named_in_one_line() -> None:
+    with pytest.raises(UserError) as caught:
+        validate({"num_epoch": 3, "seed": "x", "lr_schedule": {"strat_lr": 1.0}, "optimizer": {"eps": 0.0}}, "test")
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (
+        "config 'test': ",
+        "unknown key num_epoch; did you mean num_epochs?",
+        "unknown key lr_schedule.strat_lr; did you mean start_lr?",
+        "seed: Input should be a valid integer, not 'x'",
+        "optimizer.eps: Input should be greater than 0, not 0.0",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) in (int, float)])
+@pytest.mark.parametrize("value", ["3", True, None, math.nan, math.inf, [3]])
+def test_numbers_take_no_words_truth_values_or_nan(key: str, value: Any) -> None:
+    values: Any = value
+    for part in reversed(key.split(".")):
+        values = {part: values}
+    with pytest.raises(UserError, match=rf"^config 'test': {key}: "):
+        validate(values, "test")
+
+
+@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is bool])
+@pytest.mark.parametrize("value", ["yes", "true", 1, None])
+def test_switches_take_nothing_but_true_and_false(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^config 'test': {key}: Input should be a valid boolean"):
+        validate({key: value}, "test")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"static_graph": True, "accumulation_steps": 2}, "static_graph needs accumulation_steps 1"),
+        ({"enable_benchy": True, "enable_manual_profiling": True}, "cannot be combined"),
+        ({"data_size": 600}, r"data_size 600 is larger than the box \[1024, 512\]"),
+        ({"N_in_channels": 3}, r"vector_channels.inputs \[\[1, 2, 3\]\] names a channel beyond the 3 there are"),
+        ({"vector_channels": {"targets": [[1, 2, 2]]}}, "must be triples of different channels"),
+        ({"vector_channels": {"inputs": [[1, 2, 3], [3, 0, 1]]}}, "must be triples of different channels"),
+        ({"vector_channels": {"inputs": [[1, 2]]}}, "must be triples of different channels"),
+        ({"box_size": [64]}, "box_size: List should have at least 2 items"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas.1: Input should be less than 1"),
+        ({"precision": "float64"}, "precision: Input should be 'bfloat16' or 'float16', not 'float64'"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        validate(values, "test")
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 64), (8, 8), (64, 1)])
+def test_global_batch_is_shared_among_the_ranks(ranks: int, local: int) -> None:
+    settled = Config(global_batch_size=64).for_world(ranks)
+    assert (settled.local_batch_size, settled.global_batch_size) == (local, 64)
+    assert settled.for_world(ranks) == settled
+
+
+def test_local_batch_sets_the_global_one_and_with_it_the_steps() -> None:
+    settled = Config(local_batch_size=16, global_batch_size=64, Nsamples=1024, num_epochs=3).for_world(8)
+    assert (settled.local_batch_size, settled.global_batch_size) == (16, 128)
+    assert (settled.steps_per_epoch, settled.total_steps) == (8, 24)
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "says"),
+    [
+        ({"global_batch_size": 64}, 3, "global_batch_size 64 is not divisible by 3 ranks; use 63"),
+        ({"global_batch_size": 2}, 3, "global_batch_size 2 is not divisible by 3 ranks; use 3"),
+        ({"accumulation_steps": 3}, 8, "a local batch of 8 is not divisible by accumulation_steps 3"),
+        ({"local_batch_size": 4, "accumulation_steps": 8}, 1, "local batch of 4 is not divisible by accumulation"),
+        ({"Nsamples": 63}, 1, "Nsamples 63 is less than global_batch_size 64"),
+        ({"Nsamples": 127, "local_batch_size": 64}, 2, "Nsamples 127 is less than global_batch_size 128"),
+        (
+            {"Nsamples": 128, "global_batch_size": 128, "lr_schedule": {"scaling": "sqrt", "warmup_steps": 10}},
+            1,
+            "warmup_steps 10 leaves nothing of the run's 10 steps",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_with_the_remedy(values: dict[str, Any], ranks: int, says: str) -> None:
+    config = validate(values, "test")
+    with pytest.raises(UserError, match=says):
+        config.for_world(ranks)
+
+
+def test_warm_up_longer_than_the_run_does_not_matter_where_there_is_none() -> None:
+    schedule = {"scaling": "sqrt", "warmup_steps": 1000}
+    assert not validate({"Nsamples": 64, "lr_schedule": schedule}, "test").for_world(1).warms_up
+
+
+@pytest.mark.parametrize(("full", "scales", "found"), [(True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)])
+def test_full_scale_decides_on_the_scales_unless_they_are_given(full: bool, scales: int | None, found: int) -> None:
+    assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found
+
+
+def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
+    config = validate(
+        {
+            "expdir": "None-such: 'quoted' # words",
+            "train_path": "1e-4",
+            "val_path": "010",
+            "seed": 2**40,
+            "lr_schedule": {"start_lr": 1e-10, "scaling": "linear"},
+            "clip_grad_norm": 1e22,
+            "use_cache": "on",
+        },
+        "test",
+    )
+    for name in ("run one", "1e4", "2"):
+        assert load(write(tmp_path, to_yaml(config, name)), name) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must hold named configs"),
+        ("[1, 2]", "must hold named configs"),
+        ("only words", "must hold named configs"),
+        ("test: 3", "must hold named configs"),
+        ("test:", "must hold named configs"),
+        ("1: {}", "must hold named configs"),
+        ("null: {}", "must hold named configs"),
+        ("test: {num_epochs: 1, num_epochs: 2}", "line 1: the key num_epochs stands there twice"),
+        (
+            "test:\n  seed: 1\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.",
+            "line 5: the key end_lr stands there twice",
+        ),
+        ("test: {seed: 1}\ntest: {seed: 2}", "line 2: the key test stands there twice"),
+        ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
+        ("test:\n\tseed: 1", "cannot read .*cannot start any token"),
+        ("test: {}\n---\nother: {}", "cannot read .*single document"),
+        ("test: {seed: *nowhere}", "cannot read .*undefined alias"),
+        ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
+        ("test: {seed: !!int word}", "cannot read .*invalid literal"),
+        ("test: {seed: !!timestamp word}", "cannot read "),
+        ("test: &loop {seed: *loop}", "cannot read .*recursion"),
+        ("test: {[a, b]: 1}", "cannot read .*unhashable key"),
+        ("? {a: b}\n: {}", "cannot read .*unhashable key"),
+        ("\x07", "cannot read .*special characters"),
+    ],
+)
+def test_files_that_are_no_configs_are_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=says) as caught:
+        read_file(path)
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory"), (binary, "utf-8")):
+        with pytest.raises(UserError, match=f"^cannot read yaml_config {path}: .*{reason}"):
+            read_file(str(path))
+
+
+def test_yaml_that_others_write_reads_the_same(tmp_path: Path) -> None:
+    """PyYAML writes 1e-10 as 1.0e-10 and quotes words that it takes for something else."""
+    values = {"lr_schedule": {"start_lr": 1e-10}, "expdir": "on", "use_cache": None, "box_size": [128, 64]}
+    config = load(write(tmp_path, yaml.safe_dump({"test": values})), "test")
+    assert (config.lr_schedule.start_lr, config.expdir, config.box_size) == (1e-10, "on", [128, 64])

@@ -1,0 +1,336 @@
+"""Who a process is among the ranks, its device, and that the ranks fail together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+
+from utils import distributed
+from utils.distributed import Launch, World, choose_device, choose_together, connect, first_host, read_launch
+from utils.errors import LocalError, UserError, launched_rank, one_line_errors
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+SLURM_STEP = {
+    "SLURM_JOB_ID": "1003",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NODELIST": "nid[000001-000004]",
+    "SLURM_STEP_NODELIST": "nid[000003-000004]",
+}
+
+
+# --- the launcher's environment ------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_there_is_one_rank() -> None:
+    assert read_launch({}) == Launch("single process", 0, 0, 1)
+
+
+def test_torchrun() -> None:
+    launch = read_launch({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"})
+    assert launch == Launch("torchrun", 5, 1, 8, "node1", 29400)
+
+
+def test_variables_of_the_original_script() -> None:
+    """export_DDP_vars.sh sets them inside a Slurm step; they go before Slurm's own."""
+    launch = read_launch({**SLURM_STEP, **TORCHRUN, "RANK": "2"})
+    assert launch == Launch("environment", 2, 1, 8, "node1", 29400)
+
+
+def test_single_rank_in_the_environment_needs_no_address() -> None:
+    launch = read_launch({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    assert (launch.world_size, launch.master_addr) == (1, "127.0.0.1")
+
+
+def test_slurm_step_has_its_own_tasks_and_first_node() -> None:
+    launch = read_launch(SLURM_STEP)
+    assert launch == Launch("slurm", 5, 1, 8, "nid000003", 15000 + 1003 * 7)
+
+
+def test_two_jobs_on_a_node_have_different_ports() -> None:
+    ports = {read_launch({**SLURM_STEP, "SLURM_JOB_ID": str(job)}).master_port for job in range(1000, 1100)}
+    assert len(ports) == 100
+    assert all(15000 <= port < 30000 for port in ports)
+
+
+def test_address_of_a_slurm_step_can_be_given() -> None:
+    launch = read_launch({**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"})
+    assert (launch.master_addr, launch.master_port) == ("elsewhere", 1234)
+    assert read_launch({**SLURM_STEP, "MASTER_ADDR": ""}).master_addr == "nid000003"
+
+
+def test_batch_script_without_a_step_is_one_rank() -> None:
+    """It, too, has SLURM_PROCID=0 and SLURM_NTASKS=16, but no peers."""
+    environment = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
+    assert read_launch({**environment, "SLURM_PROCID": "0"}) == Launch("single process")
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"])
+def test_half_set_environment_is_refused_by_name(missing: str) -> None:
+    environment = {key: value for key, value in TORCHRUN.items() if key != missing}
+    with pytest.raises(LocalError, match=f"half set: {missing} missing"):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize("missing", ["SLURM_LOCALID"])
+def test_half_set_slurm_step_is_refused_by_name(missing: str) -> None:
+    with pytest.raises(LocalError, match=f"half set: {missing} missing"):
+        read_launch({key: value for key, value in SLURM_STEP.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"RANK": "8"}, "contradicts itself: rank 8 .* of 8"),
+        ({"RANK": "-1"}, "contradicts itself"),
+        ({"LOCAL_RANK": "-1"}, "contradicts itself"),
+        ({"LOCAL_RANK": "8"}, r"contradicts itself: rank 5 \(local 8\) of 8"),
+        ({"WORLD_SIZE": "0"}, "contradicts itself"),
+        ({"RANK": "five"}, "RANK must be a whole number, not 'five'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number, not ''"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR missing"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
+    ],
+)
+def test_contradictory_environment_is_refused(changes: dict[str, str], says: str) -> None:
+    with pytest.raises(LocalError, match=says):
+        read_launch({**TORCHRUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("nid001004", "nid001004"),
+        ("nid[001004-001007,2]", "nid001004"),
+        ("nid[001004-001007],login1", "nid001004"),
+        ("a,b[1-3]", "a"),
+        ("rack[1-2]n[3,5],x", "rack1n3"),
+        ("node[01-04]-ib", "node01-ib"),
+        ("gpu-a[7]", "gpu-a7"),
+        ("host.example.org", "host.example.org"),
+        ("", ""),
+    ],
+)
+def test_first_host_of_slurms_lists(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+# --- who prints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, 0),
+        ({"RANK": "3"}, 3),
+        ({"SLURM_PROCID": "3"}, 0),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
+        ({"RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),
+        ({"RANK": "x"}, 0),
+    ],
+)
+def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any, environment: dict[str, str], rank: int) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == rank
+
+
+@pytest.mark.parametrize(("error", "printed"), [(UserError, False), (LocalError, True)])
+def test_rank_1_leaves_common_errors_to_rank_0_and_the_time_to_print_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[UserError], printed: bool
+) -> None:
+    """torchrun stops all ranks as soon as one ends: had rank 1 ended first, nobody would have printed the line."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        raise error("wrong\nin two lines")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == ("error: wrong in two lines\n" if printed else "")
+    assert bool(waited) != printed
+
+
+def test_rank_0_prints_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("rank 0 waits"))
+    with pytest.raises(SystemExit), one_line_errors():
+        raise UserError("wrong")
+    assert capsys.readouterr().err == "error: wrong\n"
+
+
+# --- the device ----------------------------------------------------------------------------------------------------
+
+
+def test_device_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("cpu", 0) == choose_device("auto", 3) == torch.device("cpu")
+    with pytest.raises(UserError, match="device is cuda, but torch sees no CUDA device; use --set device=cpu"):
+        choose_device("cuda", 0)
+
+
+@pytest.mark.parametrize(("devices", "local_rank", "chosen"), [(4, 3, 3), (1, 3, 0), (4, 5, 1)])
+def test_local_rank_chooses_among_the_devices_it_sees(
+    monkeypatch: pytest.MonkeyPatch, devices: int, local_rank: int, chosen: int
+) -> None:
+    """With Slurm's --gpus-per-task=1 each rank sees one device, number 0."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("auto", "cuda"):
+        assert choose_device(name, local_rank) == torch.device("cuda", chosen)
+    assert current == [torch.device("cuda", chosen)] * 2
+    assert choose_device("cpu", local_rank) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (["cpu", "cpu", "cpu"], None),
+        (["cuda", "cuda", "cuda"], None),
+        (["cuda", None, "cuda"], "^rank 1: no device$"),
+        ([None, None, None], "^no device$"),
+        (["cuda", "cuda", "cpu"], "^rank 2 sees no CUDA device, rank 0 does; use --set device=cpu"),
+    ],
+)
+def test_ranks_have_devices_of_one_kind_or_all_fail(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str | None], says: str | None
+) -> None:
+    """With 'auto', a node whose GPU is gone would otherwise wait for the others in another backend, forever."""
+
+    def choose(name: str, local_rank: int) -> torch.device:
+        kind = devices[local_rank]
+        if kind is None:
+            raise UserError("no device")
+        return torch.device(kind)
+
+    monkeypatch.setattr(distributed, "choose_device", choose)
+    size, port, timeout = len(devices), free_port(), timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
+    found: dict[int, Any] = {}
+
+    def rank_chooses(rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+        try:
+            found[rank] = choose_together("auto", Launch("test", rank, rank, size), store)
+        except UserError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=rank_chooses, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    del server
+    if says is None:
+        assert found == {rank: torch.device(kind) for rank, kind in enumerate(devices) if kind}
+    else:
+        assert len({str(error) for error in found.values()}) == 1
+        with pytest.raises(UserError, match=says):
+            raise found[0]
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+def test_single_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect("cpu") as world:
+        assert not dist.is_initialized()
+        assert (world.rank, world.size, world.is_root, world.is_node_leader) == (0, 1, True, True)
+        assert world.gather_objects("a") == ["a"]
+        assert world.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
+        assert world.sum(torch.tensor(2.0)) == 2
+        world.barrier()
+        with pytest.raises(UserError, match=r"^wrong$"), world.agreed():
+            raise UserError("wrong")
+        with pytest.raises(KeyError), world.agreed():
+            raise KeyError("a bug stays a bug")
+
+
+def exchange(world: World) -> dict[str, Any]:
+    mine = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+    results = {
+        "objects": world.gather_objects({"rank": world.rank}),
+        "gathered": world.gather(mine).tolist(),
+        "sum": world.sum(mine).tolist(),
+        "mine": mine.tolist(),
+        "roles": (world.is_root, world.is_node_leader),
+    }
+    world.barrier()
+    return results
+
+
+def try_to_agree(world: World, failures: list[dict[int, str]]) -> list[str]:
+    """For each {rank: kind of failure}: what this rank gets to see."""
+    seen = []
+    for failing in failures:
+        try:
+            with world.agreed():
+                if failing.get(world.rank) == "user":
+                    raise UserError(f"bad file on {world.rank}")
+                if failing.get(world.rank) == "common":
+                    raise UserError("bad file")
+                if failing.get(world.rank) == "bug":
+                    raise KeyError("bug")
+            seen.append("well")
+        except Exception as error:
+            seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+
+def several(world: World, failures: list[dict[int, str]]) -> tuple[dict[str, Any], list[str]]:
+    return exchange(world), try_to_agree(world, failures)
+
+
+def test_three_real_ranks_exchange_values_and_agree_on_errors() -> None:
+    failures = [{}, {1: "user"}, {0: "common", 1: "common", 2: "common"}, {1: "user", 2: "user"}, {2: "bug"}, {}]
+    answers = run_ranks(several, 3, failures)
+    for rank, (values, seen) in enumerate(answers):
+        assert values["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert values["gathered"] == [[1, 10], [2, 20], [3, 30]]
+        assert values["sum"] == [6, 60]
+        assert values["mine"] == [rank + 1, 10 * (rank + 1)], "the sum leaves its argument alone"
+        assert values["roles"] == (rank == 0, rank == 0)
+        assert seen == [
+            "well",
+            "UserError: rank 1: bad file on 1",
+            "UserError: bad file",
+            "UserError: rank 1: bad file on 1",
+            "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
+            "well",
+        ]
+
+
+def test_rank_whose_peers_do_not_come_says_so_in_a_line() -> None:
+    """Rank 1 prints it itself, as there may be no rank 0."""
+    port = str(free_port())
+    code = (
+        "from utils.distributed import connect\nfrom utils.errors import one_line_errors\n"
+        "with one_line_errors(), connect('cpu', rendezvous_seconds=1) as world: pass"
+    )
+    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    top = os.path.dirname(os.path.dirname(__file__))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **launched, "PYTHONPATH": top},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 2
+    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} (")
+    assert "Traceback" not in run.stderr

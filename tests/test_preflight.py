@@ -1,0 +1,186 @@
+"""--preflight: what can be known before training is checked and printed, and nothing is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import pytest
+import torch
+from torch import nn
+
+import train
+from utils.preflight import activation_bytes
+
+TOP = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def preflight(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch):
+    """preflight(*flags) -> (exit code, stdout, stderr) of a preflight of config 'test'."""
+    monkeypatch.chdir(TOP)
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", "--preflight", *flags])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        assert not (tmp_path / "runs").exists(), "a preflight writes nothing"
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def test_sound_config_passes_and_its_figures_are_right(preflight, tmp_path: Path) -> None:
+    code, printed, errors = preflight()
+    assert (code, errors) == (0, "")
+    lines = printed.splitlines()
+    assert all(line.startswith("preflight: ") for line in lines)
+    assert lines[-1] == "preflight: all checks passed"
+    # 4 -> 4 -> 8 channels down, 8 -> 4 and 8 -> 5 up, kernels of 4³
+    parameters = 64 * (4 * 4 + 4 * 8 + 8 * 4 + 8 * 5) + 4 + 8 + 4 + 5
+    for part in (
+        "ranks 1 × local batch 8 = global batch 8\n",
+        "steps: 8 an epoch × 2 epochs = 16\n",
+        f"network: unet, {parameters:,} parameters; crop 8³ fits",
+        "memory a rank: about ",
+        "learning rate: none scaling, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
+        "step 15: 0.000e+00",
+        f"run directory: {tmp_path / 'runs' / 'test' / '1GPU' / '00'} is new",
+        "train data: ",
+        "valid data: ",
+        "16³ cells, 0.00 GiB, all finite, mapped",
+        "differs from base: ",
+        "data_size 64 -> 8",
+    ):
+        assert part in printed, part
+
+
+def test_ranks_are_those_asked_for(preflight) -> None:
+    code, printed, _ = preflight("4", "--set=lr_schedule={scaling: linear, start_lr: 1e-3, warmup_steps: 3}")
+    assert code == 0
+    assert "ranks 4 × local batch 2 = global batch 8" in printed
+    assert "/4GPU/00 is new" in printed
+    code, printed, _ = preflight("4", "--local_batch_size=8", "--set=accumulation_steps=2")
+    assert "ranks 4 × local batch 8 = global batch 32, in 2 micro-batches" in printed
+    assert "steps: 2 an epoch" in printed
+
+
+def test_warm_up_and_scaled_peak_are_shown(preflight) -> None:
+    schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
+    _, printed, _ = preflight(schedule, "--set=global_batch_size=16")
+    assert "linear scaling, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04" in printed
+    assert "step 7: 1.000e-05" in printed
+
+
+def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    assert preflight() == (0, "", "")
+    monkeypatch.setenv("RANK", "0")
+    assert "ranks 2 × local batch 4 = global batch 8" in preflight()[1]
+
+
+def test_chunked_data_are_accepted_with_a_hint(preflight, tmp_path: Path, volume_file) -> None:
+    path = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
+    code, printed, _ = preflight(f"--set=train_path={path}")
+    assert code == 0
+    assert "rewrite it contiguous for speed" in printed
+
+
+def test_synthetic_data_need_no_files(preflight) -> None:
+    code, printed, _ = preflight("--data_loader_config=synthetic", "--set=train_path=/nowhere.h5")
+    assert code == 0
+    assert "data: synthetic, no files are read" in printed
+
+
+def test_present_run_directory_is_announced_and_kept(
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(TOP)
+    directory = tmp_path / "test" / "1GPU" / "00"
+    directory.mkdir(parents=True)
+    (directory / "weights_last.pt").write_text("precious")
+    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"])
+    assert f"run directory: {directory} exists: its logs and weights will be replaced" in capsys.readouterr().out
+    assert (directory / "weights_last.pt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_first_number_that_is_none_is_found_and_placed(preflight, tmp_path: Path, volume_file, value: float) -> None:
+    path = volume_file(tmp_path / "holed.h5")
+    with h5py.File(path, "r+") as file:
+        file["Hydro"][3, 2, 7, 15] = value
+        file["Hydro"][3, 9, 0, 0] = value
+    code, printed, errors = preflight(f"--set=val_path={path}")
+    assert code == 2
+    assert errors == (
+        f"error: {path}: Hydro[3, 2, 7, 15] is {value}; mend or remove it: training would stop at its first crop\n"
+    )
+    assert "train data: " in printed
+    assert "passed" not in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["3"], "global_batch_size 8 is not divisible by 3 ranks"),
+        (["--set=network.name=vnet"], "unknown network vnet; known: unet"),
+        (["--set=optimizer.name=adm"], "unknown optimizer adm; known: "),
+        (["--set=data_loader_config=tape"], "unknown data_loader_config tape; known: lowmem"),
+        (["--set=data_size=6"], "data_size 6 is not a multiple of 4"),
+        (["--set=train_path=/nowhere.h5"], "no such file: /nowhere.h5"),
+        (["--set=box_size=[32, 16]"], "Nbody is a box of 16 cells a side, but box_size says 32"),
+        (["--set=expdir=/dev/null/runs"], "cannot write to the run directory /dev/null/runs/test/1GPU/00"),
+    ],
+)
+def test_what_training_would_refuse_the_preflight_refuses(preflight, flags: list[str], says: str) -> None:
+    code, printed, errors = preflight(*flags)
+    assert code == 2
+    assert re.fullmatch(rf"error: .*{re.escape(says)}.*\n", errors)
+    assert "passed" not in printed
+
+
+def test_benchmarks_settings_are_checked(preflight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(tmp_path / "none.yaml"))
+    assert preflight()[0] == 0
+    code, _, errors = preflight("--enable_benchy")
+    assert code == 2
+    assert errors.startswith("error: cannot read BENCHY_CONFIG_FILE ")
+
+
+def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Small")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1000))
+    code, _, errors = preflight()
+    assert code == 2
+    assert re.fullmatch(
+        r"error: memory a rank: about .* on Small: it does not fit; lower local_batch_size or raise .*\n", errors
+    )
+
+
+def test_memory_grows_with_the_batch_and_mixed_precision_halves_the_activations(preflight) -> None:
+    def activations(*flags: str) -> float:
+        large = ["--set=Nsamples=8192", "--set=network.width=256"]
+        match = re.search(r"activations (\S+);", preflight(*large, *flags)[1])
+        assert match
+        return float(match.group(1))
+
+    whole = activations("--local_batch_size=4096")
+    assert whole > 1
+    assert activations("--local_batch_size=8192") == pytest.approx(2 * whole, abs=0.02)
+    assert activations("--local_batch_size=4096", "--enable_amp") == pytest.approx(whole / 2, abs=0.01)
+    assert activations("--local_batch_size=4096", "--set=accumulation_steps=4") == pytest.approx(whole / 4, abs=0.01)
+
+
+def test_activation_memory_is_what_the_backward_pass_keeps() -> None:
+    """A convolution keeps its input, a tanh its output; weights are counted elsewhere."""
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
+    assert activation_bytes(network, batch=5, channels=4, crop=8) == 4 * 5 * 8**3 * (4 + 3)

@@ -1,0 +1,158 @@
+"""Every shipped config loads and means what the original's does; a file with exactly the original's keys runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import train
+from utils import cli
+from utils.config import Config, flatten, load, read_file, to_yaml
+from utils.errors import UserError
+from utils.schedule import build_schedule
+
+TOP = Path(__file__).parent.parent
+SHIPPED = str(TOP / "config" / "UNet.yaml")
+
+# name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex + JIT
+ORIGINALS: dict[str, tuple[int, int, int, int, str, bool]] = {
+    "base": (64, 65536, 8192, 10, "lowmem", False),
+    "short": (64, 4096, 512, 4, "lowmem", False),
+    "short_opt": (64, 4096, 512, 4, "dali-lowmem", True),
+    "bs64_opt": (64, 65536, 8192, 10, "dali-lowmem", True),
+    "bs256_opt": (256, 65536, 8192, 20, "dali-lowmem", True),
+    "bs512_test": (512, 65536, 8192, 10, "dali-lowmem", True),
+    "bs512_opt": (512, 65536, 8192, 40, "dali-lowmem", True),
+    "bs2048_opt": (2048, 65536, 8192, 160, "dali-lowmem", True),
+    "bs8192_opt": (8192, 65536, 8192, 320, "dali-lowmem", True),
+}
+
+ORIGINAL_KEYS = """
+base: &base
+  weight_init: {conv_init: 'normal', conv_scale: 0.02, conv_bias: 0.}
+  lambda_rho: 0
+  full_scale: True
+  global_batch_size: 64
+  base_batch_size: 64
+  Nsamples: 65536
+  Nsamples_val: 8192
+  num_epochs: 10
+  enable_amp: False
+  enable_apex: False
+  enable_benchy: False
+  enable_jit: False
+  expdir: '/logs'
+  lr_schedule: {scaling: 'sqrt', start_lr: 2.E-4, end_lr: 0., warmup_steps: 128}
+  data_loader_config: 'lowmem'
+  box_size: [1024, 512]
+  data_size: 64
+  num_data_workers: 2
+  N_out_channels: 5
+  train_path: '/data/train.h5'
+  val_path: '/data/val.h5'
+  train_path_npy_data: '/data/train_data.npy'
+  train_path_npy_label: '/data/train_label.npy'
+  val_path_npy_data: '/data/val_data.npy'
+  val_path_npy_label: '/data/val_label.npy'
+  use_cache: None
+opt:
+  <<: *base
+  enable_amp: True
+  global_batch_size: 512
+"""
+
+
+def test_the_shipped_file_holds_the_originals_configs_and_two_small_ones() -> None:
+    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "test"}
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_original_config_has_its_meaning(name: str) -> None:
+    config = load(SHIPPED, name)
+    batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
+    assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
+    assert (config.num_epochs, config.data_loader_config) == (epochs, loader)
+    assert (config.enable_amp, config.enable_apex, config.enable_jit) == (fast, fast, fast)
+    assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
+    schedule = config.lr_schedule
+    assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)
+    rates = build_schedule(config.for_world(1))
+    assert rates.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
+    assert rates.warmup_steps == (128 if batch > 64 else 0)
+
+
+@pytest.mark.parametrize("name", [*ORIGINALS, "demo", "test"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_shipped_config_runs_on_some_ranks_and_reads_back(name: str, ranks: int, tmp_path: Path) -> None:
+    config = load(SHIPPED, name)
+    settled = config.for_world(ranks)
+    assert settled.local_batch_size == config.global_batch_size // ranks
+    (tmp_path / "saved.yaml").write_text(to_yaml(settled, name))
+    assert load(str(tmp_path / "saved.yaml"), name) == settled
+
+
+def test_file_with_exactly_the_originals_keys_is_the_shipped_base(tmp_path: Path) -> None:
+    path = tmp_path / "original.yaml"
+    path.write_text(ORIGINAL_KEYS)
+    assert load(str(path), "base") == load(SHIPPED, "base")
+    opt = load(str(path), "opt")
+    assert (opt.enable_amp, opt.enable_jit, opt.global_batch_size, opt.use_cache) == (True, False, 512, None)
+
+
+def test_file_with_exactly_the_originals_keys_passes_the_preflight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the published network, but not its 38.7 GB of data."""
+    path = tmp_path / "original.yaml"
+    path.write_text(ORIGINAL_KEYS)
+    synthetic = ["--data_loader_config=synthetic", f"--set=expdir={tmp_path / 'logs'}"]
+    train.main([f"--yaml_config={path}", "--config=opt", "--preflight=8", *synthetic])
+    printed = capsys.readouterr().out
+    assert "116,977,029 parameters" in printed
+    assert "global batch 512" in printed
+    assert printed.endswith("preflight: all checks passed\n")
+
+
+def changed_value(key: str, old: Any) -> Any:
+    """A value that differs from the default and that --set takes for this key."""
+    if isinstance(old, bool):
+        candidates: list[Any] = [not old]
+    elif isinstance(old, list):
+        candidates = [[0.5, 0.75], [256, 128], [[0, 1, 2]]]
+    else:
+        candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "cpu"]
+    for candidate in candidates:
+        text = yaml.safe_dump(candidate, default_flow_style=True).removesuffix("...\n").strip()
+        try:
+            options = cli.parse([f"--yaml_config={SHIPPED}", "--set", f"{key}={text}"])
+            config = load(options.yaml_config, options.config, options.overrides)
+        except UserError:
+            continue
+        return candidate, config
+    pytest.fail(f"--set {key} takes none of {candidates}")
+
+
+@pytest.mark.parametrize(("key", "old"), flatten(load(SHIPPED, "base")).items())
+def test_every_key_is_taken_by_set_and_changes_nothing_else(key: str, old: Any) -> None:
+    value, config = changed_value(key, old)
+    assert flatten(config) == {**flatten(load(SHIPPED, "base")), key: value}
+    assert value != old
+
+
+def test_set_knows_every_key_of_config() -> None:
+    """So that the test above leaves none out."""
+    top = {key.split(".")[0] for key in flatten(load(SHIPPED, "base"))}
+    assert top == set(Config.model_fields)
+
+
+def test_help_names_every_flag_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    assert stop.value.code == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    for flag in ("yaml_config", "config", "run_num", *cli.SWITCHES, *cli.VALUES, "set", "preflight"):
+        assert f"--{flag}" in output.out

@@ -1,0 +1,218 @@
+"""Writes the `.npy` twins of an HDF5 volume: [C, L, L, L] becomes [L, L, L, C], float32 in C order.
+
+    python -m utils.convert_to_npy -i train.h5 -d Nbody -l Hydro
+
+makes train_data.npy and train_label.npy beside train.h5, which train_path_npy_data and train_path_npy_label name.
+Takes 256 MiB of buffers, whatever the size of the volume, and what HDF5 takes to unpack one chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import h5py
+import numpy as np
+
+if not __package__:  # started as a file: Python searches that file's directory, and not the one above
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from utils.data.volumes import DATASETS, checked_dataset, open_file
+from utils.errors import UserError, one_line_errors
+from utils.files import appearing_whole
+from utils.progress import Progress
+
+BUFFER_BYTES = 2**27  # each of two: what was read, and the same in the new order
+SUFFIXES = ("data", "label")
+
+
+def convert(
+    source: str | os.PathLike[str],
+    names: tuple[str, str] = DATASETS,
+    output_dir: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    buffer_bytes: int = BUFFER_BYTES,
+    check: Callable[[], None] = lambda: None,
+) -> list[Path]:
+    """Writes both twins and returns their paths; they appear under their names only when both are whole.
+
+    `check` is called after each tile; what it raises ends the conversion, and nothing stays.
+    """
+    source = Path(source)
+    with open_file(str(source)) as file:
+        datasets = [checked_dataset(file, str(source), name) for name in names]
+        shapes = [dataset.shape for dataset in datasets]
+        if shapes[0][1:] != shapes[1][1:]:
+            raise UserError(
+                f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
+            )
+        directory = source.parent if output_dir is None else Path(output_dir)
+        targets = [directory / f"{source.stem}_{suffix}.npy" for suffix in SUFFIXES]
+        _check_outputs(targets, overwrite, sum(dataset.nbytes for dataset in datasets))
+        tiles = [tile_shape(dataset.shape, dataset.chunks, buffer_bytes) for dataset in datasets]
+        total = sum(len(_tiles(dataset.shape[1], *tile)) for dataset, tile in zip(datasets, tiles, strict=True))
+        with Progress(f"converting {source.name}", total, "slabs") as progress, _writing(targets) as partials:
+            for dataset, tile, partial in zip(datasets, tiles, partials, strict=True):
+                for _ in _write_twin(dataset, tile, partial):
+                    progress.advance()
+                    check()
+                check()  # a signal may have come while the disk was waited for
+    return targets
+
+
+def tile_shape(shape: Sequence[int], chunks: Sequence[int] | None, buffer_bytes: int) -> tuple[int, int]:
+    """How many x and y to read at once, over all channels and z: what fits the buffer, in whole chunks if it can be.
+
+    A chunk that is read in two goes is unpacked twice.
+    """
+    channels, box = shape[0], shape[1]
+    chunk_x, chunk_y = chunks[1:3] if chunks is not None else (1, 1)
+    rows = max(1, buffer_bytes // (4 * channels * box))
+    x = min(chunk_x, box, rows)
+    y = _whole_multiple(rows // x, chunk_y)
+    if y < box:
+        return x, y
+    return min(_whole_multiple(rows // box, chunk_x), box), box
+
+
+def _whole_multiple(number: int, unit: int) -> int:
+    """The largest multiple of `unit` up to `number`; `number` itself where it is smaller."""
+    return number // unit * unit or number
+
+
+def _tiles(box: int, step_x: int, step_y: int) -> list[tuple[int, int]]:
+    return [(x, y) for x in range(0, box, step_x) for y in range(0, box, step_y)]
+
+
+def _check_outputs(targets: Sequence[Path], overwrite: bool, size: int) -> None:
+    """Makes the directory; refuses what exists already, or what there is no room for."""
+    directory = targets[0].parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise UserError(f"cannot write to {directory}: {error.strerror}; give another --output_dir") from None
+    for target in targets:
+        if target.is_dir():
+            raise UserError(f"{target} is a directory; remove it, or give another --output_dir")
+        if target.exists() and not overwrite:
+            raise UserError(f"{target} exists; give --overwrite to replace it, or another --output_dir")
+    if free < size:
+        raise UserError(
+            f"{directory} has {free / 2**30:.2f} GiB free and the two files take {size / 2**30:.2f} GiB; "
+            f"free some space or give another --output_dir"
+        )
+
+
+@contextlib.contextmanager
+def _writing(targets: Sequence[Path]) -> Iterator[list[Path]]:
+    try:
+        with appearing_whole(targets) as partials:
+            yield partials
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {targets[0].parent}: {reason}; give another --output_dir") from error
+
+
+def _write_twin(dataset: h5py.Dataset, tile: tuple[int, int], path: Path) -> Iterator[None]:
+    """Fills one `.npy` file, yielding after each tile."""
+    channels, box = dataset.shape[:2]
+    row = 4 * channels * box  # bytes of all z and channels at one x, y
+    read, turned = (np.empty(tile[0] * tile[1] * row // 4, dtype="<f4") for _ in range(2))
+    with open(path, "xb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (box, box, box, channels)}
+        np.lib.format.write_array_header_1_0(file, header)
+        start = file.tell()
+        for x, y in _tiles(box, *tile):
+            size_x, size_y = min(tile[0], box - x), min(tile[1], box - y)
+            count = channels * size_x * size_y * box
+            planes = turned[:count].reshape(size_x, size_y, box, channels)
+            block = read[:count].reshape(channels, size_x, size_y, box)
+            _read(dataset, (slice(None), slice(x, x + size_x), slice(y, y + size_y)), block)
+            np.copyto(planes, np.moveaxis(block, 0, -1))
+            for plane in range(size_x):
+                _write_at(file, start + ((x + plane) * box + y) * row, planes[plane])
+            yield
+
+
+def _read(dataset: h5py.Dataset, selection: tuple[slice, ...], out: np.ndarray) -> None:
+    try:
+        dataset.read_direct(out, selection)
+    except OSError as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"cannot read {dataset.name} of {dataset.file.filename}: {text}; copy or make it again"
+        ) from error
+
+
+def _write_at(file: BinaryIO, offset: int, values: np.ndarray) -> None:
+    file.seek(offset)
+    file.write(values.data)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m utils.convert_to_npy --help")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m utils.convert_to_npy",
+        description="Writes the .npy twins [L, L, L, C] of an HDF5 volume: STEM_data.npy and STEM_label.npy.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-i", "--input", required=True, metavar="FILE", help="HDF5 file")
+    parser.add_argument("-d", "--data", default=DATASETS[0], help="dataset of the inputs (%(default)s)")
+    parser.add_argument("-l", "--label", default=DATASETS[1], help="dataset of the targets (%(default)s)")
+    parser.add_argument("-o", "--output_dir", metavar="DIR", help="where the twins go (beside FILE)")
+    parser.add_argument("--overwrite", action="store_true", help="replace twins that exist")
+    return parser.parse_args(argv)
+
+
+class Cancellation:
+    """SIGTERM and Ctrl-C end the block, which tidies up.
+
+    The exception of a signal gets lost where it comes up in a callback, as h5py has them at the end of each read;
+    so the signal is remembered, and `check` raises again.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self._received = 0
+
+    def __enter__(self) -> Cancellation:
+        self._earlier = [signal.signal(number, self._receive) for number in self.SIGNALS]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(self.SIGNALS, self._earlier, strict=True):
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        if self._received:
+            raise SystemExit(128 + self._received)  # as a shell reports it
+
+    def _receive(self, number: int, frame: object) -> None:
+        self._received = number
+        self.check()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; bad input ends in one line and exit code 2."""
+    with one_line_errors(), Cancellation() as cancellation:
+        options = parse(argv)
+        names = (options.data, options.label)
+        for path in convert(options.input, names, options.output_dir, options.overwrite, check=cancellation.check):
+            print(f"wrote {path}: {np.load(path, mmap_mode='r').shape}")
+
+
+if __name__ == "__main__":
+    main()
