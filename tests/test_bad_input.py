@@ -278,7 +278,7 @@ def test_nan_in_the_validation_data_stops_the_run_before_training(
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=test", *data_flags, f"--set=val_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
     assert stop.value.code == 2
-    check_error(capsys.readouterr().err, "loss is nan at step 0")
+    check_error(capsys.readouterr().err, "the validation loss is nan after step 0")
 
 
 # --- from outside --------------------------------------------------------------------------------------------------

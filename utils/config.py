@@ -121,7 +121,7 @@ class Config(Section):
     network: Network = Network()
     loss: str = "l1"  # one of networks' LOSSES
     optimizer: Optimizer = Optimizer()
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None

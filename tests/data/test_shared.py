@@ -64,7 +64,7 @@ def test_a_failure_while_mapping_leaves_no_file(
         raise OSError("no memory")
 
     monkeypatch.setattr(shared.mmap, "mmap", fail)
-    with pytest.raises(UserError, match="cannot hold .*no memory; use --data_loader_config=lowmem"):
+    with pytest.raises(UserError, match=r"cannot hold .*no memory; use --data_loader_config=lowmem"):
         share_volume(volume, ALONE, str(tmp_path / "memory"))
     assert os.listdir(tmp_path / "memory") == []
 

@@ -42,8 +42,8 @@ def share_volume(volume: Volume, world: World, directory: str = SHARED_MEMORY) -
         try:
             with world.agreed(), _one_line(volume, directory):
                 if world.is_node_leader:
-                    with open(path, "xb") as file:
-                        file.truncate(size)
+                    with open(path, "xb") as created:
+                        created.truncate(size)
             with world.agreed(), _one_line(volume, directory):
                 file = open(path, "r+b")  # noqa: SIM115
                 opened.callback(file.close)

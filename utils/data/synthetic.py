@@ -31,7 +31,7 @@ class SyntheticLoader:
     ) -> None:
         self._batches = batch_rows(samples, batch_size, rank, world_size, drop_last)
         self._spans = [len(range(samples)[rows]) for rows in self._batches]
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
         self._batch = Batch(
             *(
                 (2 * torch.rand((batch_size, count, crop, crop, crop), generator=generator) - 1).to(device)

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,11 +72,12 @@ class EagerStep:
         self._bare = Objective(network, loss)
         self._objective: nn.Module = self._bare
         if world.size > 1 and not options.noddp:
+            buffers: dict[str, Any] = {_BUFFERS: not options.disable_broadcast_buffers}
             self._objective = DistributedDataParallel(
                 self._bare,
                 device_ids=[world.device] if world.device.type == "cuda" else None,
                 bucket_cap_mb=options.bucket_cap_mb,
-                **{_BUFFERS: not options.disable_broadcast_buffers},
+                **buffers,
                 gradient_as_bucket_view=True,
                 static_graph=options.static_graph,
             )
