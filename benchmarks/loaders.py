@@ -28,6 +28,8 @@ CHANNELS = (4, 5)
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))
 # What may lie ready when a measurement begins: the DataLoader keeps two batches a worker.
 UNTIMED_BATCHES = 6
+# After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
+SETTLE_SECONDS = 2.0
 
 
 class PlainDataset(Dataset):
@@ -78,6 +80,7 @@ def warm(volume: Volume) -> None:
 
 def delivered(batches: Iterator[Any], count: int, size: int) -> float:
     """Samples/s over `count` batches, after those that may lie ready."""
+    time.sleep(SETTLE_SECONDS)
     for _ in range(UNTIMED_BATCHES):
         next(batches)
     started = time.perf_counter()

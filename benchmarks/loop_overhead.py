@@ -6,6 +6,7 @@ python -m benchmarks.loop_overhead
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Generator
 
@@ -50,9 +51,11 @@ def main() -> None:
     parser.add_argument("--scales", type=int, default=4)
     parser.add_argument("--crop", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--trials", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=60, help="pairs; many short ones outlast a restless machine")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; several measure the scheduler, too")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     world = this_machine()
     shape = (options.batch, 4, *(options.crop,) * 3)
     generator = torch.Generator().manual_seed(0)
@@ -108,12 +111,16 @@ def main() -> None:
     values = interleaved({"bare": bare_loop, "trainer": trainer_loop}, options.trials)
     # Pairs of neighbouring trials: what slows the machine slows both.
     overheads = [own / plain - 1 for plain, own in zip(values["bare"], values["trainer"], strict=True)]
+    halves = statistics.quantiles(overheads, n=4)
     result = {
         "settings": vars(options),
         "seconds a step": {name: summary(trials) for name, trials in values.items()},
-        "overhead": summary(overheads),
+        "overhead": {**summary(overheads), "quartiles": [halves[0], halves[2]]},
     }
-    print(f"overhead of the loop: median {100 * result['overhead']['median']:.2f} % of n = {options.trials} pairs")
+    print(
+        f"overhead of the loop: median {100 * statistics.median(overheads):.2f} % of n = {options.trials} pairs, "
+        f"quartiles {100 * halves[0]:.2f} and {100 * halves[2]:.2f} %"
+    )
     print(f"written: {save('loop_overhead', result)}")
 
 
