@@ -42,6 +42,7 @@ check: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/python -m benchmarks.loaders
 	$(BIN)/python -m benchmarks.loop_overhead
+	$(BIN)/python -m benchmarks.simulate
 
 install: $(READY)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from utils.checkpoint import NoCheckpoint
@@ -72,9 +73,9 @@ class Trainer:
     def _measure_untrained(self) -> float:
         """Both losses before the first update: the curves' left ends."""
         train = WeightedMean(self.world)
-        for inputs, targets in self.loaders.train.epoch(0):
+        with closing(self.loaders.train.epoch(0)) as batches:
+            inputs, targets = next(batches)
             train.add(self.step.evaluate(inputs, targets), len(inputs))
-            break
         initial = self._validate()
         self.logs.scalars({"Loss/train": train.result(), "Loss/valid": initial, "Learning Rate": self.schedule(0)}, 0)
         return initial
@@ -101,7 +102,6 @@ class Trainer:
                 self.steps_done += 1
                 if recorder.full or done == steps:
                     losses += self._log_interval(recorder, interval, title, done, steps)
-                    watch.waited += interval.waited
                     interval = Stopwatch()
                 progress.advance(note=f"loss {losses[-1]:.5f}" if losses else "")
         batches.close()
