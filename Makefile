@@ -49,20 +49,23 @@ install: $(READY)
 # The new environment sees the packages of the one it was made from when that has torch, and the constraint keeps
 # pip from replacing it.
 $(READY): pyproject.toml
-	$(PYTHON) -c "import sys; sys.exit('Python 3.10 or later is needed, this is ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	@$(PYTHON) -c "import sys; sys.exit('Python 3.10 or later is needed, this is ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
+	  echo "using the PyTorch that is there"; \
 	  $(PYTHON) -c "import os, torch; print(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))))" \
 	    > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth"; \
 	elif ! $(BIN)/python -c "import torch" 2>/dev/null; then \
+	  echo "installing $(TORCH)"; \
 	  $(BIN)/python -m pip install --quiet $(TORCH); \
 	fi
-	$(BIN)/python -c "import torch; print('torch==' + torch.__version__)" > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	@echo "installing what pyproject.toml lists"
+	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
 	@# A torchrun that lies outside would start the interpreter outside, which lacks the rest.
-	test -x $(BIN)/torchrun || { printf '#!%s\nfrom torch.distributed.run import main\nmain()\n' \
+	@test -x $(BIN)/torchrun || { printf '#!%s\nfrom torch.distributed.run import main\nmain()\n' \
 	  "$$($(BIN)/python -c 'import sys; print(sys.executable)')" > $(BIN)/torchrun && chmod +x $(BIN)/torchrun; }
-	touch $@
+	@touch $@
 
 clean:
 	rm -rf $(VENV) data/demo_train.h5 data/demo_val.h5 .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -134,14 +134,14 @@ def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray, plt: A
             low, colours = -high, "RdBu_r"
         planes = [inputs[channel, middle] if channel < len(inputs) else None, target, outputs[channel, middle]]
         for axes, plane in zip(column, planes, strict=True):
-            axes.set(xticks=[], yticks=[])
+            axes.set(xticks=[], yticks=[], box_aspect=1)
             if plane is None:
                 axes.text(0.5, 0.5, "not in the input", ha="center", va="center", transform=axes.transAxes)
                 continue
             # axis 0 of the plane is y: drawn to the right, with z upwards
             image = axes.imshow(plane.T, origin="lower", vmin=low, vmax=high, cmap=colours)
         figure.colorbar(image, ax=list(column), location="bottom", shrink=0.9, pad=0.02)
-        column[0].set_title(name)
+        column[0].set_title(name.removeprefix("gas "))
     for axes, title in zip(grid[:, 0], ("input: dark matter", "target: gas", "prediction"), strict=True):
         axes.set_ylabel(title)
     return figure
