@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What trains a network on ready data does without; to be imported where it is used.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "tensorboard", "triton"}
 # Modules of the commands that make data, which may need what they need.
-SIMULATION = {f"utils.data.{name}" for name in ("gas", "linear_theory", "particle_mesh", "simulate")}
+SIMULATION = {f"utils.data.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate")}
 PICKLES = {"cloudpickle", "dill", "joblib", "pickle", "shelve"}
 UNSAFE_YAML = {"full_load", "full_load_all", "unsafe_load", "unsafe_load_all"}
 UNSAFE_YAML |= {"Loader", "CLoader", "FullLoader", "UnsafeLoader", "CFullLoader", "CUnsafeLoader"}

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data import gas, linear_theory, particle_mesh, simulate
+from utils.data import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.data.simulate import SimulationOptions
 from utils.errors import UserError
 
@@ -54,7 +54,7 @@ def plane_wave(grid: int, axis: int, amplitude: float) -> tuple[np.ndarray, floa
 
 
 def test_large_scale_power_is_that_of_linear_theory(large: tuple[np.ndarray, np.ndarray]) -> None:
-    k, power = particle_mesh.power_spectrum(large[0][0] - 1, LARGE.box_length)
+    k, power = fourier.power_spectrum(large[0][0] - 1, LARGE.box_length)
     linear = linear_theory.linear_power(linear_theory.make_cosmology(LARGE.cosmology), k, LARGE.redshift)
     resolved = k * LARGE.cell < 0.4  # 8 Mpc/h cells: beyond, the mesh's own window is seen
     assert resolved.sum() >= 4
@@ -65,7 +65,7 @@ def test_initial_modes_have_the_linear_power() -> None:
     options = SimulationOptions(grid=32, box_size=100.0, seed=5, fixed_amplitude=True)
     cosmology = linear_theory.make_cosmology(options.cosmology)
     modes = simulate.initial_modes(options, cosmology)
-    k, power = particle_mesh.power_spectrum(particle_mesh.backward(modes, 32, 1), 100.0)
+    k, power = fourier.power_spectrum(fourier.backward(modes, 32, 1), 100.0)
     np.testing.assert_allclose(power / linear_theory.linear_power(cosmology, k), 1, atol=0.05)  # k is a shell's mean
 
 
@@ -73,7 +73,7 @@ def test_random_amplitudes_scatter_about_the_linear_power() -> None:
     options = SimulationOptions(grid=32, box_size=100.0, seed=5)
     cosmology = linear_theory.make_cosmology(options.cosmology)
     modes = simulate.initial_modes(options, cosmology)
-    k, power = particle_mesh.power_spectrum(particle_mesh.backward(modes, 32, 1), 100.0)
+    k, power = fourier.power_spectrum(fourier.backward(modes, 32, 1), 100.0)
     ratio = power / linear_theory.linear_power(cosmology, k)
     assert np.ptp(ratio[:4]) > 0.05
     assert ratio[4:].mean() == pytest.approx(1, abs=0.05)
@@ -84,7 +84,7 @@ def test_divergence_of_velocity_obeys_continuity(large: tuple[np.ndarray, np.nda
     contrast, velocity = large[0][0] - 1, large[0][1:]
     cosmology, z = linear_theory.make_cosmology(LARGE.cosmology), LARGE.redshift
     expected = -linear_theory.hubble(cosmology, z) / (1 + z) * linear_theory.growth_rate(cosmology, z)
-    k = particle_mesh.wavenumbers(LARGE.grid)
+    k = fourier.wavenumbers(LARGE.grid)
     size = np.sqrt(sum(component**2 for component in k))
     low = (size > 0) & (size < 0.4)
 
@@ -138,7 +138,7 @@ def test_second_order_displacement_of_two_crossed_waves() -> None:
     n, k, amplitude, time = 16, 2 * np.pi / 16, 0.3, 0.5
     x, y = np.meshgrid(k * np.arange(n), k * np.arange(n), indexing="ij")
     contrast = np.broadcast_to((amplitude * (np.cos(x) + np.cos(y)))[..., None], (n, n, n)).astype(np.float32)
-    particles = particle_mesh.lpt_particles(particle_mesh.forward(contrast, 1), n, time)
+    particles = particle_mesh.lpt_particles(fourier.forward(contrast, 1), n, time)
     first = -amplitude * np.sin(x) / k
     # laplacian phi2 = phi,xx phi,yy = A^2 cos x cos y, so d phi2/dx = A^2 / (2 k) sin x cos y
     second = -3 / 7 * amplitude**2 / (2 * k) * np.sin(x) * np.cos(y)
@@ -310,8 +310,8 @@ def test_empty_cells_get_their_neighbours_velocity() -> None:
 
 
 def test_gas_is_smoother_than_dark_matter_and_equal_on_large_scales(small: tuple[np.ndarray, np.ndarray]) -> None:
-    _, dark = particle_mesh.power_spectrum(small[0][0] - 1, SMALL.box_length)
-    k, baryons = particle_mesh.power_spectrum(small[1][0] - 1, SMALL.box_length)
+    _, dark = fourier.power_spectrum(small[0][0] - 1, SMALL.box_length)
+    k, baryons = fourier.power_spectrum(small[1][0] - 1, SMALL.box_length)
     ratio = baryons / dark
     np.testing.assert_allclose(ratio, np.exp(-((k * gas.FILTER_LENGTH) ** 2)), atol=0.05)
     assert ratio[0] > 0.9

@@ -26,6 +26,7 @@ import numpy as np
 from colossus.cosmology import cosmology as colossus
 
 from utils.data import gas
+from utils.data.fourier import forward, multiplied
 from utils.data.linear_theory import (
     HIGHEST_REDSHIFT,
     GrowthClock,
@@ -35,13 +36,7 @@ from utils.data.linear_theory import (
     make_cosmology,
     velocity_unit,
 )
-from utils.data.particle_mesh import (
-    evolve,
-    forward,
-    lpt_particles,
-    mass_and_momentum,
-    multiplied,
-)
+from utils.data.particle_mesh import evolve, lpt_particles, mass_and_momentum
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.progress import Progress
