@@ -22,21 +22,21 @@ VECTORS = (((1, 2, 3),), ((1, 2, 3),))
 ALONE = World(Launch("test"), torch.device("cpu"))
 
 
-def build_step(world: World, optimizer: str, dtype: torch.dtype, accumulation: int = 1) -> EagerStep:
+def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(3), scale=0.1)
     network.to(dtype)
-    options = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
+    settings = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
     rate = 0.02 if optimizer == "sgd" else 1e-3
     # A bucket cap far below the network's size: the exchange takes several buckets.
-    step_options = StepOptions(accumulation_steps=accumulation, bucket_cap_mb=0.005)
-    optimizer_object = build_optimizer(options, network.parameters(), rate)
+    step_options = StepOptions(bucket_cap_mb=0.005, **options)
+    optimizer_object = build_optimizer(settings, network.parameters(), rate)
     return EagerStep(network, build_loss("l1", lambda_rho=0.01), optimizer_object, world, step_options)
 
 
-def train(world: World, path: str, optimizer: str, dtype: torch.dtype, accumulation: int = 1) -> dict:
+def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options) -> dict:
     """Twenty steps over more than one epoch; what this rank saw and where it ended."""
-    step = build_step(world, optimizer, dtype, accumulation)
+    step = build_step(world, optimizer, dtype, **options)
     volume = open_volume(path, (4, 5))
     layout = {"rank": world.rank, "world_size": world.size, "batch_size": GLOBAL_BATCH // world.size}
     plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
@@ -68,16 +68,20 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, accumulat
     }
 
 
-CASES = {
-    "sgd float32": ("sgd", torch.float32, 1),
-    "sgd float64": ("sgd", torch.float64, 1),
-    "sgd float32, 2 micro-batches": ("sgd", torch.float32, 2),
-    "adam float32": ("adam", torch.float32, 1),
+CASES: dict[str, dict] = {
+    "sgd float32": {"optimizer": "sgd", "dtype": torch.float32},
+    "sgd float64": {"optimizer": "sgd", "dtype": torch.float64},
+    "sgd float32, 2 micro-batches": {"optimizer": "sgd", "dtype": torch.float32, "accumulation_steps": 2},
+    "sgd float32, static graph": {"optimizer": "sgd", "dtype": torch.float32, "static_graph": True},
+    "sgd float32, no buffers": {"optimizer": "sgd", "dtype": torch.float32, "disable_broadcast_buffers": True},
+    "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
+NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}
 
 
 def train_all(world: World, path: str) -> dict[str, dict]:
-    return {name: train(world, path, *case) for name, case in CASES.items()}
+    results = {name: train(world, path, **case) for name, case in CASES.items()}
+    return {**results, "no exchange": train(world, path, **NO_EXCHANGE)}
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +106,16 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
-    [("sgd float32", 1e-5), ("sgd float64", 1e-10), ("sgd float32, 2 micro-batches", 1e-5)],
+    [
+        ("sgd float32", 1e-5),
+        ("sgd float64", 1e-10),
+        ("sgd float32, 2 micro-batches", 1e-5),
+        ("sgd float32, static graph", 1e-5),
+        ("sgd float32, no buffers", 1e-5),
+    ],
 )
 def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, tolerance: float) -> None:
-    start = build_step(ALONE, "sgd", CASES[case][1]).network
+    start = build_step(ALONE, "sgd", CASES[case]["dtype"]).network
     before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
     assert distance(alone[case]["parameters"], before) > 1e-2, "the training must have moved the parameters"
     for rank in together:
@@ -116,6 +126,12 @@ def test_all_ranks_hold_the_same_parameters_bit_for_bit(together) -> None:
     for case in CASES:
         for rank in together[1:]:
             assert np.array_equal(rank[case]["parameters"], together[0][case]["parameters"])
+
+
+def test_without_exchange_each_rank_goes_its_own_way(together) -> None:
+    """--noddp measures what the exchange costs: it must really be gone."""
+    first, second = (rank["no exchange"]["parameters"] for rank in together[:2])
+    assert distance(first, second) > 1e-4
 
 
 def test_adam_losses_agree(together, alone) -> None:
