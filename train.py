@@ -51,9 +51,11 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
     """Assembles one training, or benchmark, and carries it out."""
     set_backends()
     settings = read_settings() if config.enable_benchy else None
-    step = build_step(config, world, make_step)
-    schedule = build_schedule(config)
+    with value_errors_for_users():
+        network, loss = build_model(config), build_loss(config.loss, lambda_rho=config.lambda_rho)
     loaders = build_loaders(config, world)
+    step = build_step(config, world, network, loss, make_step)
+    schedule = build_schedule(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
     with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
@@ -95,11 +97,8 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
         logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
-def build_step(config: Config, world: World, make_step: StepFactory) -> Step:
+def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: StepFactory) -> Step:
     """Network, loss and optimizer in a step; the same weights on every rank, from the config's seed."""
-    with value_errors_for_users():
-        network = build_model(config)
-        loss = build_loss(config.loss, lambda_rho=config.lambda_rho)
     start = config.weight_init
     generator = torch.Generator().manual_seed(config.seed)
     initialise(network, generator, start.conv_init, start.conv_scale, start.conv_bias)

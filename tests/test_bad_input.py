@@ -90,7 +90,7 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--set=data_size=32"], ["data_size 32 is larger than the box [16, 16]"]),
         (["--set=Nsamples=7"], ["Nsamples 7 is less than global_batch_size 8"]),
         (["--enable_benchy", "--enable_manual_profiling"], ["enable_manual_profiling cannot be combined"]),
-        (["--num_epoch", "3"], ["unrecognized arguments: --num_epoch 3; see --help"]),
+        (["--num_epoch", "3"], ["unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"]),
         (["--set", "num_epochs"], ["--set num_epochs: expected key=value"]),
         (["--run_num=../../elsewhere"], ["--run_num '../../elsewhere' must be a plain name"]),
         (["--data_loader_config=tape"], ["unknown data_loader_config tape; known: lowmem, "]),

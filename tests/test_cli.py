@@ -103,7 +103,7 @@ def test_later_set_wins_over_an_earlier_one_and_over_a_flag() -> None:
         (["--set", ""], "expected key=value"),
         (["--set"], "--set: expected one argument; see --help"),
         (["--set", "num_epochs=["], r"cannot read --set num_epochs=\["),
-        (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; see --help"),
+        (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--num_epochs", "x"], "--num_epochs: invalid int value: 'x'; see --help"),
         (["--num_epochs", "1.5"], "--num_epochs: invalid int value: '1.5'"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
@@ -111,8 +111,9 @@ def test_later_set_wins_over_an_earlier_one_and_over_a_flag() -> None:
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", ""], "--run_num '' must be a plain name"),
         (["--run_num", ".."], r"--run_num '\.\.' must be a plain name"),
-        (["--preflight", "-1"], "--preflight -1: expected a number of ranks"),
-        (["--preflight", "few"], "--preflight: invalid int value: 'few'"),
+        (["--preflight", "-1"], "argument --preflight: '-1' is no number of ranks; see --help"),
+        (["--preflight", "few"], "argument --preflight: 'few' is no number of ranks; see --help"),
+        (["--preflight", "0"], "argument --preflight: '0' is no number of ranks; see --help"),
     ],
 )
 def test_what_cannot_be_read_is_a_users_error(flags: list[str], says: str) -> None:

@@ -20,7 +20,8 @@ def test_lines_come_with_rate_limit_and_time_left(monkeypatch, capsys) -> None:
         for _ in range(10):
             shown.advance(note="x")
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert lines[-1].startswith("reading: 10 slabs in ")
     assert lines[0].startswith("reading: 3/10 slabs, 0:")
     assert lines[0].endswith("left x")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from utils.config import parse_value
+from utils.config import default_name, parse_value
 from utils.errors import UserError, launched_rank
 
 
@@ -27,11 +28,20 @@ class _Parser(argparse.ArgumentParser):
     """Its complaints are UserErrors, so that several ranks print one line, and its help is printed once."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
+        match = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1) if unknown else []
+        hint = f"did you mean {match[0]}?" if match and message.startswith("unrecognized") else "see --help"
+        raise UserError(f"{message}; {hint}")
 
     def print_help(self, file: Any = None) -> None:
         if launched_rank() == 0:
             super().print_help(file)
+
+
+def _rank_count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+    return int(text)
 
 
 SWITCHES = {
@@ -59,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
-    parser.add_argument("--config", default="base", help="name of the config (%(default)s)")
+    parser.add_argument("--config", help="name of the config (base, or the only one there is)")
     parser.add_argument("--run_num", default="00", help="tag of the run, the last part of its directory (%(default)s)")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
@@ -76,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--preflight",
         nargs="?",
         const=0,
-        type=int,
+        type=_rank_count,
         metavar="RANKS",
         help="check everything that can be known before training, for this many ranks, and end",
     )
@@ -96,13 +106,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         if not equals or not key.strip():
             raise UserError(f"--set {text}: expected key=value")
         overrides[key.strip()] = parse_value(value, f"--set {text}")
-    if arguments.preflight is not None and arguments.preflight < 0:
-        raise UserError(f"--preflight {arguments.preflight}: expected a number of ranks")
     if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
         raise UserError(f"--run_num {arguments.run_num!r} must be a plain name: it is the last part of a path")
     return Options(
         arguments.yaml_config,
-        arguments.config,
+        arguments.config or default_name(arguments.yaml_config),
         arguments.run_num,
         overrides,
         arguments.preflight is not None,

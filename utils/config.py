@@ -271,13 +271,22 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read yaml_config {path}: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot read yaml_config {path}: {reason}; run from the repository's top, or give --yaml_config"
+        ) from None
     configs = parse_value(text, path)
     if not isinstance(configs, dict) or not all(
         isinstance(name, str) and isinstance(value, dict) for name, value in configs.items()
     ):
         raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
     return configs
+
+
+def default_name(path: str) -> str:
+    """The config to take where none is named: the file's only one, as in a run's config.yaml, else base."""
+    configs = read_file(path)
+    return next(iter(configs)) if len(configs) == 1 else "base"
 
 
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -316,7 +325,9 @@ def _fault(fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return f"unknown key {'.'.join(path)}{_nearest(path[-1], _keys(path[:-1]))}"
     message = fault["msg"].removeprefix("Value error, ")
-    return f"{'.'.join(path)}: {message}, not {fault['input']!r}" if path else message
+    if not path or fault["type"] in ("too_long", "too_short"):  # these say what was given themselves
+        return f"{'.'.join(path)}: {message}" if path else message
+    return f"{'.'.join(path)}: {message}, not {fault['input']!r}"
 
 
 def _keys(path: list[str]) -> Iterable[str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 GRACE_SECONDS = 10.0
 
 
@@ -48,6 +49,10 @@ def one_line_errors() -> Iterator[None]:
             # A launcher that sees one rank end stops the others: rank 0 must have had the time to print.
             time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None
+    except KeyboardInterrupt:
+        if launched_rank() == 0:
+            sys.stderr.write("interrupted\n")
+        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 @contextlib.contextmanager

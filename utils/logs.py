@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -71,6 +72,7 @@ class RunLogs(SilentLogs):
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._lock = _lock(directory)
         self._handler = logging.FileHandler(directory / "out.log")
         self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
         logging.getLogger().addHandler(self._handler)
@@ -113,6 +115,20 @@ class RunLogs(SilentLogs):
         self._metrics.close()
         logging.getLogger().removeHandler(self._handler)
         self._handler.close()
+        self._lock.close()
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Keeps a second run out of the directory for as long as the returned file is open; ends with the process."""
+    file = open(directory / ".lock", "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"another run is writing to {directory}; give this one a --run_num of its own") from None
+    except OSError:
+        pass  # some parallel file systems have no locks
+    return file
 
 
 def run_directory(config: Config, name: str, run_num: str, world_size: int) -> Path:
@@ -128,11 +144,11 @@ def open_run(config: Config, name: str, directory: Path, world: World) -> Silent
         if world.is_root:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
+                logs = RunLogs(directory)
                 # The global batch says it all: on another number of ranks, the local one would change it.
                 resolved = config.model_copy(update={"local_batch_size": None})
                 (directory / "config.yaml").write_text(configs.to_yaml(resolved, name))
                 (directory / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
-                logs = RunLogs(directory)
             except OSError as error:
                 raise UserError(
                     f"cannot write to the run directory {directory}: {error.strerror or error}; "

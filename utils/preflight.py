@@ -14,7 +14,7 @@ from torch import nn
 from utils import config as configs
 from utils.benchmark import read_settings
 from utils.config import Config
-from utils.data import LOADERS, open_split
+from utils.data import find_loader, open_split
 from utils.data.volumes import Volume, first_nonfinite
 from utils.errors import UserError
 from utils.optim import build_optimizer
@@ -43,8 +43,7 @@ def report(
     yield from _memory(config, network, parameters)
     yield from _rates(config)
     yield f"run directory: {_writable(directory)}"
-    if config.data_loader_config not in LOADERS:
-        raise UserError(f"unknown data_loader_config {config.data_loader_config}; known: {', '.join(LOADERS)}")
+    find_loader(config.data_loader_config)
     if config.data_loader_config == "synthetic":
         yield "data: synthetic, no files are read"
     else:

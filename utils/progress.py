@@ -31,7 +31,7 @@ class Progress:
     ) -> None:
         """`live_only`: show the bar on a terminal, and leave other outputs to the caller's own lines."""
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0
+        self.done = self._lines = 0
         self._silent, self._live_only = silent, live_only
         self._bar: Any = None
         self._started = self._last_line = time.monotonic()
@@ -52,7 +52,7 @@ class Progress:
             return
         now = time.monotonic()
         if not self._live_only and now - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = now
+            self._last_line, self._lines = now, self._lines + 1
             remaining = (now - self._started) / max(self.done, 1) * (self.total - self.done)
             line = f"{self.description}: {self.done}/{self.total} {self.unit}, {format_duration(remaining)} left"
             sys.stderr.write(f"{line} {note}".rstrip() + "\n")
@@ -63,6 +63,9 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        elif self._lines and kind is None:
+            took = format_duration(time.monotonic() - self._started)
+            sys.stderr.write(f"{self.description}: {self.done} {self.unit} in {took}\n")
 
 
 def _rich_bar(description: str, total: int) -> Any:

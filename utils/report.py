@@ -110,6 +110,10 @@ def _curves(records: list[dict[str, Any]], plt: Any) -> Any:
         ("Loss/valid", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     ):
         points = [(record["step"], record[name]) for record in records if name in record]
+        if name == "Loss/train":
+            # An epoch's mean belongs to its middle, not to its end.
+            starts = [0, *(step for step, _ in points)]
+            points = [((start + step) / 2, loss) for start, (step, loss) in zip(starts, points, strict=False)]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(xlabel="step", ylabel="loss (mean absolute error)", yscale="log")

@@ -72,6 +72,7 @@ class Trainer:
 
     def _measure_untrained(self) -> float:
         """Both losses before the first update: the curves' left ends."""
+        self.logs.line("Before training:")
         train = WeightedMean(self.world)
         with closing(self.loaders.train.epoch(0)) as batches:
             inputs, targets = next(batches)
@@ -107,7 +108,7 @@ class Trainer:
         batches.close()
         mean, seconds = sum(losses) / len(losses), watch.seconds()
         speed = steps * self.global_batch_size / seconds
-        self.logs.line(f"Time taken for epoch {epoch + 1} is {seconds} sec, avg {speed} samples/sec")
+        self.logs.line(f"Time taken for epoch {epoch + 1} is {seconds:.3f} sec, avg {speed:.2f} samples/sec")
         self.logs.line(f"  Avg train loss={mean:.6f}")
         self.logs.scalars({"Avg iters per sec": steps / seconds, "Learning Rate": self._rate}, self.steps_done)
         return mean, speed
@@ -149,7 +150,7 @@ class Trainer:
             mean.add(self.step.evaluate(inputs, targets), len(inputs))
         loss = mean.result()
         self.logs.line(f"  Avg val loss={loss:.6f}")
-        self.logs.line(f"  Total validation time: {time.perf_counter() - started} sec")
+        self.logs.line(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
         if not math.isfinite(loss):
             raise UserError(
                 f"the validation loss is {loss} after step {self.steps_done}, learning rate {self._rate:.3e}: training "

@@ -36,10 +36,16 @@ def build_loaders(config: Config, world: World) -> Loaders:
 
     `config` has its batch sizes resolved for the world (`Config.for_world`).
     """
-    build = LOADERS.get(config.data_loader_config)
-    if build is None:
-        raise UserError(f"unknown data_loader_config {config.data_loader_config}; known: {', '.join(LOADERS)}")
+    build = find_loader(config.data_loader_config)
     return Loaders(build(config, world, "train"), build(config, world, "valid"))
+
+
+def find_loader(name: str) -> Callable[[Config, World, str], Loader]:
+    """What builds the loader `name`; UserError for one that there is not."""
+    if name not in LOADERS:
+        known = ", ".join(LOADERS)
+        raise UserError(f"unknown data_loader_config {name}; known: {known}; choose one with --data_loader_config")
+    return LOADERS[name]
 
 
 def sample_plan(config: Config, split: str) -> SamplePlan:
