@@ -19,7 +19,8 @@ SHELL_FILES := .ci/run $(wildcard *.sh)
 .PHONY: demo test check bench-cpu install clean
 
 demo: $(READY) $(DEMO_DATA)
-	@ranks=$$($(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)"); \
+	@# The demo's batch of 8 is divided evenly.
+	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
 	threads=$$(( $(CORES) / ranks > 0 ? $(CORES) / ranks : 1 )); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} \
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo
