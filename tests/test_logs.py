@@ -36,6 +36,19 @@ def test_two_runs_at_once_into_one_directory_the_second_is_refused(tmp_path: Pat
     logs.open_run(config, "test", tmp_path, ALONE).close()
 
 
+def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: Path, config: configs.Config) -> None:
+    training = logs.open_run(config, "test", tmp_path, ALONE)
+    training.scalars({"Loss/train": 1.0}, 0)
+    training.close()
+    kept = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", *(tmp_path / "logs").iterdir())}
+    assert len(kept) == 2
+    benchmark = logs.open_run(config, "test", tmp_path, ALONE)
+    benchmark.line("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
+    benchmark.close()
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
 def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(tmp_path: Path, config) -> None:
     logs.open_run(config.for_world(4), "test", tmp_path, ALONE).close()
     path = str(tmp_path / "config.yaml")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,19 +68,30 @@ class SilentLogs:
 
 
 class RunLogs(SilentLogs):
-    """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory."""
+    """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
+
+    The last two replace an earlier training's: they are opened with the first scalar, so that a benchmark, or a run
+    that fails before it trains, leaves those of an earlier training alone.
+    """
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+        self._directory = directory
         self._lock = _lock(directory)
         self._handler = logging.FileHandler(directory / "out.log")
         self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
         logging.getLogger().addHandler(self._handler)
-        # purge_step: curves of an earlier run in the same directory are hidden, not mixed with these.
-        self._writer = SummaryWriter(str(directory / "logs"), purge_step=0)
-        self._metrics = open(directory / "metrics.jsonl", "w", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._started = time.time()
+
+    @cached_property
+    def _writer(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step: curves of an earlier run in the same directory are hidden, not mixed with these.
+        return SummaryWriter(str(self._directory / "logs"), purge_step=0)
+
+    @cached_property
+    def _metrics(self) -> IO[str]:
+        return open(self._directory / "metrics.jsonl", "w", buffering=1, encoding="utf-8")
 
     def line(self, text: str) -> None:
         """One log line."""
@@ -111,8 +123,9 @@ class RunLogs(SilentLogs):
             self._writer.add_scalar(name, value)
 
     def close(self) -> None:
-        self._writer.close()
-        self._metrics.close()
+        for opened in ("_writer", "_metrics"):
+            if opened in vars(self):  # a cached property that was never asked for has opened nothing
+                getattr(self, opened).close()
         logging.getLogger().removeHandler(self._handler)
         self._handler.close()
         self._lock.close()
