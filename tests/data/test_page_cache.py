@@ -1,0 +1,274 @@
+"""The page cache before training: seen as it is, filled once a node, and left alone where filling it is no use."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from utils.data import page_cache
+from utils.data.page_cache import available_memory, cached_fraction, drop_from_page_cache, warm_page_cache
+from utils.distributed import Launch, World
+from utils.errors import UserError
+
+ALONE = World(Launch("single process"), torch.device("cpu"))
+MIB = 2**20
+PAGES = 16 * MIB // mmap.PAGESIZE
+
+
+def resident(path: Path) -> float:
+    """The kernel's own count of a file's pages in memory, without touching any (mincore)."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = -(-len(mapped) // mmap.PAGESIZE)
+        answer = (ctypes.c_ubyte * pages)()
+        view = np.frombuffer(mapped, np.uint8)
+        address, length = view.ctypes.data, len(view)
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(length), answer) == 0
+        del view
+    return sum(value & 1 for value in answer) / pages
+
+
+def written(path: Path) -> Path:
+    path.write_bytes(os.urandom(PAGES * mmap.PAGESIZE))
+    return path
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A file of 16 MiB of which nothing is cached; skips where this file system cannot have, or not show, such one."""
+    path = written(tmp_path / "train.h5")
+    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
+        pytest.skip("this system has no posix_fadvise, or no RWF_NOWAIT")
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            pytest.skip(f"the file system of {tmp_path} has no RWF_NOWAIT: {error.strerror}")
+    if resident(path) > 0.5:
+        pytest.skip(f"the file system of {tmp_path} keeps files in memory alone (a tmpfs)")
+    drop_from_page_cache(str(path))
+    return path
+
+
+def test_the_fraction_in_the_cache_is_the_kernels(on_disk: Path) -> None:
+    assert cached_fraction(str(on_disk)) == pytest.approx(0, abs=0.02)
+    on_disk.read_bytes()
+    assert cached_fraction(str(on_disk)) == 1
+    drop_from_page_cache(str(on_disk))
+    with open(on_disk, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        file.read(PAGES * mmap.PAGESIZE // 4)
+    assert cached_fraction(str(on_disk)) == pytest.approx(resident(on_disk), abs=0.1)
+    assert 0.2 < resident(on_disk) < 0.35
+
+
+def test_looking_often_does_not_make_a_file_seem_cached(on_disk: Path) -> None:
+    """Each page that is looked at is fetched by the kernel: a second look at the same ones would find them all."""
+    looks = [cached_fraction(str(on_disk)) for _ in range(3)]
+    assert looks == pytest.approx([0, 1 / 16, 2 / 16], abs=0.08)
+    assert resident(on_disk) <= 3 * page_cache.PROBES / PAGES
+
+
+def test_dropping_takes_what_was_just_written_too(on_disk: Path) -> None:
+    written(on_disk)  # still to be written to the disk
+    assert resident(on_disk) == 1
+    drop_from_page_cache(str(on_disk))
+    assert resident(on_disk) < 0.02
+
+
+def test_a_file_is_read_into_the_cache_once(on_disk: Path) -> None:
+    line = warm_page_cache([str(on_disk)], ALONE)
+    assert line.startswith("train.h5: 16.0 MiB read into the page cache in ")
+    assert line.endswith(" GB/s)")
+    assert resident(on_disk) == 1
+    assert warm_page_cache([str(on_disk)], ALONE) == "train.h5: 16.0 MiB already in the page cache"
+
+
+def test_of_two_files_the_one_that_is_not_cached_is_read(on_disk: Path, tmp_path: Path) -> None:
+    (tmp_path / "valid.h5").write_bytes(bytes(MIB))
+    line = warm_page_cache([str(tmp_path / "valid.h5"), str(on_disk), str(on_disk)], ALONE)
+    cached, read = line.split("; ")
+    assert cached == "valid.h5: 1.0 MiB already in the page cache"
+    assert read.startswith("train.h5: 16.0 MiB read ")
+    assert resident(on_disk) == 1
+
+
+def test_files_that_do_not_fit_together_are_not_read(
+    on_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "valid.h5").write_bytes(bytes(MIB))
+    paths = [str(on_disk), str(tmp_path / "valid.h5")]
+    monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB - 1)
+    assert warm_page_cache(paths, ALONE) == (
+        "train.h5 and valid.h5: 17.0 MiB do not fit the 17.0 MiB of memory available: read as crops are needed"
+    )
+    assert warm_page_cache(paths[:1], ALONE).startswith("train.h5: 16.0 MiB read ")
+    drop_from_page_cache(str(on_disk))
+    monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB)
+    assert "read into the page cache" in warm_page_cache(paths, ALONE)
+
+
+def test_files_that_are_cached_already_are_not_said_to_be_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "train.h5")
+    monkeypatch.setattr(page_cache, "available_memory", lambda: 0)
+    monkeypatch.setattr(page_cache, "cached_fraction", lambda _: 0.995)
+    assert warm_page_cache([str(path)], ALONE) == "train.h5: 16.0 MiB already in the page cache"
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_where_the_kernel_does_not_tell_the_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = written(tmp_path / "train.h5")
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "preadv", refuse, raising=False)
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    assert cached_fraction(str(path)) is None
+    assert "read into the page cache" in warm_page_cache([str(path)], ALONE)
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    assert cached_fraction(str(path)) is None
+
+
+def test_an_empty_file_is_all_cached(tmp_path: Path) -> None:
+    (tmp_path / "empty.h5").touch()
+    assert cached_fraction(str(tmp_path / "empty.h5")) in (1, None)
+    assert "empty.h5: 0.0 MiB" in warm_page_cache([str(tmp_path / "empty.h5")], ALONE)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^cannot read \S+/none\.h5: No such file or directory$"):
+        warm_page_cache([str(tmp_path / "none.h5")], ALONE)
+    path = written(tmp_path / "train.h5")
+
+    def fail(*_: object) -> float:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for name in ("cached_fraction", "_read"):
+        with monkeypatch.context() as patched:
+            patched.setattr(page_cache, "cached_fraction", lambda _: 0.0)
+            patched.setattr(page_cache, name, fail)
+            with pytest.raises(UserError, match=r"^cannot read \S+/train\.h5: Input/output error$"):
+                warm_page_cache([str(path)], ALONE)
+
+
+def test_progress_counts_to_the_files_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "train.h5")
+    monkeypatch.setattr(page_cache, "BLOCK", 3 * MIB // 2)
+    monkeypatch.setattr(page_cache, "cached_fraction", lambda _: None)
+    monkeypatch.setattr("utils.progress.SECONDS_BETWEEN_LINES", 0.0)
+    warm_page_cache([str(path)], ALONE)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("reading train.h5 into the page cache: 1/16 MiB, ")
+    assert lines[-1].startswith("reading train.h5 into the page cache: 16 MiB in ")
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def machine(tmp_path: Path, available: int, own: str = "0::/job/step\n", **groups: tuple[str, int, int]) -> list[str]:
+    """A machine's /proc and /sys/fs/cgroup; groups: name -> (memory.max, memory.current, its cached files)."""
+    proc, top = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n")
+    (proc / "self" / "cgroup").write_text(own)
+    places = {"top": top, "job": top / "job", "step": top / "job" / "step"}
+    places["step"].mkdir(parents=True)
+    for name, (limit, used, files) in groups.items():
+        (places[name] / "memory.max").write_text(f"{limit}\n")
+        (places[name] / "memory.current").write_text(f"{used}\n")
+        (places[name] / "memory.stat").write_text(f"anon 1\nactive_file {files // 2}\ninactive_file {files // 2}\n")
+    return [str(proc), str(top)]
+
+
+def test_memory_is_the_machines_where_no_group_limits_it(tmp_path: Path) -> None:
+    assert available_memory(*machine(tmp_path, 32 * MIB, job=("max", 5, 2))) == 32 * MIB
+
+
+def test_memory_without_version_2_groups_is_the_machines(tmp_path: Path) -> None:
+    assert available_memory(*machine(tmp_path, 32 * MIB, own="4:memory:/job\n")) == 32 * MIB
+
+
+@pytest.mark.parametrize("group", ["step", "job", "top"])
+def test_a_limit_on_this_group_or_one_above_bounds_memory(tmp_path: Path, group: str) -> None:
+    """What the group uses is gone from it, except for files that it has in the cache."""
+    places = machine(tmp_path, 32 * MIB, **{group: (str(20 * MIB), 12 * MIB, 8 * MIB)})
+    assert available_memory(*places) == 16 * MIB
+
+
+def test_a_group_that_has_used_more_than_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    assert available_memory(*machine(tmp_path, 32 * MIB, step=("1024", 4096, 0))) == 0
+
+
+def test_a_containers_group_that_is_not_mounted_under_its_name_is_found_at_the_top(tmp_path: Path) -> None:
+    places = machine(tmp_path, 32 * MIB, own="0::/docker/0123\n", top=(str(MIB), 0, 0))
+    assert available_memory(*places) == MIB
+
+
+def test_memory_that_no_file_tells_is_unknown(tmp_path: Path) -> None:
+    assert available_memory(str(tmp_path), str(tmp_path)) is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="no /proc/meminfo")
+def test_this_machine_has_some_memory() -> None:
+    available = available_memory()
+    assert available is not None
+    assert 0 < available < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def warm_on_two_ranks(world: World, path: str) -> dict[str, Any]:
+    """Runs on each rank; reading takes rank 0 a second more."""
+    reads: list[float] = []
+    read = page_cache._read
+
+    def slow(*arguments: Any) -> float:
+        time.sleep(1)
+        seconds = read(*arguments)
+        reads.append(time.time())
+        return seconds
+
+    page_cache._read = slow
+    page_cache.cached_fraction = lambda _: None
+    world.barrier()
+    line = warm_page_cache([path], world)
+    done = time.time()
+    try:
+        warm_page_cache([f"{path}.none"], world)
+        error = ""
+    except UserError as caught:
+        error = str(caught)
+    return {"line": line, "reads": reads, "done": done, "error": error}
+
+
+def test_one_rank_of_a_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "train.h5")
+    first, second = run_ranks(warm_on_two_ranks, 2, str(path))
+    assert len(first["reads"]) == 1
+    assert second["reads"] == []
+    assert second["done"] >= first["reads"][0]
+    assert "read into the page cache" in first["line"]
+    assert second["line"] == ""
+    for rank in (first, second):
+        assert rank["error"] == f"rank 0: cannot read {path}.none: No such file or directory"
