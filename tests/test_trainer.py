@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 from torch import nn
 
+from networks import build_loss, build_network, initialise
 from utils.checkpoint import NoCheckpoint
+from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch
+from utils.data.native import NativeLoader
+from utils.data.plan import SamplePlan
+from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder
+from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
 from utils.schedule import CosineSchedule
+from utils.steps.eager import EagerStep
 from utils.trainer import Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
+SPLITS = ("train", "valid")
 
 
 class RecordedStep:
@@ -37,6 +46,10 @@ class RecordedStep:
         self.events.append("step")
         self.rates.append(rate)
         return torch.tensor(float("nan") if len(self.rates) == self._bad_step else 1.0 / len(self.rates))
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.events.append(f"warm up on {float(inputs.mean())}")
+        time.sleep(0.1)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.events.append("evaluate")
@@ -90,7 +103,9 @@ def batch(value: float, size: int = BATCH) -> Batch:
 
 def make(step: RecordedStep, log_interval: int = 2) -> tuple[Trainer, KeptLogs, KeptCheckpoint, Loaders]:
     # The last validation batch is smaller: its loss counts by its samples.
-    loaders = Loaders(CountingLoader([batch(7.0)] * STEPS), CountingLoader([batch(1.0, 2), batch(4.0, 1)]))
+    loaders = Loaders(
+        CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), CountingLoader([batch(1.0, 2), batch(4.0, 1)])
+    )
     logs, checkpoint = KeptLogs(), KeptCheckpoint()
     trainer = Trainer(
         step=step,
@@ -112,7 +127,7 @@ def test_order_of_events() -> None:
     trainer, _, _, loaders = make(step)
     trainer.fit()
     untrained = ["evaluate"] * 3  # one training batch and the validation set
-    assert step.events == untrained + (["step"] * STEPS + ["evaluate"] * 2) * EPOCHS
+    assert step.events == untrained + ["warm up on 7.0"] + (["step"] * STEPS + ["evaluate"] * 2) * EPOCHS
     assert loaders.train.epochs == [0, 0, 1, 2], "the first training batch is looked at before training"
     assert loaders.valid.epochs == [0] * (EPOCHS + 1)
 
@@ -150,6 +165,47 @@ def test_log_lines_are_the_contracts() -> None:
     assert len(re.findall(r"^  Avg train loss=\d+\.\d{6}$", text, re.M)) == 3
     assert len(re.findall(r"^  Avg val loss=2\.000000$", text, re.M)) == 4
     assert len(re.findall(r"^  Total validation time: \S+ sec$", text, re.M)) == 4
+
+
+def test_the_warm_up_is_timed_by_itself_before_the_first_epoch() -> None:
+    trainer, logs, _, _ = make(RecordedStep())
+    trainer.fit()
+    (place,) = (index for index, line in enumerate(logs.lines) if line.startswith("Warm-up"))
+    found = re.fullmatch(r"Warm-up, first forward and backward pass: (\d+\.\d{3}) sec", logs.lines[place])
+    assert found
+    assert float(found[1]) >= 0.1
+    assert "validation time" in logs.lines[place - 1], "the untrained losses come first"
+    assert logs.lines[place + 1].startswith("epoch 1/3, step 2/5")
+    epoch = next(line for line in logs.lines if line.startswith("Time taken for epoch 1"))
+    assert float(epoch.split()[6]) < 0.1, "its time is not in it"
+
+
+class ColdStep(EagerStep):
+    """Without a warm-up."""
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        pass
+
+
+def test_training_is_bit_for_bit_the_one_without_a_warm_up(volume_file, tmp_path) -> None:
+    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
+    curves, ends = [], []
+    for kind in (ColdStep, EagerStep):
+        trainer, logs, _, _ = make(RecordedStep(), log_interval=1)
+        loaders = [NativeLoader(volume, SamplePlan(STEPS * BATCH, 16, 8, split=s), batch_size=BATCH) for s in SPLITS]
+        network = build_network("unet", 8, width=4, scales=2)
+        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+        optimizer = build_optimizer(Optimizer(), network.parameters(), 0.01)
+        trainer.loaders, trainer.step = Loaders(*loaders), kind(network, build_loss("l1"), optimizer, ALONE)
+        trainer.schedule = lambda _: 0.01
+        trainer.fit()
+        curves.append([logs.curve(name) for name in ("Step/loss", "Step/gradient norm", "Loss/valid")])
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in network.parameters()]))
+        for loader in loaders:
+            loader.close()
+    assert len(curves[0][0]) == STEPS * EPOCHS
+    assert curves[0] == curves[1]
+    assert torch.equal(*ends)
 
 
 def test_the_device_is_read_once_per_interval(monkeypatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from utils.checkpoint import NoCheckpoint
 from utils.data import Loaders
+from utils.data.feeder import Batch
 from utils.distributed import World
 from utils.errors import UserError
 from utils.logs import SilentLogs
@@ -58,7 +59,10 @@ class Trainer:
     def fit(self) -> FitResult:
         """The whole training; raises UserError, on every rank, at the first loss that is no number."""
         self._started = time.perf_counter()
-        initial = best = final = self._measure_untrained()
+        with closing(self.loaders.train.epoch(0)) as batches:
+            batch = next(batches)
+            initial = best = final = self._measure_untrained(batch)
+            self._warm_up(batch)
         speed = 0.0
         for epoch in range(self.num_epochs):
             train_loss, speed = self._train_epoch(epoch)
@@ -70,16 +74,22 @@ class Trainer:
         self.profiler.close()
         return FitResult(self.steps_done, initial, final, best, speed, time.perf_counter() - self._started)
 
-    def _measure_untrained(self) -> float:
+    def _measure_untrained(self, batch: Batch) -> float:
         """Both losses before the first update: the curves' left ends."""
         self.logs.line("Before training:")
         train = WeightedMean(self.world)
-        with closing(self.loaders.train.epoch(0)) as batches:
-            inputs, targets = next(batches)
-            train.add(self.step.evaluate(inputs, targets), len(inputs))
+        train.add(self.step.evaluate(*batch), len(batch.inputs))
         initial = self._validate()
         self.logs.scalars({"Loss/train": train.result(), "Loss/valid": initial, "Learning Rate": self.schedule(0)}, 0)
         return initial
+
+    def _warm_up(self, batch: Batch) -> None:
+        """What is paid once is paid, and timed, before the first epoch's clock starts."""
+        started = time.perf_counter()
+        self.step.warm_up(*batch)
+        self.world.barrier()  # a rank's compiler may take longer than another's
+        seconds = time.perf_counter() - started
+        self.logs.line(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
 
     def _train_epoch(self, epoch: int) -> tuple[float, float]:
         """One pass over the epoch's plan; returns the mean loss and samples/s."""

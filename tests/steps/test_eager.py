@@ -6,7 +6,9 @@ import logging
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
@@ -157,6 +159,163 @@ def test_an_error_of_the_network_itself_is_not_taken_for_the_compilers(monkeypat
     inputs, targets = batch()
     with pytest.raises(RuntimeError):
         step(inputs[:, :3], targets, RATE)
+
+
+# --- warming up ----------------------------------------------------------------------------------------------------
+
+
+class Changeable(nn.Module):
+    """A network that training mode changes: statistics of its inputs, and random numbers drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(4, 6, 3, padding=1), nn.Conv3d(6, 5, 3, padding=1)
+        self.norm, self.dropout = nn.BatchNorm3d(6), nn.Dropout(0.3)
+
+    def forward(self, fields: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(torch.relu(self.norm(self.first(fields)))))
+
+
+def make_changeable(optimizer: str = "adam", world: World = ALONE, **options) -> EagerStep:
+    torch.manual_seed(0)
+    network = Changeable().to(world.device)
+    settings = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
+    built = build_optimizer(settings, network.parameters(), RATE)
+    return EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
+
+
+def train(step: EagerStep, warm: bool, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Everything that three steps lead to."""
+    torch.manual_seed(1)
+    if warm:
+        step.warm_up(*batch(seed))
+    results = {}
+    for number in range(3):
+        results[f"loss {number}"] = step(*batch(seed + number), RATE)
+        results[f"norm {number}"] = step.gradient_norm
+    results |= {name: value.clone() for name, value in step.network.state_dict().items()}
+    for parameter, state in step._optimizer.state.items():
+        results |= {f"{name} of {tuple(parameter.shape)}": value for name, value in state.items()}
+    return {**results, "random state": torch.get_rng_state(), "scale": torch.tensor(step._scaler.get_scale())}
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+MODES: list[dict] = [
+    {},
+    {"accumulation_steps": 2},
+    {"enable_amp": True},
+    {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", MODES)
+def test_training_is_bit_for_bit_the_one_without_a_warm_up(optimizer: str, options: dict) -> None:
+    cold, warm = (train(make_changeable(optimizer, **options), warm) for warm in (False, True))
+    assert not torch.equal(cold["loss 0"], cold["loss 2"])
+    assert differing(cold, warm) == []
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_warm_up_leaves_nothing_behind(options: dict) -> None:
+    step = make_changeable(**options)
+    before = {name: value.clone() for name, value in step.network.state_dict().items()}
+    random, scale, norm = torch.get_rng_state(), step._scaler.state_dict(), step.gradient_norm
+    step.warm_up(*batch())
+    assert differing(before, step.network.state_dict()) == []
+    assert torch.equal(torch.get_rng_state(), random)
+    assert step._scaler.state_dict() == scale
+    assert step.gradient_norm is norm
+    assert not step._optimizer.state
+    assert all(parameter.grad is None for parameter in step.network.parameters())
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_warm_up_goes_forward_and_backward_as_a_step_does(options: dict) -> None:
+    step = make_changeable(**options)
+    passes: list = []
+    step.network.last.register_forward_hook(
+        lambda module, inputs, output: passes.append((output.dtype, output.shape, step.network.training))
+    )
+    step.network.first.weight.register_hook(lambda gradient: passes.append(("backward", gradient.shape)))
+    step.evaluate(*batch())
+    passes.clear()
+    step.warm_up(*batch())
+    warm = list(passes)
+    passes.clear()
+    step(*batch(), RATE)
+    assert len(passes) == 2 * options.get("accumulation_steps", 1)
+    assert warm == passes
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2}, {"enable_amp": True}])
+def test_after_a_warm_up_no_step_compiles(monkeypatch, options: dict) -> None:
+    compiled: list[str] = []
+
+    def backend(graph, inputs):
+        def note(kind: str):
+            return lambda graph, _: (compiled.append(kind), make_boxed_func(graph))[1]
+
+        return aot_module_simplified(graph, inputs, fw_compiler=note("forward"), bw_compiler=note("backward"))
+
+    plain = torch.compile
+    torch._dynamo.reset()
+    monkeypatch.setattr(eager.torch, "compile", lambda module: plain(module, backend=backend))
+    step = make_changeable(enable_jit=True, **options)
+    step.evaluate(*batch())
+    step.warm_up(*batch())
+    assert {"forward", "backward"} == set(compiled)
+    count = len(compiled)
+    for number in range(2):
+        step(*batch(number), RATE)
+        step.evaluate(*batch())
+    assert len(compiled) == count
+
+
+RANK_CASES: list[dict] = [
+    {},
+    {"static_graph": True},
+    {"accumulation_steps": 2},
+    {"enable_amp": True, "disable_broadcast_buffers": True},
+    {"noddp": True},
+]
+
+
+def train_on_ranks(world: World) -> list[tuple[list[str], list[float]]]:
+    """Per case: what a warm-up changes, and some parameters at the end; each rank has samples of its own."""
+    answers = []
+    for options in RANK_CASES:
+        steps = [make_changeable("sgd", world, bucket_cap_mb=0.001, **options) for _ in range(2)]
+        cold, warm = (train(step, kind, seed=10 * world.rank) for step, kind in zip(steps, (False, True), strict=True))
+        answers.append((differing(cold, warm), warm["first.weight"].flatten().tolist()))
+    return answers
+
+
+def test_ranks_train_bit_for_bit_as_without_a_warm_up() -> None:
+    first, second = run_ranks(train_on_ranks, 2)
+    for options, one, other in zip(RANK_CASES, first, second, strict=True):
+        assert one[0] == other[0] == [], options
+        assert (one[1] == other[1]) is not options.get("noddp", False), "gradients are exchanged as before"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("options", MODES)
+def test_a_warm_up_on_the_device_leaves_nothing_behind(options: dict) -> None:
+    step = make_changeable(world=World(Launch("test"), torch.device("cuda", 0)), **options)
+    before = {name: value.clone() for name, value in step.network.state_dict().items()}
+    random, scale = torch.cuda.get_rng_state(), step._scaler.state_dict()
+    step.warm_up(*(part.cuda() for part in batch()))
+    assert torch.cuda.current_stream().query(), "the device is done"
+    assert differing(before, step.network.state_dict()) == []
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert step._scaler.state_dict() == scale
+    assert not step._optimizer.state
+    assert all(parameter.grad is None for parameter in step.network.parameters())
 
 
 @pytest.mark.gpu

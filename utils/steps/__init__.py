@@ -17,6 +17,12 @@ class Step(Protocol):
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         """Trains on one local batch at the given learning rate; returns its loss, on the device, detached."""
 
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Pays what a first step costs once (compiling, cuDNN's search), and waits for it; training goes as without it.
+
+        Every rank calls it, with a batch like those it will train on.
+        """
+
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss without training."""
 

@@ -96,6 +96,20 @@ class EagerStep:
             self._scaler.update()
         return loss
 
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Forward and backward as in a step; what they leave behind is put back, and nothing is updated."""
+        before = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
+        on_gpu = self._device.type == "cuda"
+        self.network.train()
+        with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
+            self._accumulate(inputs, targets)
+        with torch.no_grad():
+            for name, buffer in self._bare.named_buffers():
+                buffer.copy_(before[name])
+        self._bare.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.network.eval()
