@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -252,6 +253,8 @@ def test_single_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> 
         assert world.gather_objects("a") == ["a"]
         assert world.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
         assert world.sum(torch.tensor(2.0)) == 2
+        assert world.node == ((0,), 0, None)
+        world.broadcast_on_node(torch.tensor(2.0))
         world.barrier()
         with pytest.raises(UserError, match=r"^wrong$"), world.agreed():
             raise UserError("wrong")
@@ -311,6 +314,40 @@ def test_three_real_ranks_exchange_values_and_agree_on_errors() -> None:
             "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
             "well",
         ]
+
+
+# The host and local rank of each rank, and the nodes that there are: {ranks: source}.
+PLACEMENTS: list[tuple[str, list[int], dict[tuple[int, ...], int]]] = [
+    ("aaaa", [0, 1, 2, 3], {(0, 1, 2, 3): 0}),
+    ("aabb", [0, 1, 0, 1], {(0, 1): 0, (2, 3): 2}),
+    ("abab", [1, 0, 0, 1], {(0, 2): 2, (1, 3): 1}),
+    ("aaba", [0, 1, 5, 2], {(0, 1, 3): 0, (2,): 2}),
+    ("abbb", [0, 2, 1, 3], {(0,): 0, (1, 2, 3): 1}),
+]
+
+
+def meet_on_nodes(world: World) -> list[dict[str, Any]]:
+    """For each placement: the node that a rank finds itself on, and what a broadcast of ranks' numbers gives it."""
+    answers = []
+    for hosts, local_ranks, _ in PLACEMENTS:
+        distributed.socket.gethostname = lambda hosts=hosts: hosts[world.rank]
+        placed = World(replace(world.launch, local_rank=local_ranks[world.rank]), world.device)
+        number = torch.tensor([float(world.rank)], dtype=torch.float16)
+        placed.broadcast_on_node(number)
+        node = placed.node
+        own = node.group is not None and node.group is not dist.group.WORLD
+        answers.append({"ranks": node.ranks, "source": node.source, "got": number.item(), "own group": own})
+        assert placed.node is node, "groups are made once"
+    return answers
+
+
+def test_ranks_of_a_node_get_what_its_source_has() -> None:
+    """The source is the rank that is local rank 0, else the node's first; only what needs a group makes one."""
+    for rank, answers in enumerate(run_ranks(meet_on_nodes, 4)):
+        for (_, _, nodes), answer in zip(PLACEMENTS, answers, strict=True):
+            ranks = next(ranks for ranks in nodes if rank in ranks)
+            source = nodes[ranks]
+            assert answer == {"ranks": ranks, "source": source, "got": source, "own group": 1 < len(ranks) < 4}
 
 
 def test_rank_whose_peers_do_not_come_says_so_in_a_line() -> None:

@@ -2,43 +2,147 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 import torch
 
 import train
+from utils.data import symmetry
+from utils.data.feeder import memory_format
+from utils.data.gather import TritonGather, device_plan
 from utils.data.native import NativeLoader
-from utils.data.plan import SamplePlan
+from utils.data.plan import EpochPlan, SamplePlan
+from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.data.volumes import open_volume
+from utils.distributed import Launch, World
+from utils.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 TOP = Path(__file__).parent.parent
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))
+BITS = {4: torch.int32, 2: torch.int16}
 
 
-def test_batches_on_the_device_are_those_on_the_host_bit_for_bit(tmp_path, volume_file) -> None:
+def kept_while_busy(loader: NativeLoader | ResidentLoader, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of all batches, each queued behind kernels that still run when the next batches are filled."""
+    busy = torch.randn(2048, 2048, device="cuda")
+    kept = []
+    for epoch in range(epochs):
+        for inputs, targets in loader.epoch(epoch):
+            for _ in range(20):
+                busy = busy @ busy / 2048
+            kept.append((inputs.clone(), targets.clone()))
+    return kept
+
+
+def assert_same(kept: list[tuple[torch.Tensor, torch.Tensor]], loader: NativeLoader | ResidentLoader) -> None:
+    """Bit for bit the batches of a loader on the host."""
+    expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in loader.epoch(epoch)]
+    for pair, other in zip(kept, expected, strict=True):
+        for device, host in zip(pair, other, strict=True):
+            assert device.stride() == host.stride()
+            assert torch.equal(device.cpu().view(torch.int32), host.view(torch.int32))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_on_the_device_are_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
     """Also while kernels that use a batch still run when the next ones are copied."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, 16, 8, seed=1)
-    loaders = [
-        NativeLoader(volume, plan, batch_size=4, vectors=VECTORS, device=torch.device(name)) for name in ("cpu", "cuda")
-    ]
-    busy = torch.randn(2048, 2048, device="cuda")
-    kept = []
-    for epoch in range(2):
-        for inputs, targets in loaders[1].epoch(epoch):
-            for _ in range(20):
-                busy = busy @ busy / 2048
-            kept.append((inputs.clone(), targets.clone()))  # queued behind the products
-    expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in loaders[0].epoch(epoch)]
-    for pair, other in zip(kept, expected, strict=True):
-        for device, host in zip(pair, other, strict=True):
-            assert torch.equal(device.cpu(), host)
+    options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
+    loaders = [NativeLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda")]
+    assert_same(kept_while_busy(loaders[1], 2), loaders[0])
     for loader in loaders:
         loader.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_resident_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
+    """Over two epochs, whole and after one that was left early, while kernels that use the batches still run."""
+    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
+    plan = SamplePlan(46, 16, 9, seed=1, split="train")
+    options = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
+    loaders = []
+    for name in ("cpu", "cuda"):
+        device = torch.device(name)
+        loaded = load_resident(volume, World(Launch("single process"), device), dtype)
+        loaders.append(ResidentLoader(loaded, plan, device=device, **options))
+    left = loaders[1].epoch(5)
+    next(left)
+    left.close()
+    assert_same(kept_while_busy(loaders[1], 2), loaders[0])
+    for loader in loaders:
+        loader.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_gather_kernel_is_the_plain_definition(channels_last, stored, dtype) -> None:
+    """Under all 48 symmetries, for a crop of whole and broken tiles; casts round as torch's do."""
+    channels, box, crop = 5, 48, 37
+    field = torch.randn((channels, box, box, box)).to(stored)
+    field.view(-1)[::7] = -0.0
+    origins = np.random.default_rng(0).integers(0, box - crop + 1, (48, 3))
+    origins[0], origins[-1] = 0, box - crop
+    plan = EpochPlan(origins, np.arange(48))
+    out = torch.empty(
+        (48, channels, *(crop,) * 3), dtype=dtype, device="cuda", memory_format=memory_format(channels_last)
+    )
+    kernel = TritonGather(field.cuda(), crop, VECTORS[0], "full", channels_last)
+    kernel(torch.from_numpy(device_plan(plan, box)).cuda(), slice(0, 48), out)
+    for index, (origin, got) in enumerate(zip(origins, out.cpu(), strict=True)):
+        x, y, z = (slice(start, start + crop) for start in origin)
+        expected = torch.from_numpy(symmetry.apply(field.numpy()[:, x, y, z], index, VECTORS[0])).to(dtype)
+        bits = BITS[dtype.itemsize]
+        assert torch.equal(got.contiguous().view(bits), expected.view(bits))
+
+
+def test_the_gather_kernel_reaches_beyond_two_to_the_31_values() -> None:
+    channels, box, crop = 5, 784, 16
+    if torch.cuda.mem_get_info()[0] < 2 * channels * box**3 + 2**30:
+        pytest.skip("needs 6 GB of device memory")
+    field = torch.zeros((channels, box, box, box), dtype=torch.float16, device="cuda")
+    field[:, -crop:, -crop:, -crop:] = torch.randn((channels, crop, crop, crop), device="cuda")
+    assert field.numel() > 2**31
+    plan = EpochPlan(np.full((1, 3), box - crop), np.array([29]))
+    out = torch.empty((1, channels, crop, crop, crop), device="cuda")
+    TritonGather(field, crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, box)).cuda(), slice(0, 1), out)
+    corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
+    assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
+
+
+def test_what_the_device_cannot_hold_is_one_line(tmp_path, volume_file) -> None:
+    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
+    free, total = torch.cuda.mem_get_info()
+    check_fits([volume.bytes], torch.float32, free, 0)
+    with pytest.raises(UserError, match=r"as float16; .*use --data_loader_config=lowmem$"):
+        check_fits([2 * total], torch.float16, free, 0)
+    hog = torch.empty(int(0.98 * free), dtype=torch.uint8, device="cuda")
+    large = dataclasses.replace(
+        volume, inputs=np.broadcast_to(np.float32(0), (4, *(round((total / 16) ** (1 / 3)),) * 3))
+    )
+    with pytest.raises(UserError, match=r"as float32; .*=lowmem$"):
+        load_resident(large, World(Launch("single process"), torch.device("cuda")), torch.float32)
+    del hog
+    torch.cuda.empty_cache()
+
+
+def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) -> None:
+    path = volume_file(tmp_path / "box.h5")
+    with h5py.File(path, "r+") as file:
+        file["Hydro"][4, 15, 15, 15] = -1e5
+    world = World(Launch("single process"), torch.device("cuda"))
+    with pytest.raises(UserError, match=r"Hydro\[4\] has values beyond ±65504, .*resident_dtype=float32$"):
+        load_resident(open_volume(path, (4, 5)), world, torch.float16)
+    assert load_resident(open_volume(path, (4, 5)), world, torch.float32).targets.min() == -1e5
 
 
 @pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])

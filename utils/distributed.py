@@ -7,13 +7,14 @@ and WORLD_SIZE; inside an `srun` step Slurm's own variables serve; otherwise the
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,14 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group()) if first else ""
 
 
+class Node(NamedTuple):
+    """The ranks that share a host, and the one of them that reads for all."""
+
+    ranks: tuple[int, ...]
+    source: int
+    group: dist.ProcessGroup | None  # None where the rank is alone
+
+
 @dataclass(frozen=True)
 class World:
     """All ranks of this run as one of them sees them; with a single rank every method is local."""
@@ -128,6 +137,28 @@ class World:
     def is_node_leader(self) -> bool:
         """One rank a node does what is done once a node (staging, the shared copy)."""
         return self.local_rank == 0
+
+    @functools.cached_property
+    def node(self) -> Node:
+        """This rank's node. All ranks ask for it together the first time, since that makes the nodes' groups."""
+        places = self.gather_objects((socket.gethostname(), self.local_rank))
+        nodes: dict[str, list[int]] = {}
+        for rank, (host, _) in enumerate(places):
+            nodes.setdefault(host, []).append(rank)
+        for ranks in nodes.values():
+            group: Any = None
+            if len(ranks) > 1:
+                # On a single node the run's own group serves: another would cost device memory.
+                group = dist.group.WORLD if len(ranks) == self.size else dist.new_group(ranks)
+            if self.rank in ranks:
+                source = next((rank for rank in ranks if places[rank][1] == 0), ranks[0])
+                node = Node(tuple(ranks), source, group)
+        return node
+
+    def broadcast_on_node(self, tensor: torch.Tensor) -> None:
+        """Overwrites the tensor with the one of the node's source, on every rank of the node."""
+        if self.node.group is not None:
+            dist.broadcast(tensor, self.node.source, group=self.node.group)
 
     def barrier(self) -> None:
         if self.size > 1:

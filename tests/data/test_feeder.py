@@ -1,4 +1,4 @@
-"""The device feeder on a simulated device: whatever order the streams run in, every kernel reads its own batch.
+"""The stream feeder on a simulated device: whatever order the streams run in, every kernel reads its own batch.
 
 A CUDA stream runs its work in order, but no earlier and no sooner than it likes; events alone order two streams. The
 simulation queues the work and runs it as late as it may, as soon as it may, or at random.
@@ -6,10 +6,11 @@ simulation queues the work and runs it as late as it may, as soon as it may, or 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from utils.data import feeder
-from utils.data.feeder import Batch, DeviceFeeder
+from utils.data.feeder import Batch, Fills, StreamFeeder, copies
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as the native loader has them
@@ -98,16 +99,18 @@ class Device:
         @contextmanager
         def stream(chosen: Stream) -> Iterator[None]:
             self.current = chosen
-            yield
-            self.current = self.consumer
+            try:
+                yield
+            finally:
+                self.current = self.consumer
 
-        def empty(shape: tuple[int, ...], device: object = None) -> Tensor:
+        def empty(shape: tuple[int, ...], device: object = None, memory_format: object = None) -> Tensor:
             return Tensor(self, np.full(shape, np.nan))
 
         cuda = SimpleNamespace(
             Stream=lambda _: self.copier, Event=Event, current_stream=lambda _: self.current, stream=stream
         )
-        return SimpleNamespace(cuda=cuda, empty=empty)
+        return SimpleNamespace(cuda=cuda, empty=empty, contiguous_format=None)
 
 
 class Tensor:
@@ -134,7 +137,10 @@ class HostLoader:
         self._buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
         self.closed = 0
 
-    def epoch(self, numbers: list[int], last_size: int) -> Generator[Batch, None, None]:
+    def epoch(self, numbers: list[int], last_size: int) -> Fills:
+        return copies(self._batches(numbers, last_size))
+
+    def _batches(self, numbers: list[int], last_size: int) -> Generator[Batch, None, None]:
         def assemble(index: int) -> None:
             for part in self._buffers[index % HOST_BUFFERS]:
                 part.values[...] = numbers[index]
@@ -150,6 +156,32 @@ class HostLoader:
             self.closed += 1
 
 
+class DeviceLoader:
+    """Batches of equal numbers in the resident loader's way: kernels read an epoch's plan, uploaded before the first.
+
+    Plan and host memory have one place each, rewritten in every epoch.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._host, self._plan = device, np.zeros(7), np.zeros(7)
+        self.closed = 0
+
+    def epoch(self, numbers: list[int], last_size: int) -> Fills:
+        def fill(index: int, slot: Batch) -> None:
+            if index == 0:
+                self._device.current.add(lambda: np.copyto(self._plan, self._host))
+            for part in slot:
+                self._device.current.add(lambda part=part: part.values.fill(self._plan[index]))
+
+        try:
+            self._host[...] = numbers
+            for index in range(len(numbers)):
+                yield last_size if index == len(numbers) - 1 else SHAPE[0], functools.partial(fill, index)
+        finally:
+            self.closed += 1
+
+
+LOADERS = {"copies": HostLoader, "gathers": DeviceLoader}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "all late": {"eager": ()},
     "copies early, kernels late": {"eager": ("copier",)},
@@ -158,13 +190,16 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 } | {f"random {seed}": {"eager": (), "seed": seed} for seed in range(40)}
 
 
+@pytest.mark.parametrize("loaded", LOADERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("left_after", [1, 2, 3, 4, 7], ids="left after {}".format)
-def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: str, left_after: int) -> None:
+def test_every_kernel_reads_its_own_batch(
+    monkeypatch: pytest.MonkeyPatch, loaded: str, schedule: str, left_after: int
+) -> None:
     """Over three epochs; the first is left early, or read to its end, and the host waits for nothing in between."""
     device = Device(**SCHEDULES[schedule])
     monkeypatch.setattr(feeder, "torch", device.torch())
-    fed, loader = DeviceFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)
+    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), LOADERS[loaded](device)
     read: list[tuple[int, int, bool]] = []
 
     def kernel(number: int, size: int, batch: Batch) -> None:
@@ -175,8 +210,7 @@ def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, sched
     expected = []
     for epoch, leave in enumerate((left_after, 7, 7)):
         numbers = [100 * epoch + index for index in range(7)]
-        host_batches = loader.epoch(numbers, last_size=1)
-        batches = fed.feed(host_batches)
+        batches = fed.feed(loader.epoch(numbers, last_size=1))
         for number in numbers[:leave]:
             batch = next(batches)
             size = 1 if number == numbers[-1] else SHAPE[0]
@@ -190,14 +224,42 @@ def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, sched
     assert read == expected
 
 
-def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loaded", LOADERS)
+def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
     """Kernels that have not begun do not keep the host from going on: three batches are given to it."""
     device = Device(eager=("copier",))
     monkeypatch.setattr(feeder, "torch", device.torch())
-    batches = DeviceFeeder("cuda", [SHAPE, SHAPE]).feed(HostLoader(device).epoch(list(range(7)), last_size=2))
+    batches = StreamFeeder("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
     run: list[int] = []
     for number in range(3):
         next(batches)
         device.consumer.add(lambda number=number: run.append(number))
     assert run == []
     batches.close()
+
+
+def test_a_fill_that_fails_ends_the_epoch_and_the_next_one_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel that cannot be compiled does."""
+    device = Device(eager=())
+    monkeypatch.setattr(feeder, "torch", device.torch())
+    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)
+
+    def failing(fills: Fills) -> Fills:
+        def fail(_: Batch) -> None:
+            raise ZeroDivisionError
+
+        with closing(fills):
+            for number, (size, fill) in enumerate(fills):
+                yield size, fail if number == 2 else fill
+
+    batches = fed.feed(failing(loader.epoch(list(range(7)), last_size=2)))
+    next(batches)
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert device.current is device.consumer
+    assert loader.closed == 1
+    seen = []
+    for batch in fed.feed(loader.epoch(list(range(7)), last_size=2)):
+        device.consumer.synchronize()
+        seen.append(batch.inputs.values[0, 0])
+    assert seen == list(range(7))

@@ -231,6 +231,27 @@ def test_two_loaders_work_at_once(volume: Volume, fields: Crops) -> None:
         loader.close()
 
 
+@pytest.mark.parametrize("channels", [(4, 5), (1, 2)], ids="{} channels".format)
+def test_channels_last_changes_the_memory_format_and_no_value(
+    volume_file: VolumeFile, tmp_path: Path, channels: tuple[int, int]
+) -> None:
+    """Also in the smaller last batch, and where a single channel would fit both formats."""
+    volume = open_volume(volume_file(tmp_path / "box.h5", box=BOX, channels=channels), channels)
+    plan = training_plan(samples=14, split="valid")
+    loaders = [NativeLoader(volume, plan, batch_size=4, channels_last=last) for last in (False, True)]
+    sizes = []
+    for batch, last in zip(*(loader.epoch(0) for loader in loaders), strict=True):
+        sizes.append(len(last.inputs))
+        for part, part_last, count in zip(batch, last, channels, strict=True):
+            assert part.is_contiguous()
+            assert part_last.is_contiguous(memory_format=torch.channels_last_3d)
+            assert part_last.stride() == (count * CROP**3, 1, count * CROP**2, count * CROP, count)
+            assert part_last.numpy().tobytes() == part.numpy().tobytes()
+    assert sizes == [4, 4, 4, 2]
+    for loader in loaders:
+        loader.close()
+
+
 # --- buffers and threads -------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ import torch
 from ranks import run_ranks
 
 from utils.data import page_cache
-from utils.data.page_cache import available_memory, cached_fraction, drop_from_page_cache, warm_page_cache
+from utils.data.page_cache import (
+    available_memory,
+    cached_fraction,
+    drop_from_page_cache,
+    map_cached_pages,
+    warm_page_cache,
+)
 from utils.distributed import Launch, World
 from utils.errors import UserError
 
@@ -272,3 +279,37 @@ def test_one_rank_of_a_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> 
     assert second["line"] == ""
     for rank in (first, second):
         assert rank["error"] == f"rank 0: cannot read {path}.none: No such file or directory"
+
+
+# --- this process's page table -------------------------------------------------------------------------------------
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_mapped_pages_are_read_without_a_fault_once_they_are_in_the_page_table(tmp_path: Path) -> None:
+    file = written(tmp_path / "train.h5")
+    if cached_fraction(str(file)) is None:
+        pytest.skip("this file system does not tell what is cached")
+    counts = []
+    for populated in (False, True):
+        array = np.memmap(file, dtype=np.uint8, mode="r")
+        if populated:
+            map_cached_pages([str(file)], [array])
+        before = faults()
+        for start in range(0, len(array), mmap.PAGESIZE):
+            array[start]
+        counts.append(faults() - before)
+    if counts[1] >= counts[0]:
+        pytest.skip("this kernel cannot do it ahead (MADV_POPULATE_READ, Linux 5.14)")
+    assert counts[1] < counts[0] / 4
+
+
+def test_files_that_are_not_cached_are_not_read_for_the_page_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "train.h5")
+    monkeypatch.setattr(page_cache, "cached_fraction", lambda _: 0.5)
+    monkeypatch.setattr(page_cache.ctypes, "CDLL", lambda _: pytest.fail("asked the kernel to read"))
+    map_cached_pages([str(file)], [np.memmap(file, dtype=np.uint8, mode="r")])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from utils.data.synthetic import SyntheticLoader
 
 
-def loader(samples: int = 10, drop_last: bool = True, **changed: int) -> SyntheticLoader:
-    options = {"crop": 4, "batch_size": 3} | changed
-    return SyntheticLoader(samples=samples, channels=(4, 5), drop_last=drop_last, **options)
+def loader(samples: int = 10, drop_last: bool = True, **changed: Any) -> SyntheticLoader:
+    options = {"crop": 4, "batch_size": 3, "channels": (4, 5)} | changed
+    return SyntheticLoader(samples=samples, drop_last=drop_last, **options)
 
 
 def test_batches_have_the_shapes_of_real_ones_and_values_in_minus_one_to_one() -> None:
@@ -48,6 +50,17 @@ def test_ranks_and_seeds_have_batches_of_their_own_and_a_seed_repeats_itself() -
     assert torch.equal(first.targets, again.targets)
     assert not torch.equal(first.inputs, next(loader(seed=2).epoch(0)).inputs)
     assert not torch.equal(first.inputs, next(loader(seed=1, rank=1, world_size=2).epoch(0)).inputs)
+
+
+def test_channels_last_changes_the_memory_format_and_no_value() -> None:
+    """Also in the smaller last batch, and where a single channel would fit both formats."""
+    plain, last = (loader(drop_last=False, channels=(1, 5), channels_last=each) for each in (False, True))
+    for batch, batch_last in zip(plain.epoch(0), last.epoch(0), strict=True):
+        for part, part_last, count in zip(batch, batch_last, (1, 5), strict=True):
+            assert part.is_contiguous()
+            assert part_last.is_contiguous(memory_format=torch.channels_last_3d)
+            assert part_last.stride() == (count * 64, 1, count * 16, count * 4, count)
+            assert torch.equal(part, part_last)
 
 
 def test_closing_it_needs_no_care() -> None:

@@ -7,19 +7,27 @@ with them the run; and the copies release the interpreter lock, so threads do sc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from utils.data.crops import CropCopier
-from utils.data.feeder import Batch, DeviceFeeder
+from utils.data.feeder import Batch, StreamFeeder, copies, memory_format
+from utils.data.file_guard import FileGuard
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.data.volumes import Volume
 from utils.errors import LocalError
 
 BATCHES_AHEAD = 2
+
+
+class Copier(Protocol):
+    """Copies crops of one field: the one at `origin` [3] under a symmetry, to `out` [C, D, D, D]; from any thread."""
+
+    def copy(self, origin: np.ndarray, index: int, out: np.ndarray) -> None: ...
 
 
 class NativeLoader:
@@ -40,24 +48,29 @@ class NativeLoader:
         device: torch.device | None = None,
         vectors: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]] = ((), ()),
         symmetry_mode: str = "full",
+        channels_last: bool = False,
+        copier: Callable[[Any, int, Sequence[Sequence[int]], str], Copier] = CropCopier,
     ) -> None:
         self.volume, self.plan = volume, plan
         self._device = device or torch.device("cpu")
         self._batches = batch_rows(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
         self._copiers = tuple(
-            CropCopier(field, plan.crop, field_vectors, symmetry_mode)
+            copier(field, plan.crop, field_vectors, symmetry_mode)
             for field, field_vectors in zip((volume.inputs, volume.targets), vectors, strict=True)
         )
+        self._guard = FileGuard(volume.files)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads > 0 else None
         shapes: list[tuple[int, ...]] = [
             (batch_size, field.shape[0], *(plan.crop,) * 3) for field in (volume.inputs, volume.targets)
         ]
         pinned = self._device.type == "cuda"
+        form = memory_format(channels_last)
         # One buffer more than the batches ahead: the one in the consumer's hands.
         self._buffers = [
-            Batch(*(torch.empty(shape, pin_memory=pinned) for shape in shapes)) for _ in range(BATCHES_AHEAD + 1)
+            Batch(*(torch.empty(shape, pin_memory=pinned, memory_format=form).zero_() for shape in shapes))
+            for _ in range(BATCHES_AHEAD + 1)
         ]
-        self._feeder = DeviceFeeder(self._device, shapes) if pinned else None
+        self._feeder = StreamFeeder(self._device, shapes, channels_last) if pinned else None
 
     def __len__(self) -> int:
         """Batches an epoch on this rank."""
@@ -66,17 +79,19 @@ class NativeLoader:
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, from `first_batch` on."""
         batches = self._assemble(self.plan.epoch(epoch), first_batch)
-        return batches if self._feeder is None else self._feeder.feed(batches)
+        return batches if self._feeder is None else self._feeder.feed(copies(batches))
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+        self._guard.close()
 
     def _assemble(self, plan: EpochPlan, first_batch: int) -> Generator[Batch, None, None]:
         pending: deque[tuple[Batch, list[Future[None]]]] = deque()
         order = iter(range(first_batch, len(self._batches)))
         try:
             while True:
+                self._guard.check()
                 while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
                     pending.append(self._start(plan.rows(self._batches[number]), number))
                 if not pending:

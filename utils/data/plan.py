@@ -40,6 +40,11 @@ class SamplePlan:
     split: str = "train"
     augment: bool = True
 
+    @property
+    def turns(self) -> bool:
+        """Whether samples come under other symmetries than the identity."""
+        return self.augment and self.split != "valid"
+
     def epoch(self, epoch: int) -> EpochPlan:
         """The plan of one epoch; no position comes twice in it while there are enough of them.
 
@@ -50,7 +55,7 @@ class SamplePlan:
         positions = self.box - self.crop + 1
         flat = _distinct(words, self.samples, positions**3)
         origins = np.stack(np.unravel_index(flat, (positions,) * 3), axis=1)
-        if fixed or not self.augment:
+        if not self.turns:
             symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
         else:
             symmetries = words.below(symmetry.COUNT, self.samples)

@@ -11,10 +11,12 @@ import mmap
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from utils.data.file_guard import FileGuard
 from utils.data.volumes import DATASETS, Volume
 from utils.distributed import World
 from utils.errors import UserError
@@ -23,13 +25,21 @@ from utils.progress import Progress
 SHARED_MEMORY = "/dev/shm"
 
 
+def shared_memory_free(directory: str = SHARED_MEMORY) -> int:
+    """Bytes that `share_volume` can take on this node."""
+    try:
+        free = os.statvfs(directory)
+    except OSError:
+        return 0
+    return free.f_bavail * free.f_frsize
+
+
 def share_volume(volume: Volume, world: World, directory: str = SHARED_MEMORY) -> Volume:
     """Reads the volume once a node and returns it as arrays that all ranks of the node share."""
     size = volume.bytes
     with world.agreed():
         if world.is_node_leader:
-            free = os.statvfs(directory)
-            available = free.f_bavail * free.f_frsize
+            available = shared_memory_free(directory)
             if available < size:
                 raise UserError(
                     f"{volume.path} needs {size / 2**30:.2f} GiB of shared memory, {directory} has "
@@ -69,8 +79,10 @@ def share_volume(volume: Volume, world: World, directory: str = SHARED_MEMORY) -
 
 def _fill(volume: Volume, destination: dict[str, np.ndarray], silent: bool) -> None:
     name = f"reading {os.path.basename(volume.path)} into shared memory"
-    with Progress(name, volume.slab_count(), "slabs", silent=silent) as progress:
+    guard = FileGuard(volume.files)
+    with closing(guard), Progress(name, volume.slab_count(), "slabs", silent=silent) as progress:
         for dataset, channel, x, values in volume.slabs():
+            guard.check()
             destination[dataset][channel, x : x + len(values)] = values
             progress.advance()
 

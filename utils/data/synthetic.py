@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from utils.data.feeder import Batch
+from utils.data.feeder import Batch, memory_format
 from utils.data.plan import batch_rows
 
 
@@ -28,16 +28,15 @@ class SyntheticLoader:
         world_size: int = 1,
         seed: int = 0,
         device: torch.device | None = None,
+        channels_last: bool = False,
     ) -> None:
         self._batches = batch_rows(samples, batch_size, rank, world_size, drop_last)
         self._spans = [len(range(samples)[rows]) for rows in self._batches]
         generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
-        self._batch = Batch(
-            *(
-                (2 * torch.rand((batch_size, count, crop, crop, crop), generator=generator) - 1).to(device)
-                for count in channels
-            )
-        )
+        values = [2 * torch.rand((batch_size, count, *(crop,) * 3), generator=generator) - 1 for count in channels]
+        # Copied into a tensor of that format: `to` would leave the strides of a single channel as they are.
+        form = memory_format(channels_last)
+        self._batch = Batch(*(torch.empty(v.shape, device=device, memory_format=form).copy_(v) for v in values))
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -29,11 +29,15 @@ CHANNEL_NAMES = {
 
 @dataclass(frozen=True)
 class Volume:
-    """Input and target fields [C, L, L, L]; both support field[channels, x, y, z] with slices."""
+    """Input and target fields [C, L, L, L]; both support field[channels, x, y, z] with slices.
+
+    `files` are those that are read for as long as the volume is used: none once it is in memory.
+    """
 
     path: str
     inputs: Any
     targets: Any
+    files: tuple[str, ...] = ()
 
     @property
     def box(self) -> int:
@@ -64,10 +68,13 @@ def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], box: in
     """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
     path = str(path)
     file = open_file(path)
-    fields = [_field(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
+    datasets = [checked_dataset(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
+    fields = [_mapped(dataset) for dataset in datasets]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
-    return Volume(path, *fields)
+    # A dataset may be a link into another file.
+    files = dict.fromkeys(str(dataset.file.filename) for dataset in datasets)
+    return Volume(path, fields[0], fields[1], tuple(files))
 
 
 def open_file(path: str) -> h5py.File:
@@ -108,14 +115,13 @@ def checked_dataset(
     return dataset
 
 
-def _field(file: h5py.File, path: str, name: str, channels: int, box: int | None) -> Any:
-    """One dataset, checked; as a mapped array where it lies in one piece."""
-    dataset = checked_dataset(file, path, name, channels, box)
+def _mapped(dataset: h5py.Dataset) -> Any:
+    """The dataset as a mapped array where it lies in one piece, else itself."""
     offset = dataset.id.get_offset()
     if dataset.chunks is None and offset is not None and not dataset.is_virtual and not dataset.external:
-        holder = dataset.file.filename  # another file where the name is an external link
+        holder = dataset.file.filename
         if offset + dataset.nbytes > os.path.getsize(holder):
-            raise UserError(f"cannot read {holder}: the file is truncated inside {name}; copy or make it again")
+            raise UserError(f"cannot read {holder}: the file is truncated inside {dataset.name}; copy or make it again")
         mapped = np.memmap(holder, dtype="<f4", mode="r", offset=offset, shape=dataset.shape)
         return np.asarray(mapped)  # the plain type: slicing a memmap object is slower
     return dataset
