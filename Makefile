@@ -12,6 +12,7 @@ VENV ?= .venv
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TEST_READY := $(VENV)/.ready-test
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh)
@@ -30,7 +31,7 @@ data/demo_val.h5: SEED = 2
 $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
 
-test: $(READY)
+test: $(TEST_READY)
 	$(BIN)/python -m pytest
 
 check: $(READY)
@@ -40,12 +41,12 @@ check: $(READY)
 	PATH="$(BIN):$$PATH" shellcheck $(SHELL_FILES)
 	PATH="$(BIN):$$PATH" shfmt -d -i 2 $(SHELL_FILES)
 
-bench-cpu: $(READY)
+bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.loaders
 	$(BIN)/python -m benchmarks.loop_overhead
 	$(BIN)/python -m benchmarks.simulate
 
-install: $(READY)
+install: $(TEST_READY)
 
 # The new environment sees the packages of the one it was made from when that has torch, and the constraint keeps
 # pip from replacing it.
@@ -68,5 +69,14 @@ $(READY): pyproject.toml
 	  "$$($(BIN)/python -c 'import sys; print(sys.executable)')" > $(BIN)/torchrun && chmod +x $(BIN)/torchrun; }
 	@touch $@
 
+# What is optional in use, but tested: each only where it is missing, so that a container's own build stays in place.
+$(TEST_READY): $(READY)
+	@for part in nvidia.dali:dali triton:triton; do \
+	  $(BIN)/python -c "import $${part%:*}" 2>/dev/null && continue; \
+	  echo "installing the extra $${part#*:}"; \
+	  $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[$${part#*:}]" || exit 1; \
+	done
+	@touch $@
+
 clean:
-	rm -rf $(VENV) data/demo_train.h5 data/demo_val.h5 .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) data/demo_train.h5 data/demo_val.h5 data/demo_*.npy .pytest_cache .mypy_cache .ruff_cache *.egg-info

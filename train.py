@@ -24,6 +24,7 @@ from utils.config import Config
 from utils.data import build_loaders
 from utils.distributed import World
 from utils.errors import one_line_errors, value_errors_for_users
+from utils.memory import training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
 from utils.steps import Step
@@ -53,12 +54,14 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
     settings = read_settings() if config.enable_benchy else None
     with value_errors_for_users():
         network, loss = build_model(config), build_loss(config.loss, lambda_rho=config.lambda_rho)
-    loaders = build_loaders(config, world)
+    loaders = build_loaders(config, world, lambda: training_memory(config, lambda: build_model(config)).reserve)
     step = build_step(config, world, network, loss, make_step)
     schedule = build_schedule(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
     with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
+        for note in loaders.notes:
+            run_logs.line(note)
         run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
         if settings is not None:
             benchmark = Benchmark(
@@ -103,6 +106,8 @@ def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module
     generator = torch.Generator().manual_seed(config.seed)
     initialise(network, generator, start.conv_init, start.conv_scale, start.conv_bias)
     network.to(world.device)
+    if config.channels_last:
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     choice = config.optimizer
     if config.enable_apex:
         choice = choice.model_copy(update={"name": "apex_adam"})

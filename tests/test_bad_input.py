@@ -23,8 +23,10 @@ from networks import build_network
 from utils import cli
 from utils.checkpoint import read_weights
 from utils.config import load
+from utils.convert_to_npy import convert
 from utils.data import sample_plan
 from utils.schedule import build_schedule
+from utils.trainer import Trainer
 
 TOP = Path(__file__).parent.parent
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
@@ -94,6 +96,12 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--set", "num_epochs"], ["--set num_epochs: expected key=value"]),
         (["--run_num=../../elsewhere"], ["--run_num '../../elsewhere' must be a plain name"]),
         (["--data_loader_config=tape"], ["unknown data_loader_config tape; known: lowmem, "]),
+        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ["train_path_npy_data is not set"]),
+        (
+            ["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"],
+            ["no such file: /no.npy; make it"],
+        ),
+        (["--set=resident_dtype=int8"], ["resident_dtype: Input should be 'float32' or 'float16', not 'int8'"]),
         (["--set=network.name=vnet"], ["unknown network vnet; known: unet"]),
         (["--set=optimizer.name=adm"], ["unknown optimizer adm; known: adam, "]),
         (["--set=loss=l7"], ["unknown loss l7; known: l1"]),
@@ -279,6 +287,33 @@ def test_nan_in_the_validation_data_stops_the_run_before_training(
         train.main(["--config=test", *data_flags, f"--set=val_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
     assert stop.value.code == 2
     check_error(capsys.readouterr().err, "the validation loss is nan after step 0")
+
+
+@pytest.mark.parametrize(
+    ("loader", "victim"), [("lowmem", "train.h5"), ("dali-lowmem", "train_label.npy"), ("auto", "train.h5")]
+)
+def test_a_file_that_shrinks_during_training_is_one_line(
+    tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any, loader: str, victim: str
+) -> None:
+    """It is cut when the first losses have been measured, before the first step."""
+    monkeypatch.chdir(TOP)
+    flags = [f"--data_loader_config={loader}", f"--set=expdir={tmp_path / 'runs'}", "--set=device=cpu"]
+    for key, split, seed in (("train", "train", 1), ("val", "valid", 2)):
+        path = volume_file(tmp_path / f"{split}.h5", seed=seed)
+        twins = zip(("data", "label"), convert(path), strict=True)
+        flags += [f"--set={key}_path={path}", *(f"--set={key}_path_npy_{name}={twin}" for name, twin in twins)]
+    measure = Trainer._measure_untrained
+
+    def measure_and_cut(trainer: Trainer, *arguments: Any) -> Any:
+        result = measure(trainer, *arguments)
+        os.truncate(tmp_path / victim, 5000)
+        return result
+
+    monkeypatch.setattr(Trainer, "_measure_untrained", measure_and_cut)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--config=test", *flags])
+    assert stop.value.code == 2
+    check_error(capsys.readouterr().err, f"{victim} became shorter while it was being read", "to 5000 bytes")
 
 
 # --- from outside --------------------------------------------------------------------------------------------------

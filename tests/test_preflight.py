@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import train
-from utils.preflight import activation_bytes
+from utils.memory import activation_bytes
 
 TOP = Path(__file__).parent.parent
 

@@ -127,6 +127,8 @@ class Config(Section):
     clip_grad_norm: PositiveFloat | None = None
     vector_channels: VectorChannels = VectorChannels()
     symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
+    resident_dtype: Literal["float32", "float16"] = "float32"  # of the volume in device memory
+    channels_last: bool = False  # batches and network in memory as N, D, H, W, C
     log_interval: Positive = 50  # steps between log lines, and between reads of the loss
     static_graph: bool = False  # DDP: the same parameters take part in every step
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +13,14 @@ from torch import nn
 from utils import config as configs
 from utils.benchmark import read_settings
 from utils.config import Config
-from utils.data import find_loader, open_split
+from utils.data import SPLITS, find_loader, open_split, open_split_twins
+from utils.data.dali import check_installed
 from utils.data.volumes import Volume, first_nonfinite
 from utils.errors import UserError
+from utils.memory import GIB, TrainingMemory, training_memory
 from utils.optim import build_optimizer
 from utils.progress import Progress
 from utils.schedule import build_schedule
-
-GIB = 2**30
 
 
 def report(
@@ -33,22 +32,24 @@ def report(
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
     yield f"steps: {config.steps_per_epoch} an epoch × {config.num_epochs} epochs = {config.total_steps}"
-    with torch.device("meta"):
-        network = build()
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    yield f"network: {config.network.name}, {parameters:,} parameters; crop {config.data_size}³ fits"
-    build_optimizer(config.optimizer, network.parameters(), config.lr_schedule.start_lr)
+    memory = training_memory(config, build)
+    yield f"network: {config.network.name}, {memory.parameters:,} parameters; crop {config.data_size}³ fits"
+    build_optimizer(config.optimizer, [nn.Parameter(torch.zeros(1))], config.lr_schedule.start_lr)
     if config.enable_benchy:
         read_settings()
-    yield from _memory(config, network, parameters)
+    yield from _memory(memory)
     yield from _rates(config)
     yield f"run directory: {_writable(directory)}"
-    find_loader(config.data_loader_config)
-    if config.data_loader_config == "synthetic":
-        yield "data: synthetic, no files are read"
+    reads = find_loader(config.data_loader_config).reads
+    if reads is None:
+        yield f"data: {config.data_loader_config}, no files are read"
+    elif reads == "npy":
+        check_installed()
+        for split in SPLITS:
+            yield _data(open_split_twins(config, split).volume(), split)
     else:
-        for split in ("train", "valid"):
-            yield _data(config, split)
+        for split in SPLITS:
+            yield _data(open_split(config, split), split)
     if base is not None:
         changed, own = configs.flatten(base), configs.flatten(config)
         differences = [
@@ -59,39 +60,15 @@ def report(
         yield "differs from base: " + ("; ".join(differences) if differences else "in nothing")
 
 
-def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -> int:
-    """fp32 bytes that the forward pass of a network on torch's meta device keeps for the backward pass."""
-    kept: dict[Any, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    for parameter in network.parameters():
-        keep(parameter.data)
-    own = set(kept)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        network(torch.empty(batch, channels, crop, crop, crop, device="meta"))
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
-
-
-def _memory(config: Config, network: nn.Module, parameters: int) -> Iterator[str]:
-    assert config.local_batch_size is not None
-    micro = config.local_batch_size // config.accumulation_steps
-    activations = activation_bytes(network, micro, config.N_in_channels, config.data_size)
-    if config.enable_amp:
-        activations //= 2
-    state = 16 * parameters  # fp32 weights, gradients and Adam's two moments
-    batch = 4 * config.local_batch_size * (config.N_in_channels + config.N_out_channels) * config.data_size**3
-    total = state + activations + 3 * batch
+def _memory(memory: TrainingMemory) -> Iterator[str]:
     line = (
-        f"memory a rank: about {total / GIB:.2f} GiB (weights, gradients, optimizer {state / GIB:.2f}; "
-        f"activations {activations / GIB:.2f}; batches {3 * batch / GIB:.2f})"
+        f"memory a rank: about {memory.total / GIB:.2f} GiB (weights, gradients, optimizer {memory.state / GIB:.2f}; "
+        f"activations {memory.activations / GIB:.2f}; batches {memory.batches / GIB:.2f})"
     )
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(0).total_memory
         line += f" of {there / GIB:.2f} GiB on {torch.cuda.get_device_name(0)}"
-        if total > there:
+        if memory.total > there:
             raise UserError(f"{line}: it does not fit; lower local_batch_size or raise accumulation_steps")
     yield line
 
@@ -115,8 +92,7 @@ def _writable(directory: Path) -> str:
     )
 
 
-def _data(config: Config, split: str) -> str:
-    volume: Volume = open_split(config, split)
+def _data(volume: Volume, split: str) -> str:
     with Progress(f"looking for NaN in {volume.path}", volume.slab_count(), "slabs") as progress:
         fault = first_nonfinite(volume, progress.advance)
     if fault is not None:

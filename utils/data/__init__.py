@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from utils.config import Config
+from utils.data import dali
+from utils.data.dali import DaliLoader
 from utils.data.feeder import Batch
 from utils.data.native import NativeLoader
+from utils.data.page_cache import map_cached_pages, warm_page_cache
 from utils.data.plan import SamplePlan
-from utils.data.shared import share_volume
+from utils.data.resident import ResidentLoader, check_fits, load_resident
+from utils.data.shared import share_volume, shared_memory_free
 from utils.data.synthetic import SyntheticLoader
+from utils.data.twins import Twins, open_twins
 from utils.data.volumes import Volume, open_volume, stage
 from utils.distributed import World
 from utils.errors import UserError
+from utils.memory import GIB
+
+SPLITS = ("train", "valid")
+
+# Called only where the answer matters: PyTorch takes seconds to find out.
+Bytes = Callable[[], int]
 
 
 class Loader(Protocol):
@@ -27,21 +41,31 @@ class Loader(Protocol):
 
 
 class Loaders(NamedTuple):
+    """`notes` tell what starting them did and why, for the log."""
+
     train: Loader
     valid: Loader
+    notes: tuple[str, ...] = ()
 
 
-def build_loaders(config: Config, world: World) -> Loaders:
+def build_loaders(config: Config, world: World, training_bytes: Bytes = lambda: 0) -> Loaders:
     """The config's loaders for this rank; every rank calls it, and fails with the others.
 
-    `config` has its batch sizes resolved for the world (`Config.for_world`).
+    `config` has its batch sizes resolved for the world (`Config.for_world`); `training_bytes` tells what the training
+    itself will take on the device: a loader that keeps the volume there leaves that much.
     """
-    build = find_loader(config.data_loader_config)
-    return Loaders(build(config, world, "train"), build(config, world, "valid"))
+    return find_loader(config.data_loader_config).build(config, world, training_bytes)
 
 
-def find_loader(name: str) -> Callable[[Config, World, str], Loader]:
-    """What builds the loader `name`; UserError for one that there is not."""
+class Kind(NamedTuple):
+    """How loaders of one name are built, and which files they read: 'hdf5', 'npy' or none."""
+
+    build: Callable[[Config, World, Bytes], Loaders]
+    reads: str | None = "hdf5"
+
+
+def find_loader(name: str) -> Kind:
+    """The loader `name`; UserError where there is no such."""
     if name not in LOADERS:
         known = ", ".join(LOADERS)
         raise UserError(f"unknown data_loader_config {name}; known: {known}; choose one with --data_loader_config")
@@ -64,69 +88,202 @@ def sample_plan(config: Config, split: str) -> SamplePlan:
 def open_split(config: Config, split: str) -> Volume:
     """The volume of one split, checked against the config."""
     train = split == "train"
-    return open_volume(
-        config.train_path if train else config.val_path,
-        (config.N_in_channels, config.N_out_channels),
-        config.box_size[0 if train else 1],
+    return open_volume(config.train_path if train else config.val_path, _channels(config), config.box_size[not train])
+
+
+def open_split_twins(config: Config, split: str) -> Twins:
+    """The `.npy` twins of one split, checked against the config and, where it is there, the HDF5 file."""
+    prefix = "train" if split == "train" else "val"
+    keys = (f"{prefix}_path_npy_data", f"{prefix}_path_npy_label")
+    paths = (getattr(config, keys[0]), getattr(config, keys[1]))
+    volume = open_split(config, split) if os.path.exists(getattr(config, f"{prefix}_path")) else None
+    return open_twins(paths, keys, _channels(config), config.box_size[0 if split == "train" else 1], volume)
+
+
+def _channels(config: Config) -> tuple[int, int]:
+    return config.N_in_channels, config.N_out_channels
+
+
+# --- the loaders ---------------------------------------------------------------------------------------------------
+
+
+def _lowmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """Crops from the file, mapped where it can be."""
+    volumes = _volumes(config, world)
+    note = warm_page_cache([path for volume in volumes.values() for path in volume.files], world)
+    for volume in volumes.values():
+        if volume.mapped:
+            map_cached_pages(volume.files, (volume.inputs, volume.targets))
+    return _native(volumes, config, world, note)
+
+
+def _inmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """Crops from one copy in the node's memory."""
+    volumes = {split: share_volume(volume, world) for split, volume in _volumes(config, world).items()}
+    return _native(volumes, config, world)
+
+
+def _native(volumes: dict[str, Volume], config: Config, world: World, note: str = "") -> Loaders:
+    return _both(lambda split: NativeLoader(volumes[split], **_common(config, world, split)), world, note)
+
+
+def _dali_lowmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """Crops of `.npy` twins, turned on the device by NVIDIA DALI."""
+    with world.agreed():
+        dali.check_installed()
+        twins = {split: open_split_twins(config, split) for split in SPLITS}
+    if config.use_cache is not None:
+        twins = {split: _staged_twins(each, config, world) for split, each in twins.items()}
+    note = warm_page_cache([path for each in twins.values() for path in each.paths], world)
+    for each in twins.values():
+        map_cached_pages(each.paths, each.arrays)
+    return _both(lambda split: DaliLoader(twins[split], **_common(config, world, split)), world, note)
+
+
+def _resident(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """Crops from the device's own memory; without CUDA from one copy in the node's."""
+    volumes = _volumes(config, world)
+    if world.device.type == "cuda":
+        with world.agreed():
+            _check_resident(config, world, volumes, training_bytes)
+    dtype = getattr(torch, config.resident_dtype)
+    loaded = {split: load_resident(volume, world, dtype) for split, volume in volumes.items()}
+    return _both(lambda split: ResidentLoader(loaded[split], **_common(config, world, split)), world)
+
+
+def _check_resident(config: Config, world: World, volumes: dict[str, Volume], training_bytes: Bytes) -> None:
+    free, _ = torch.cuda.mem_get_info(world.device)
+    dtype = getattr(torch, config.resident_dtype)
+    check_fits([volume.bytes for volume in volumes.values()], dtype, free, training_bytes())
+
+
+def _synthetic(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    assert config.local_batch_size is not None
+    batch_size = config.local_batch_size
+    return _both(
+        lambda split: SyntheticLoader(
+            samples=config.Nsamples if split == "train" else config.Nsamples_val,
+            crop=config.data_size,
+            channels=_channels(config),
+            batch_size=batch_size,
+            drop_last=split == "train",
+            rank=world.rank,
+            world_size=world.size,
+            seed=config.seed,
+            device=world.device,
+            channels_last=config.channels_last,
+        ),
+        world,
     )
 
 
-def _lowmem(config: Config, world: World, split: str) -> Loader:
-    """Crops from the file, mapped where it can be."""
-    return _native(_staged(config, world, split), config, world, split)
+def _auto(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """The fastest of the others that fits; they all give the same batches."""
+    name, reason = choose(config, world, training_bytes)
+    loaders = find_loader(name).build(config, world, training_bytes)
+    return loaders._replace(notes=(f"data_loader_config auto: {name}, {reason}", *loaders.notes))
 
 
-def _inmem(config: Config, world: World, split: str) -> Loader:
-    """Crops from one copy in the node's memory."""
-    return _native(share_volume(_staged(config, world, split), world), config, world, split)
+def choose(config: Config, world: World, training_bytes: Bytes) -> tuple[str, str]:
+    """The loader that `auto` stands for, and why; the same on every rank.
 
-
-def _staged(config: Config, world: World, split: str) -> Volume:
+    On a GPU nothing is faster than the device's own memory; where that is too small, DALI leaves the turning to the
+    GPU and reads longer rows. On the CPU cores that turn crops are the limit: there mapped files and memory are equally
+    fast (benchmarks/results/loaders.json), and only a chunked file must be unpacked first.
+    """
     with world.agreed():
-        volume = open_split(config, split)
+        volumes = {split: open_split(config, split) for split in SPLITS}
+    why = []
+    if world.device.type == "cuda":
+        fault = _fault(world, lambda: _check_resident(config, world, volumes, training_bytes))
+        if fault is None:
+            return "resident", "the volumes fit into device memory beside the training"
+        why.append(fault)
+        fault = _fault(world, lambda: _check_dali(config))
+        if fault is None:
+            return "dali-lowmem", "; ".join([*why, "NVIDIA DALI and the .npy twins are there"])
+        why.append(fault)
+    if all(volume.mapped for volume in volumes.values()):
+        return "lowmem", "; ".join([*why, "the files lie in one piece and are mapped"])
+    size = sum(volume.bytes for volume in volumes.values())
+    free = min(world.gather_objects(shared_memory_free()))
+    sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, shared memory has {free / GIB:.2f} GiB"
+    return ("inmem" if size <= free else "lowmem"), "; ".join([*why, sizes])
+
+
+def _check_dali(config: Config) -> None:
+    dali.check_installed()
+    for split in SPLITS:
+        open_split_twins(config, split)
+
+
+def _fault(world: World, check: Callable[[], None]) -> str | None:
+    """What `check` finds wrong on the first rank where it does; None on all ranks if it is right on all."""
+    try:
+        check()
+        fault = None
+    except UserError as error:
+        fault = str(error)
+    return next((fault for fault in world.gather_objects(fault) if fault is not None), None)
+
+
+LOADERS = {
+    "lowmem": Kind(_lowmem),
+    "inmem": Kind(_inmem),
+    "dali-lowmem": Kind(_dali_lowmem, reads="npy"),
+    "resident": Kind(_resident),
+    "synthetic": Kind(_synthetic, reads=None),
+    "auto": Kind(_auto),
+}
+
+
+# --- what they have in common --------------------------------------------------------------------------------------
+
+
+def _both(build: Callable[[str], Loader], world: World, *notes: str) -> Loaders:
+    """The loaders of both splits; what fails on one rank (memory, threads) fails on all."""
+    with world.agreed():
+        return Loaders(build("train"), build("valid"), tuple(note for note in notes if note))
+
+
+def _common(config: Config, world: World, split: str) -> dict[str, Any]:
+    assert config.local_batch_size is not None
+    return {
+        "plan": sample_plan(config, split),
+        "batch_size": config.local_batch_size,
+        "rank": world.rank,
+        "world_size": world.size,
+        "threads": config.num_data_workers,
+        "device": world.device,
+        "vectors": (config.vector_channels.inputs, config.vector_channels.targets),
+        "symmetry_mode": config.symmetries,
+        "channels_last": config.channels_last,
+    }
+
+
+def _volumes(config: Config, world: World) -> dict[str, Volume]:
+    """Both splits' volumes, staged where the config says so."""
+    with world.agreed():
+        volumes = {split: open_split(config, split) for split in SPLITS}
     if config.use_cache is None:
-        return volume
+        return volumes
+    copies = {split: _staged(volume.path, config.use_cache, world) for split, volume in volumes.items()}
+    with world.agreed():
+        return {split: open_volume(copies[split], _channels(config), volume.box) for split, volume in volumes.items()}
+
+
+def _staged_twins(twins: Twins, config: Config, world: World) -> Twins:
+    assert config.use_cache is not None
+    data, label = (_staged(path, config.use_cache, world) for path in twins.paths)
+    with world.agreed():
+        return open_twins((data, label), ("data", "label"), _channels(config), twins.arrays[0].shape[0])
+
+
+def _staged(path: str, directory: str, world: World) -> str:
+    """The path of the node's copy."""
     with world.agreed():
         if world.is_node_leader:
-            stage(volume.path, config.use_cache)
+            stage(path, directory)
     with world.agreed():
         # The leader has staged it: this finds the copy, and copies nothing.
-        copy = stage(volume.path, config.use_cache)
-        return open_volume(copy, (config.N_in_channels, config.N_out_channels), volume.box)
-
-
-def _native(volume: Volume, config: Config, world: World, split: str) -> Loader:
-    assert config.local_batch_size is not None
-    return NativeLoader(
-        volume,
-        sample_plan(config, split),
-        batch_size=config.local_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        threads=config.num_data_workers,
-        device=world.device,
-        vectors=(config.vector_channels.inputs, config.vector_channels.targets),
-        symmetry_mode=config.symmetries,
-    )
-
-
-def _synthetic(config: Config, world: World, split: str) -> Loader:
-    assert config.local_batch_size is not None
-    return SyntheticLoader(
-        samples=config.Nsamples if split == "train" else config.Nsamples_val,
-        crop=config.data_size,
-        channels=(config.N_in_channels, config.N_out_channels),
-        batch_size=config.local_batch_size,
-        drop_last=split == "train",
-        rank=world.rank,
-        world_size=world.size,
-        seed=config.seed,
-        device=world.device,
-    )
-
-
-LOADERS: dict[str, Callable[[Config, World, str], Loader]] = {
-    "lowmem": _lowmem,
-    "inmem": _inmem,
-    "synthetic": _synthetic,
-}
+        return stage(path, directory)

@@ -1,0 +1,68 @@
+"""How much memory a training takes on each rank, before it is run: what a network keeps on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from utils.config import Config
+
+GIB = 2**30
+# A loader hands out one batch while it fills the next; on a GPU kernels of a third may still run.
+BATCHES = 3
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes a rank, each an estimate."""
+
+    parameters: int  # a number, not bytes
+    state: int
+    activations: int
+    batches: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations + self.batches
+
+    @property
+    def reserve(self) -> int:
+        """What to leave for it on a device: libraries' workspaces and memory lost between allocations come on top."""
+        return self.total + self.total // 5 + GIB
+
+
+def training_memory(config: Config, build: Callable[[], nn.Module]) -> TrainingMemory:
+    """What the config's training takes; `config` has its batch sizes settled (`Config.for_world`)."""
+    assert config.local_batch_size is not None
+    with torch.device("meta"):
+        network = build()
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    micro = config.local_batch_size // config.accumulation_steps
+    activations = activation_bytes(network, micro, config.N_in_channels, config.data_size)
+    channels = config.N_in_channels + config.N_out_channels
+    return TrainingMemory(
+        parameters,
+        state=16 * parameters,  # fp32 weights, gradients and Adam's two moments
+        activations=activations // 2 if config.enable_amp else activations,
+        batches=BATCHES * 4 * config.local_batch_size * channels * config.data_size**3,
+    )
+
+
+def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -> int:
+    """fp32 bytes that the forward pass of a network on torch's meta device keeps for the backward pass."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    for parameter in network.parameters():
+        keep(parameter.data)
+    own = set(kept)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(torch.empty(batch, channels, crop, crop, crop, device="meta"))
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
