@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -451,6 +452,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=30, help="timed batches a trial")
     parser.add_argument("--epoch_batches", type=int, default=64, help="batches an epoch")
     parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--starts", type=int, default=3, help="starts of each loader; the median is told")
     parser.add_argument("--settle", type=float, default=SETTLE_SECONDS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help="HDF5 file (default: data/benchmark_<box>.h5, made if missing)")
     parser.add_argument("--step", metavar="CONFIG", nargs="?", const="bs64_opt", help="measure training steps, too")
@@ -462,7 +464,12 @@ def main() -> None:
         return
     make_file(options.data, options.box)
     twins_of(options.data)
-    starts = {name: start_in_own_process(name, options) for name in LOADERS}
+    rounds = [{name: start_in_own_process(name, options) for name in LOADERS} for _ in range(options.starts)]
+    starts = {
+        name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
+        | {"trials": [each[name] for each in rounds]}
+        for name in LOADERS
+    }
     results = throughput(options)
     for name, result in results.items():
         print(
@@ -476,7 +483,7 @@ def main() -> None:
             f"memory {told['host bytes'] / 2**30:.2f} GiB"
             + (f", device {told['device bytes'] / 2**30:.2f} GiB" if "device bytes" in told else "")
         )
-    settings = {key: value for key, value in vars(options).items() if key not in ("data", "start", "settle")}
+    settings = {key: value for key, value in vars(options).items() if key not in ("data", "start", "settle", "step")}
     report: dict[str, Any] = {"settings": settings, "unit": "samples/s", "results": results, "starts": starts}
     if options.step:
         report["training"] = training(options)
