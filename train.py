@@ -24,7 +24,7 @@ from utils.config import Config
 from utils.data import build_loaders
 from utils.distributed import World
 from utils.errors import one_line_errors, value_errors_for_users
-from utils.memory import training_memory
+from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
 from utils.steps import Step
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None, make_step: StepFactory = EagerStep) 
         with distributed.connect(config.device, config.timeouts.rendezvous, config.timeouts.collective) as world:
             logs.configure_logging(world.is_root)
             config = config.for_world(world.size)
-            run(options, config, world, make_step)
+            with out_of_memory_for_users():
+                run(options, config, world, make_step)
 
 
 def run(options: cli.Options, config: Config, world: World, make_step: StepFactory) -> None:

@@ -227,6 +227,14 @@ def test_bad_data_file_is_one_line_that_names_it(
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
+def test_a_full_device_is_one_line(refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
+
+    monkeypatch.setattr(train, "build_step", fill)
+    refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", "--data_loader_config=lowmem")
+
+
 def test_bad_input_leaves_the_records_of_an_earlier_run(
     data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

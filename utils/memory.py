@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from utils.config import Config
+from utils.errors import LocalError
 
 GIB = 2**30
 # A loader hands out one batch while it fills the next; on a GPU kernels of a third may still run.
@@ -66,3 +68,16 @@ def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(torch.empty(batch, channels, crop, crop, crop, device="meta"))
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+
+
+@contextlib.contextmanager
+def out_of_memory_for_users() -> Iterator[None]:
+    """A device that is full is the user's to mend; PyTorch's own account of it is a paragraph."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        account = str(error).split(". ")[0].strip()
+        raise LocalError(
+            f"no device memory left ({account}); lower local_batch_size, raise accumulation_steps, or, if the volume "
+            f"is kept there, use --data_loader_config=lowmem"
+        ) from error

@@ -283,7 +283,7 @@ def _staged(path: str, directory: str, world: World) -> str:
     """The path of the node's copy."""
     with world.agreed():
         if world.is_node_leader:
-            stage(path, directory)
+            stage(path, directory, silent=not world.is_root)
     with world.agreed():
         # The leader has staged it: this finds the copy, and copies nothing.
         return stage(path, directory)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from utils.errors import UserError
 from utils.files import appearing_whole
+from utils.progress import Progress
 
 DATASETS = ("Nbody", "Hydro")
 CHANNEL_NAMES = {
@@ -141,7 +141,7 @@ def first_nonfinite(volume: Volume, step: Any = None) -> str | None:
     return None
 
 
-def stage(path: str, directory: str) -> str:
+def stage(path: str, directory: str, silent: bool = False) -> str:
     """Copies `path` into a node-local `directory`, unless the same file is there; returns the copy's path.
 
     The copy appears under its name only when it is whole.
@@ -157,8 +157,21 @@ def stage(path: str, directory: str) -> str:
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with appearing_whole([target]) as (partial,):
-            shutil.copyfile(source, partial)
+            _copy(source, partial, f"staging {source.name} in {directory}", silent)
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
     except OSError as error:
         raise UserError(f"cannot stage {path} in use_cache={directory}: {error.strerror or error}") from None
     return str(target)
+
+
+def _copy(source: Path, target: Path, name: str, silent: bool) -> None:
+    buffer, done, mib = memoryview(bytearray(2**24)), 0, 2**20
+    with (
+        open(source, "rb", buffering=0) as read,
+        open(target, "wb") as written,
+        Progress(name, source.stat().st_size // mib, "MiB", silent=silent) as progress,
+    ):
+        while count := read.readinto(buffer):
+            written.write(buffer[:count])
+            done += count
+            progress.advance(done // mib - progress.done)
