@@ -235,7 +235,7 @@ def test_auto_unpacks_chunked_files_where_memory_holds_them(
     wanted: str,
 ) -> None:
     chunked = str(volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8)))
-    monkeypatch.setattr(data, "shared_memory_free", lambda: free)
+    monkeypatch.setattr(data, "room_for_copies", lambda _: free)
     name, reason = choose(config_for(paths, "auto", train_path=chunked), ALONE, lambda: 0)
     assert name == wanted
     assert "chunked" in reason
@@ -250,7 +250,7 @@ def test_auto_tells_what_it_took_and_why(paths: dict[str, str]) -> None:
 
 def choose_on_two_ranks(world: World, paths: dict[str, str]) -> str:
     """The second rank's shared memory is too small."""
-    data.shared_memory_free = lambda: SIZE if world.is_root else 0  # type: ignore[assignment]
+    data.room_for_copies = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
     return choose(config_for(paths, "auto"), world, lambda: 0)[0]
 
 

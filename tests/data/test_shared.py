@@ -38,6 +38,20 @@ def test_the_copy_equals_the_file_and_leaves_no_name(volume_file: VolumeFile, tm
         np.testing.assert_array_equal(copy.targets, file["Hydro"][...])
 
 
+def test_a_rank_alone_has_the_copy_in_memory_of_its_own(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = volume_file(tmp_path / "a.h5")
+    monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "not there"))
+    copy = share_volume(open_volume(path, (4, 5)), ALONE)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(copy.inputs, file["Nbody"][...])
+        np.testing.assert_array_equal(copy.targets, file["Hydro"][...])
+    monkeypatch.setattr(shared, "available_memory", lambda: copy.bytes - 1)
+    with pytest.raises(UserError, match=r"GiB of memory.*use --data_loader_config=lowmem"):
+        share_volume(open_volume(path, (4, 5)), ALONE)
+
+
 def test_too_little_shared_memory_is_said_before_anything_is_written(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from utils.data.native import NativeLoader
 from utils.data.page_cache import map_cached_pages, warm_page_cache
 from utils.data.plan import SamplePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
-from utils.data.shared import share_volume, shared_memory_free
+from utils.data.shared import room_for_copies, share_volume
 from utils.data.synthetic import SyntheticLoader
 from utils.data.twins import Twins, open_twins
 from utils.data.volumes import Volume, open_volume, stage
@@ -206,8 +206,8 @@ def choose(config: Config, world: World, training_bytes: Bytes) -> tuple[str, st
     if all(volume.mapped for volume in volumes.values()):
         return "lowmem", "; ".join([*why, "the files lie in one piece and are mapped"])
     size = sum(volume.bytes for volume in volumes.values())
-    free = min(world.gather_objects(shared_memory_free()))
-    sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, shared memory has {free / GIB:.2f} GiB"
+    free = min(world.gather_objects(room_for_copies(world)))
+    sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
     return ("inmem" if size <= free else "lowmem"), "; ".join([*why, sizes])
 
 

@@ -37,9 +37,8 @@ from utils.errors import LocalError, UserError
 INSTALL = 'pip install -e ".[dali]"'
 QUEUE = 2  # batches that DALI has at a time
 READ_AHEAD = 1  # batches that are being read meanwhile
-# Beside these: one in the consumer's hands, which may lie in this memory, and one whose copy to the device may not be
-# over when the next is read.
-BUFFERS = QUEUE + READ_AHEAD + 2
+# Beside these one that was given to the consumer: it may lie in this memory, or its copy to the device not be over.
+BUFFERS = QUEUE + READ_AHEAD + 1
 
 # DALI's transpose takes one permutation for a whole batch, but each sample may have its own shape. This permutation of
 # five axes contains every order of three (it is a shortest superpattern of them): a crop reshaped to five axes, two of
