@@ -272,6 +272,21 @@ def test_what_dali_says_becomes_one_line() -> None:
 
 
 @needs_dali
+def test_a_failing_pipeline_is_one_line(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other batches cannot be fetched any more; that must not hide what happened."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Critical error in pipeline:\nencountered:\n\nCUDA error: unspecified launch failure")
+
+    with closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
+        batches = loader.epoch(0)
+        next(batches)
+        monkeypatch.setattr(loader._pipeline, "outputs", fail)
+        with pytest.raises(UserError, match="^NVIDIA DALI failed: CUDA error: unspecified launch failure$"):
+            next(batches)
+
+
+@needs_dali
 def test_a_twin_that_shrinks_is_one_line(volume_file: VolumeFile, tmp_path: Path) -> None:
     source = volume_file(tmp_path / "box.h5", box=BOX)
     convert(source)

@@ -133,8 +133,9 @@ class DaliLoader:
             for read in reading:
                 for task in read.tasks:
                     task.cancel() or task.exception()
-            for _ in running:
-                self._pipeline.outputs()
+            with contextlib.suppress(RuntimeError):  # of a pipeline that has failed: its error is on its way already
+                for _ in running:
+                    self._pipeline.outputs()
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
 
@@ -300,4 +301,5 @@ def _dali_errors() -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         # What precedes "encountered:" tells where, what follows it what.
         start = next((number + 1 for number, line in enumerate(lines) if line == "encountered:"), 0)
-        raise LocalError(f"NVIDIA DALI failed: {lines[start] if lines[start:] else error!r}") from error
+        reason = lines[start] if lines[start:] else repr(error)
+        raise LocalError(f"NVIDIA DALI failed: {reason}") from error
