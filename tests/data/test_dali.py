@@ -282,7 +282,7 @@ def test_a_failing_pipeline_is_one_line(twins: Twins, monkeypatch: pytest.Monkey
         batches = loader.epoch(0)
         next(batches)
         monkeypatch.setattr(loader._pipeline, "outputs", fail)
-        with pytest.raises(UserError, match="^NVIDIA DALI failed: CUDA error: unspecified launch failure$"):
+        with pytest.raises(UserError, match=r"^NVIDIA DALI failed: CUDA error: unspecified launch failure$"):
             next(batches)
 
 

@@ -26,6 +26,7 @@ PROBES = 256
 CACHED_ENOUGH = 0.99
 BLOCK = 2**24  # bytes a read
 PAGE = mmap.PAGESIZE
+MADV_WILLNEED = 3
 MADV_POPULATE_READ = 22  # of Linux 5.14; older kernels refuse it
 MIB, GIB = 2**20, 2**30
 
@@ -95,9 +96,18 @@ def map_cached_pages(paths: Sequence[str], arrays: Iterable[np.ndarray]) -> None
     """
     if all((cached_fraction(path) or 0.0) >= CACHED_ENOUGH for path in paths):
         for array in arrays:
-            start = array.ctypes.data // PAGE * PAGE
-            size = array.ctypes.data + array.nbytes - start
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_POPULATE_READ)
+            _advise(array, MADV_POPULATE_READ)
+
+
+def read_ahead(array: np.ndarray) -> None:
+    """Has the kernel begin to read a mapped array that will be wanted soon, in large pieces; a hint, and no more."""
+    _advise(array, MADV_WILLNEED)
+
+
+def _advise(array: np.ndarray, advice: int) -> None:
+    start = array.ctypes.data // PAGE * PAGE
+    size = array.ctypes.data + array.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
 def cached_fraction(path: str) -> float | None:

@@ -20,7 +20,7 @@ from utils.data.gather import TorchCopier, TritonGather, device_plan
 from utils.data.native import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.data.shared import share_volume
-from utils.data.volumes import DATASETS, Volume
+from utils.data.volumes import DATASETS, Volume, prefetch
 from utils.distributed import World
 from utils.errors import UserError
 from utils.progress import Progress
@@ -156,6 +156,7 @@ def _load(volume: Volume, world: World, dtype: torch.dtype) -> list[torch.Tensor
                 if staging is not None and failure is None:
                     try:
                         guard.check()
+                        prefetch(sources[number], channel, planes.stop, thickness)
                         values = staging[: len(part)]
                         values.numpy()[...] = sources[number][channel, planes]
                         _store(values, part, f"{volume.path}: {DATASETS[number]}[{channel}]")

@@ -16,11 +16,13 @@ from typing import Any
 import h5py
 import numpy as np
 
+from utils.data.page_cache import read_ahead
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.progress import Progress
 
 DATASETS = ("Nbody", "Hydro")
+SLABS_AHEAD = 4  # that are read from disk while one is used
 CHANNEL_NAMES = {
     "Nbody": ("dark-matter density", "velocity x", "velocity y", "velocity z"),
     "Hydro": ("gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"),
@@ -57,11 +59,18 @@ class Volume:
         for name, field in zip(DATASETS, (self.inputs, self.targets), strict=True):
             for channel in range(field.shape[0]):
                 for start in range(0, self.box, thickness):
+                    prefetch(field, channel, start + thickness, thickness)
                     yield name, channel, start, field[channel, start : start + thickness]
 
     def slab_count(self) -> int:
         thickness = max(1, 2**22 // self.box**2)
         return (self.inputs.shape[0] + self.targets.shape[0]) * -(-self.box // thickness)
+
+
+def prefetch(field: Any, channel: int, start: int, thickness: int) -> None:
+    """Has the slabs from plane `start` on read from disk meanwhile: else a mapped array is read in small pieces."""
+    if isinstance(field, np.ndarray) and start < field.shape[1]:
+        read_ahead(field[channel, start : start + SLABS_AHEAD * thickness])
 
 
 def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], box: int | None = None) -> Volume:
