@@ -106,7 +106,7 @@ def twins_of(path: Path) -> Twins:
     if not all(Path(name).exists() for name in paths):
         convert(path, overwrite=True)
     volume = open_volume(path, CHANNELS)
-    return open_twins((paths[0], paths[1]), ("data", "label"), CHANNELS, volume.box, volume)
+    return open_twins((paths[0], paths[1]), ("data", "label"), str(path), CHANNELS, volume.box, volume)
 
 
 # --- the loaders ---------------------------------------------------------------------------------------------------

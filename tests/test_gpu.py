@@ -79,7 +79,7 @@ def test_dali_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_file, c
     paths = tuple(str(twin) for twin in convert(path))
     plan = SamplePlan(203, 16, 8, seed=1, split=split)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    twins = open_twins((paths[0], paths[1]), ("data", "label"), (4, 5), 16)
+    twins = open_twins((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
     loaders = [
         NativeLoader(open_volume(path, (4, 5)), plan, **options),
         DaliLoader(twins, plan, device=torch.device("cuda", 0), **options),

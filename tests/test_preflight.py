@@ -77,6 +77,11 @@ def test_warm_up_and_scaled_peak_are_shown(preflight) -> None:
     assert "step 7: 1.000e-05" in printed
 
 
+def test_auto_tells_what_it_would_take_here(preflight) -> None:
+    _, printed, _ = preflight("--data_loader_config=auto")
+    assert "data_loader_config auto: on this machine lowmem, the files lie in one piece and are mapped" in printed
+
+
 def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)

@@ -13,9 +13,10 @@ from torch import nn
 from utils import config as configs
 from utils.benchmark import read_settings
 from utils.config import Config
-from utils.data import SPLITS, find_loader, open_split, open_split_twins
+from utils.data import SPLITS, choose, find_loader, open_split, open_split_twins
 from utils.data.dali import check_installed
 from utils.data.volumes import Volume, first_nonfinite
+from utils.distributed import Launch, World, choose_device
 from utils.errors import UserError
 from utils.memory import GIB, TrainingMemory, training_memory
 from utils.optim import build_optimizer
@@ -40,6 +41,9 @@ def report(
     yield from _memory(memory)
     yield from _rates(config)
     yield f"run directory: {_writable(directory)}"
+    if config.data_loader_config == "auto":
+        here = World(Launch("preflight"), choose_device(config.device, 0))
+        yield "data_loader_config auto: on this machine {}, {}".format(*choose(config, here, lambda: memory.reserve))
     reads = find_loader(config.data_loader_config).reads
     if reads is None:
         yield f"data: {config.data_loader_config}, no files are read"

@@ -61,7 +61,7 @@ def paths_of(source: Path) -> tuple[str, str]:
 
 @pytest.fixture
 def twins(source: Path) -> Twins:
-    return open_twins(paths_of(source), KEYS, (4, 5), BOX, open_volume(source, (4, 5)))
+    return open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,10 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
     ("spoil", "says"),
     [
         (lambda path: path.unlink(), r"no such file: .*bad_data\.npy; make it with python -m utils\.convert_to_npy"),
-        (cut, r"bad_data\.npy: the file is truncated; make it with python -m utils\.convert_to_npy --overwrite"),
+        (
+            cut,
+            r"bad_data\.npy: the file is truncated; make it with .* -i .*bad\.h5 --overwrite",
+        ),
         (lambda path: path.write_bytes(b""), "it is not a .npy file"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
@@ -243,7 +246,7 @@ def test_a_bad_twin_is_one_line_that_names_it(
     convert(source)
     spoil(tmp_path / "bad_data.npy")
     with pytest.raises(UserError, match=says) as caught:
-        open_twins(paths_of(source), KEYS, (4, 5), BOX, open_volume(source, (4, 5)))
+        open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "bad_data.npy") in str(caught.value)
 
@@ -252,12 +255,12 @@ def test_twins_of_another_shape_than_their_hdf5_file(volume_file: VolumeFile, tm
     small, large = volume_file(tmp_path / "small.h5", box=8), volume_file(tmp_path / "large.h5", box=BOX)
     convert(small)
     with pytest.raises(UserError, match=r"small_data\.npy is \(8, 8, 8, 4\), its HDF5 file .*large\.h5 \(4, 12,"):
-        open_twins(paths_of(small), KEYS, (4, 5), 8, open_volume(large, (4, 5)))
+        open_twins(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
 
 
 def test_a_twin_that_is_not_named_is_asked_for() -> None:
-    with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy"):
-        open_twins((None, None), (KEYS[1], KEYS[0]), (4, 5), BOX)
+    with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy -i box\.h5"):
+        open_twins((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)
 
 
 @needs_dali
@@ -290,7 +293,7 @@ def test_a_failing_pipeline_is_one_line(twins: Twins, monkeypatch: pytest.Monkey
 def test_a_twin_that_shrinks_is_one_line(volume_file: VolumeFile, tmp_path: Path) -> None:
     source = volume_file(tmp_path / "box.h5", box=BOX)
     convert(source)
-    twins = open_twins(paths_of(source), KEYS, (4, 5), BOX)
+    twins = open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX)
     with closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
         batches = loader.epoch(0)
         next(batches)

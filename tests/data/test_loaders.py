@@ -177,6 +177,17 @@ def test_channels_last_changes_the_order_in_memory_and_no_value(paths: dict[str,
     assert batches[False] == batches[True]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_starting_took_is_told(paths: dict[str, str], name: str) -> None:
+    loaders = build_loaders(config_for(paths, name).for_world(1), ALONE)
+    where = "the page cache" if name in ("lowmem", "dali-lowmem", "auto") else "memory"
+    files = ("train_data.npy", "valid_label.npy") if name == "dali-lowmem" else ("train.h5", "valid.h5")
+    assert all(file in loaders.notes[-1] for file in files)
+    assert where in loaders.notes[-1]
+    loaders.train.close()
+    loaders.valid.close()
+
+
 # --- auto ----------------------------------------------------------------------------------------------------------
 
 

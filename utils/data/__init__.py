@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
@@ -96,8 +97,9 @@ def open_split_twins(config: Config, split: str) -> Twins:
     prefix = "train" if split == "train" else "val"
     keys = (f"{prefix}_path_npy_data", f"{prefix}_path_npy_label")
     paths = (getattr(config, keys[0]), getattr(config, keys[1]))
-    volume = open_split(config, split) if os.path.exists(getattr(config, f"{prefix}_path")) else None
-    return open_twins(paths, keys, _channels(config), config.box_size[0 if split == "train" else 1], volume)
+    source = getattr(config, f"{prefix}_path")
+    volume = open_split(config, split) if os.path.exists(source) else None
+    return open_twins(paths, keys, source, _channels(config), config.box_size[0 if split == "train" else 1], volume)
 
 
 def _channels(config: Config) -> tuple[int, int]:
@@ -119,8 +121,8 @@ def _lowmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
 
 def _inmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """Crops from one copy in the node's memory."""
-    volumes = {split: share_volume(volume, world) for split, volume in _volumes(config, world).items()}
-    return _native(volumes, config, world)
+    volumes, note = _loaded(_volumes(config, world), lambda volume: share_volume(volume, world), "memory")
+    return _native(volumes, config, world, note)
 
 
 def _native(volumes: dict[str, Volume], config: Config, world: World, note: str = "") -> Loaders:
@@ -133,7 +135,7 @@ def _dali_lowmem(config: Config, world: World, training_bytes: Bytes) -> Loaders
         dali.check_installed()
         twins = {split: open_split_twins(config, split) for split in SPLITS}
     if config.use_cache is not None:
-        twins = {split: _staged_twins(each, config, world) for split, each in twins.items()}
+        twins = {split: _staged_twins(twins[split], config, world, split) for split in SPLITS}
     note = warm_page_cache([path for each in twins.values() for path in each.paths], world)
     for each in twins.values():
         map_cached_pages(each.paths, each.arrays)
@@ -147,8 +149,23 @@ def _resident(config: Config, world: World, training_bytes: Bytes) -> Loaders:
         with world.agreed():
             _check_resident(config, world, volumes, training_bytes)
     dtype = getattr(torch, config.resident_dtype)
-    loaded = {split: load_resident(volume, world, dtype) for split, volume in volumes.items()}
-    return _both(lambda split: ResidentLoader(loaded[split], **_common(config, world, split)), world)
+    place = "memory" if world.device.type == "cpu" else f"the memory of {world.device}, as {config.resident_dtype}"
+    loaded, note = _loaded(volumes, lambda volume: load_resident(volume, world, dtype), place)
+    return _both(lambda split: ResidentLoader(loaded[split], **_common(config, world, split)), world, note)
+
+
+def _loaded(volumes: dict[str, Volume], load: Callable[[Volume], Volume], place: str) -> tuple[dict[str, Volume], str]:
+    """The volumes as `load` returns them, and what that took in words for the log."""
+    loaded, told = {}, []
+    for split, volume in volumes.items():
+        started = time.perf_counter()
+        loaded[split] = load(volume)
+        seconds = time.perf_counter() - started
+        name, size = os.path.basename(volume.path), volume.bytes
+        told.append(
+            f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2g} s ({size / 1e9 / seconds:.1f} GB/s)"
+        )
+    return loaded, "; ".join(told)
 
 
 def _check_resident(config: Config, world: World, volumes: dict[str, Volume], training_bytes: Bytes) -> None:
@@ -272,11 +289,13 @@ def _volumes(config: Config, world: World) -> dict[str, Volume]:
         return {split: open_volume(copies[split], _channels(config), volume.box) for split, volume in volumes.items()}
 
 
-def _staged_twins(twins: Twins, config: Config, world: World) -> Twins:
+def _staged_twins(twins: Twins, config: Config, world: World, split: str) -> Twins:
     assert config.use_cache is not None
     data, label = (_staged(path, config.use_cache, world) for path in twins.paths)
+    prefix = "train" if split == "train" else "val"
+    staged = config.model_copy(update={f"{prefix}_path_npy_data": data, f"{prefix}_path_npy_label": label})
     with world.agreed():
-        return open_twins((data, label), ("data", "label"), _channels(config), twins.arrays[0].shape[0])
+        return open_split_twins(staged, split)
 
 
 def _staged(path: str, directory: str, world: World) -> str:

@@ -65,7 +65,7 @@ def _warm(paths: list[str], silent: bool) -> str:
         with _one_line(path):
             seconds = _read(path, sizes[path], silent)
         speed = sizes[path] / 1e9 / max(seconds, 1e-9)
-        told.append(f"{name}: {size} read into the page cache in {seconds:.1f} s ({speed:.1f} GB/s)")
+        told.append(f"{name}: {size} read into the page cache in {seconds:.2f} s ({speed:.1f} GB/s)")
     return "; ".join(told)
 
 

@@ -14,7 +14,6 @@ from utils.data.volumes import Volume
 from utils.errors import UserError
 
 FIELDS = ("data", "label")  # as utils/convert_to_npy.py names them
-REMEDY = "make it with python -m utils.convert_to_npy"
 
 
 @dataclass(frozen=True)
@@ -33,54 +32,57 @@ class Twins:
 def open_twins(
     paths: tuple[str | None, str | None],
     keys: tuple[str, str],
+    source: str,
     channels: tuple[int, int],
     box: int,
     volume: Volume | None = None,
 ) -> Twins:
     """Checks both files, and that they hold what `volume` does, where that is given.
 
-    `keys` are the config's names of the paths. Raises UserError with one line.
+    `keys` are the config's names of the paths, `source` is the HDF5 file that they are made from. Raises UserError
+    with one line.
     """
+    remedy = f"make it with python -m utils.convert_to_npy -i {source}"
     opened = []
     for path, key, count in zip(paths, keys, channels, strict=True):
         if path is None:
-            raise UserError(f"{key} is not set, and dali-lowmem reads it; {REMEDY}, or use --data_loader_config=lowmem")
-        opened.append(_open(path, (box, box, box, count)))
+            raise UserError(f"{key} is not set, and dali-lowmem reads it; {remedy}, or use --data_loader_config=lowmem")
+        opened.append(_open(path, (box, box, box, count), remedy))
     if volume is not None:
         for array, field, path in zip(opened, (volume.inputs, volume.targets), paths, strict=True):
             if array.shape != (*field.shape[1:], field.shape[0]):
                 raise UserError(
-                    f"{path} is {array.shape}, its HDF5 file {volume.path} {field.shape}: they are no twins; {REMEDY} "
+                    f"{path} is {array.shape}, its HDF5 file {volume.path} {field.shape}: they are no twins; {remedy} "
                     f"--overwrite"
                 )
             if not _same_values(array, field):
                 raise UserError(
-                    f"{path} holds other values than its HDF5 file {volume.path}: they are no twins; {REMEDY} "
+                    f"{path} holds other values than its HDF5 file {volume.path}: they are no twins; {remedy} "
                     f"--overwrite"
                 )
     return Twins((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
 
 
-def _open(path: str, shape: tuple[int, ...]) -> np.ndarray:
+def _open(path: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(f"no such file: {path}; {REMEDY}") from None
+        raise UserError(f"no such file: {path}; {remedy}") from None
     except (OSError, ValueError, EOFError) as error:
         if isinstance(error, OSError) and error.errno:
             raise UserError(f"cannot read {path}: {os.strerror(error.errno)}") from None
         # numpy says of a short file that its size does not fit, of any other that it holds pickled data.
         short = "mmap length" in str(error)
         reason = "the file is truncated" if short else "it is not a .npy file"
-        raise UserError(f"cannot read {path}: {reason}; {REMEDY} --overwrite") from None
+        raise UserError(f"cannot read {path}: {reason}; {remedy} --overwrite") from None
     if not isinstance(array, np.ndarray):
-        raise UserError(f"cannot read {path}: it is not a .npy file; {REMEDY}")
+        raise UserError(f"cannot read {path}: it is not a .npy file; {remedy} --overwrite")
     if array.dtype != np.dtype("<f4"):
-        raise UserError(f"{path} is of type {array.dtype}, expected little-endian float32; {REMEDY} --overwrite")
+        raise UserError(f"{path} is of type {array.dtype}, expected little-endian float32; {remedy} --overwrite")
     if array.shape != shape:
-        raise UserError(f"{path} is {array.shape}, expected {shape}; check box_size, or {REMEDY} --overwrite")
+        raise UserError(f"{path} is {array.shape}, expected {shape}; check box_size, or {remedy} --overwrite")
     if not array.flags.c_contiguous:
-        raise UserError(f"{path} is in Fortran order, expected C order; {REMEDY} --overwrite")
+        raise UserError(f"{path} is in Fortran order, expected C order; {remedy} --overwrite")
     return np.asarray(array)
 
 
