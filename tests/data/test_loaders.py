@@ -15,7 +15,7 @@ from ranks import run_ranks
 from utils import data
 from utils.config import Config, load
 from utils.convert_to_npy import convert
-from utils.data import LOADERS, build_loaders, choose, sample_plan, symmetry
+from utils.data import LOADERS, build_loaders, choose, open_split, sample_plan, symmetry
 from utils.data.dali import check_installed
 from utils.data.plan import batch_rows
 from utils.distributed import Launch, World
@@ -186,6 +186,15 @@ def test_what_starting_took_is_told(paths: dict[str, str], name: str) -> None:
     assert where in loaders.notes[-1]
     loaders.train.close()
     loaders.valid.close()
+
+
+def test_minutes_of_reading_are_told_in_plain_digits(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They once read 1.3e+02 s."""
+    clock = iter([0.0, 132.4])
+    monkeypatch.setattr(data.time, "perf_counter", lambda: next(clock))
+    volume = open_split(config_for(paths, "inmem"), "train")
+    _, told = data._loaded({"train": volume}, lambda volume: volume, "memory")
+    assert told == "train.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
 
 
 # --- auto ----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,17 @@ def test_a_rank_alone_has_the_copy_in_memory_of_its_own(
         share_volume(open_volume(path, (4, 5)), ALONE)
 
 
+def test_a_read_error_of_a_rank_alone_is_one_line(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("filter returned failure")
+
+    monkeypatch.setattr(shared, "_fill", fail)
+    with pytest.raises(UserError, match="filter returned failure; use --data_loader_config=lowmem"):
+        share_volume(open_volume(volume_file(tmp_path / "a.h5"), (4, 5)), ALONE)
+
+
 def test_too_little_shared_memory_is_said_before_anything_is_written(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,7 +125,7 @@ def _inmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     return _native(volumes, config, world, note)
 
 
-def _native(volumes: dict[str, Volume], config: Config, world: World, note: str = "") -> Loaders:
+def _native(volumes: dict[str, Volume], config: Config, world: World, note: str) -> Loaders:
     return _both(lambda split: NativeLoader(volumes[split], **_common(config, world, split)), world, note)
 
 
@@ -162,9 +162,8 @@ def _loaded(volumes: dict[str, Volume], load: Callable[[Volume], Volume], place:
         loaded[split] = load(volume)
         seconds = time.perf_counter() - started
         name, size = os.path.basename(volume.path), volume.bytes
-        told.append(
-            f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2g} s ({size / 1e9 / seconds:.1f} GB/s)"
-        )
+        speed = f"{size / 1e9 / seconds:.1f} GB/s"
+        told.append(f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2f} s ({speed})")
     return loaded, "; ".join(told)
 
 

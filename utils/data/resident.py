@@ -23,9 +23,9 @@ from utils.data.shared import share_volume
 from utils.data.volumes import DATASETS, Volume, prefetch
 from utils.distributed import World
 from utils.errors import UserError
+from utils.memory import GIB
 from utils.progress import Progress
 
-GIB = 2**30
 SLAB_VALUES = 2**22  # 16 MB as float32: what is read and broadcast at once
 FLOAT16_MAX = torch.finfo(torch.float16).max
 

@@ -49,7 +49,8 @@ def share_volume(volume: Volume, world: World, directory: str | None = None) -> 
     if directory is None and world.size == 1:
         memory = _own_memory(volume)
         fields = _fields(memory, volume)
-        _fill(volume, dict(zip(DATASETS, fields, strict=True)), silent=False)
+        with _one_line(volume, "memory"):
+            _fill(volume, dict(zip(DATASETS, fields, strict=True)), silent=False)
         return Volume(volume.path, fields[0], fields[1])
     return _share(volume, world, directory or SHARED_MEMORY)
 
