@@ -1,4 +1,4 @@
-"""Networks and losses; torch is all they know. A new one is a module here and a line in a table."""
+"""Networks and losses; torch, and triton if there, is all they know. A new one is a module and a line in a table."""
 
 from __future__ import annotations
 

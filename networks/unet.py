@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from networks import pointwise
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
+from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+
+Layer = nn.Conv3d | nn.ConvTranspose3d
+
+# The layers with few channels, whose convolutions may be rewritten as others; see rewrites.py.
+REWRITES: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
 MAX_WIDENING = 8  # the channels double with each scale up to this many times the first width
 
 
@@ -13,24 +23,41 @@ class UNet(nn.Module):
     """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D] in (-1, 1); D is a multiple of 2**scales.
 
     Each scale halves the grid on the way down (`down1`, `down2`, …) and doubles it on the way up (…, `up2`, `last`),
-    where the output of the same scale's way down is concatenated.
+    where the output of the same scale's way down is concatenated. The layers in `rewritten` and, if `fused`, all that
+    is not convolution compute the same in other ways; parameters and their names stay.
     """
 
-    def __init__(self, in_channels: int = 4, out_channels: int = 5, width: int = 64, scales: int = 6) -> None:
+    def __init__(
+        self,
+        in_channels: int = 4,
+        out_channels: int = 5,
+        width: int = 64,
+        scales: int = 6,
+        rewritten: Sequence[str] = (),
+        fused: bool = False,
+    ) -> None:
         super().__init__()
         if scales < 1:
             raise ValueError(f"a U-Net needs at least one scale, not {scales}")
+        for name in rewritten:
+            if name not in REWRITES:
+                raise ValueError(f"network.rewritten: {name} cannot be rewritten, only {', '.join(REWRITES)} can")
         self.scales = scales
+        self.fused = fused
         channels = [width * min(2**scale, MAX_WIDENING) for scale in range(scales)]  # out of down1, down2, …
         for scale in range(1, scales + 1):
             before = in_channels if scale == 1 else channels[scale - 2]
-            self.add_module(f"down{scale}", nn.Conv3d(before, channels[scale - 1], 4, stride=2, padding=1))
+            name = f"down{scale}"
+            kind = REWRITES[name] if name in rewritten else Conv3d
+            self.add_module(name, kind(before, channels[scale - 1], 4, stride=2, padding=1))
         for scale in range(scales, 0, -1):
             # The deepest scale has no skip connection to concatenate.
             before = channels[scale - 1] * (1 if scale == scales else 2)
             after = out_channels if scale == 1 else channels[scale - 2]
             name = "last" if scale == 1 else f"up{scale}"
-            self.add_module(name, nn.ConvTranspose3d(before, after, 4, stride=2, padding=1))
+            plain = OutputConvTranspose3d if name == "last" else ConvTranspose3d
+            kind = REWRITES[name] if name in rewritten else plain
+            self.add_module(name, kind(before, after, 4, stride=2, padding=1))
 
     @property
     def downsampling(self) -> int:
@@ -41,13 +68,42 @@ class UNet(nn.Module):
         skips = []
         x = fields
         for scale in range(1, self.scales + 1):
-            x = F.leaky_relu(self.get_submodule(f"down{scale}")(x), 0.01)
-            skips.append(x)
+            x, skip = self._down(f"down{scale}", x)
+            skips.append(skip)
         skips.pop()
         for scale in range(self.scales, 1, -1):
-            x = F.relu(self.get_submodule(f"up{scale}")(x))
-            x = torch.cat([x, skips.pop()], dim=1)
-        return torch.tanh(self.get_submodule("last")(x))
+            x = self._up(f"up{scale}", x, skips.pop())
+        return self._last(x)
+
+    def _down(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The activations for the next scale, and for the concatenation."""
+        layer = self._layer(name)
+        if self.fused:
+            return pointwise.bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
+        x = F.leaky_relu(layer(x), pointwise.NEGATIVE_SLOPE)
+        return x, x
+
+    def _up(self, name: str, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        layer = self._layer(name)
+        if self.fused:
+            return pointwise.bias_relu_cat(layer(x, biased=False), _bias(layer), skip)
+        return torch.cat([F.relu(layer(x)), skip], dim=1)
+
+    def _last(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self._layer("last")
+        if self.fused:
+            return pointwise.bias_activation(layer(x, biased=False), _bias(layer), "tanh")
+        return torch.tanh(layer(x))
+
+    def _layer(self, name: str) -> Layer:
+        layer = self.get_submodule(name)
+        assert isinstance(layer, Layer)
+        return layer
+
+
+def _bias(layer: Layer) -> torch.Tensor:
+    assert layer.bias is not None
+    return layer.bias
 
 
 def initialise(

@@ -31,5 +31,12 @@ def test_half_precision_outputs_are_compared_in_full_precision() -> None:
     assert float(loss) == pytest.approx(0.001, rel=1e-3)
 
 
+def test_a_fused_loss_is_the_same_with_and_without_the_density_term() -> None:
+    outputs, targets = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)
+    for options in ({}, {"lambda_rho": 0.5}):
+        plain, fused = (build_loss("l1", fused=fused, **options) for fused in (False, True))
+        assert torch.equal(fused(outputs, targets), plain(outputs, targets))
+
+
 def test_double_precision_stays() -> None:
     assert build_loss("l1")(fields(1.0).double(), fields(0.5).double()).dtype == torch.float64

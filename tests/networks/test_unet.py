@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -69,6 +72,60 @@ def test_two_scales_compute_what_is_written_out_by_hand() -> None:
 def test_every_network_keeps_the_grid(name: str) -> None:
     network = build_network(name, 8, in_channels=4, out_channels=5, width=4, scales=3)
     assert network(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
+
+
+def small(**options: Any) -> UNet:
+    network = UNet(in_channels=3, out_channels=5, width=4, scales=3, **options)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    return network
+
+
+def gradients(network: UNet, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output and the gradients of all parameters."""
+    output = network(x)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)))
+    return [output.detach(), *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [{}, {"rewritten": ["down1"]}, {"rewritten": ["down1", "last"]}, {"fused": True}],
+    ids=lambda options: " ".join(options.get("rewritten", options)) or "plain",
+)
+
+
+@OPTIONS
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_options_change_neither_parameters_nor_results(options: dict[str, Any], form: torch.memory_format) -> None:
+    plain, network = small(), small(**options).to(memory_format=form)
+    weights = network.state_dict()
+    assert list(weights) == list(plain.state_dict())
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+    x = torch.randn(2, 3, 8, 8, 8, generator=torch.Generator().manual_seed(2))
+    expected, got = gradients(plain, x), gradients(network, x.contiguous(memory_format=form))
+    assert len(got) == 13
+    assert got[0].is_contiguous(memory_format=form)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
+
+
+@OPTIONS
+def test_compiler_and_tracer_see_one_graph(options: dict[str, Any]) -> None:
+    network = small(**options)
+    x = torch.randn(2, 3, 8, 8, 8, generator=torch.Generator().manual_seed(2))
+    expected = network(x)
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), expected, atol=1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions advise against tracing as a whole
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(network, x[:1])
+    assert torch.allclose(traced(x), expected, atol=1e-6)
+
+
+def test_layers_that_cannot_be_rewritten_are_named() -> None:
+    with pytest.raises(ValueError, match=r"network\.rewritten: up2 cannot be rewritten, only down1, last can"):
+        build_network("unet", 8, width=4, scales=3, rewritten=["last", "up2"])
 
 
 def test_weights_are_normal_and_biases_constant_and_the_seed_decides() -> None:

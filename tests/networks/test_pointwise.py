@@ -1,0 +1,603 @@
+"""The fused kernels against torch's operations in float64, with no more error than the same operations in their dtype.
+
+The kernels run in Triton's interpreter here; that they also compile for GPUs, and compute there, is shown at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from networks import build_loss, build_network, initialise, pointwise
+from networks.unet import UNet
+
+CHANNELS_LAST = torch.channels_last_3d
+SIZE = (3, 5, 4)  # of a sample's grid
+PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.01),
+    "relu": F.relu,
+    "tanh": torch.tanh,
+}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+# What a result may be off by beside the plain one, which may be right by chance: half a step between two numbers.
+SLACK = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+ACTIVATIONS = pytest.mark.parametrize("activation", PLAIN)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that have been launched."""
+    names: list[str] = []
+    launch = pointwise._launch
+
+    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, programs, *arguments, **constants)
+
+    monkeypatch.setattr(pointwise, "_launch", record)
+    return names
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
+    """Triton's interpreter for kernels that are made now, on the CPU; several tiles and fewer programs."""
+    language = pytest.importorskip("triton.language")  # imported before, as without the interpreter
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # This one is itself written in Triton, and was made for the compiler when triton was imported.
+    monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+    monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(pointwise, "LANES", 64)
+    monkeypatch.setattr(pointwise, "TILE", 256)
+    monkeypatch.setattr(pointwise, "PROGRAMS", 3)
+    pointwise._kernels.cache_clear()
+    yield launched
+    pointwise._kernels.cache_clear()
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Normal values that `dtype` holds, in channels_last_3d memory if they have five axes."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
+
+
+def results(
+    function: Callable[..., Any], inputs: list[torch.Tensor], upstream: list[torch.Tensor | None], dtype: Any = None
+) -> list[torch.Tensor]:
+    """The function's outputs and its inputs' gradients, with everything in `dtype` where it is given."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    used = [(y, g.to(dtype or g.dtype)) for y, g in zip(outputs, upstream, strict=True) if g is not None]
+    gradients = torch.autograd.grad([y for y, _ in used], inputs, [g for _, g in used])
+    return [*(y.detach() for y in outputs), *gradients]
+
+
+def assert_as_accurate(
+    fused: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """No result is further from the exact one than the plain one is, but for SLACK of the largest."""
+    for ours, theirs, reference in zip(fused, plain, exact, strict=True):
+        error, usual = (float((result.double() - reference).abs().max()) for result in (ours, theirs))
+        assert error <= usual + SLACK[dtype] * float(reference.abs().max())
+
+
+def twice(activation: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The plain operations, as a network without kernels has them: everything in x's dtype."""
+
+    def function(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
+        return y, y.view_as(y)
+
+    return function
+
+
+def concatenated(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    return torch.cat([F.relu(x + bias.view(-1, 1, 1, 1).to(x.dtype)), skip], dim=1)
+
+
+def l1_results(
+    loss: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor, dtype: Any = None
+) -> list[torch.Tensor]:
+    """The loss and the outputs' gradient, as a gradient scaler asks for it."""
+    scale = torch.tensor(1024.0, device=outputs.device)
+    return results(lambda outputs: loss(outputs, targets), [outputs], [scale], dtype)
+
+
+# --- bias and activation --------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@ACTIVATIONS
+@pytest.mark.parametrize("channels", [1, 5, 64, 70])
+def test_bias_and_activation(interpreter: list[str], activation: Any, channels: int, dtype: torch.dtype) -> None:
+    """With as many, fewer and more channels than lanes; the second use is a slice of a concatenation."""
+    x, bias = values(2, channels, *SIZE, dtype=dtype), values(channels, seed=1)
+    upstream = [values(2, channels, *SIZE, dtype=dtype, seed=2)]
+    upstream.append(values(2, channels + 3, *SIZE, dtype=dtype, seed=3)[:, 3:])
+    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, activation), [x, bias], [*upstream])
+    assert interpreter == ["bias_activation", "activation_backward"]
+    assert [part.dtype for part in fused] == [dtype, dtype, dtype, torch.float32]
+    assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in fused[:3])
+    assert torch.equal(fused[0], fused[1])
+    plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
+    assert_as_accurate(fused, plain, exact, dtype)
+
+
+@ACTIVATIONS
+@pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["first", "second"])
+def test_either_use_may_have_no_gradient(interpreter: list[str], activation: Any, used: tuple[bool, bool]) -> None:
+    x, bias = values(2, 6, *SIZE), values(6, seed=1)
+    upstream = [values(2, 6, *SIZE, seed=2) if use else None for use in used]
+    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, activation), [x, bias], upstream)
+    assert interpreter == ["bias_activation", "activation_backward"]
+    exact = results(twice(activation), [x, bias], upstream, torch.float64)
+    for ours, reference in zip(fused, exact, strict=True):
+        assert torch.allclose(ours.double(), reference, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["contiguous", "expanded", "cropped"])
+def test_gradients_of_any_strides_are_read(interpreter: list[str], form: str) -> None:
+    upstream = {
+        "contiguous": values(2, 6, *SIZE, seed=2).contiguous(),
+        "expanded": torch.tensor(0.5).expand(2, 6, *SIZE),
+        "cropped": values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
+    }[form]
+    x, bias = values(2, 6, *SIZE), values(6, seed=1)
+    fused = results(lambda x, b: pointwise.bias_activation(x, b, "tanh"), [x, bias], [upstream])
+    assert len(interpreter) == 2
+    exact = results(lambda x, b: twice("tanh")(x, b)[0], [x, bias], [upstream], torch.float64)
+    for ours, reference in zip(fused, exact, strict=True):
+        assert torch.allclose(ours.double(), reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 7), (3, 1, 1)], ids=str)
+def test_the_deepest_grids_may_have_one_cell(interpreter: list[str], size: tuple[int, int, int]) -> None:
+    for samples in (1, 3):
+        x, bias, upstream = values(samples, 6, *size), values(6, seed=1), values(samples, 9, *size, seed=2)[:, 3:]
+        fused = results(lambda x, b: pointwise.bias_activation(x, b, "relu"), [x, bias], [upstream])
+        exact = results(lambda x, b: twice("relu")(x, b)[0], [x, bias], [upstream], torch.float64)
+        assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(fused, exact, strict=True))
+    assert len(interpreter) == 4
+
+
+@INTERPRETED
+def test_tanh_is_accurate_everywhere(interpreter: list[str]) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.logspace(-12, 2, 400), torch.tensor([0.625, 1e30])])
+    x = torch.cat([x, -x]).view(1, 1, 1, 1, -1)
+    exact = torch.tanh(x.double())
+    error = (pointwise.bias_activation(x, torch.zeros(1), "tanh") - exact).abs() / exact.abs().clamp(min=1e-30)
+    assert interpreter == ["bias_activation"]
+    assert float(error.max()) < 3e-7
+
+
+@INTERPRETED
+@ACTIVATIONS
+def test_nan_and_infinities_are_torchs(interpreter: list[str], activation: Any) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).view(1, 1, 1, 1, -1)
+    upstream = [torch.ones_like(x)]
+    got, expected = (
+        results(function, [x, torch.zeros(1)], upstream)
+        for function in (
+            lambda x, b: pointwise.bias_activation(x, b, activation),
+            lambda x, b: twice(activation)(x, b)[0],
+        )
+    )
+    assert interpreter == ["bias_activation", "activation_backward"]
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.allclose(ours, theirs, equal_nan=True)
+
+
+def test_the_convolutions_output_is_left_as_it_was(interpreter: list[str]) -> None:
+    x = values(2, 6, *SIZE)
+    before = x.clone()
+    pointwise.bias_activation(x, torch.ones(6), "relu")
+    assert torch.equal(x, before)
+
+
+def test_writing_into_an_activation_is_noticed(interpreter: list[str]) -> None:
+    """Through either of the two tensors: they share their memory."""
+    first, second = pointwise.bias_activation_twice(values(2, 6, *SIZE).requires_grad_(), torch.ones(6), "relu")
+    with torch.no_grad():
+        second.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+# --- concatenation ---------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("channels", [(32, 32), (1, 1), (5, 3), (3, 70)], ids=str)
+def test_concatenation(interpreter: list[str], channels: tuple[int, int], dtype: torch.dtype) -> None:
+    x, skip = (values(2, count, *SIZE, dtype=dtype, seed=count) for count in channels)
+    bias, upstream = values(channels[0], seed=1), [values(2, sum(channels), *SIZE, dtype=dtype, seed=2)]
+    fused = results(pointwise.bias_relu_cat, [x, bias, skip], [*upstream])
+    assert interpreter == ["bias_activation", "activation_backward"]
+    assert fused[0].is_contiguous(memory_format=CHANNELS_LAST)
+    assert [part.dtype for part in fused] == [dtype, dtype, torch.float32, dtype]
+    plain, exact = (results(concatenated, [x, bias, skip], [*upstream], kind) for kind in (dtype, torch.float64))
+    assert_as_accurate(fused, plain, exact, dtype)
+    assert torch.equal(fused[0][:, channels[0] :], skip)
+
+
+def test_the_skips_gradient_is_not_copied(interpreter: list[str]) -> None:
+    x, skip = values(2, 6, *SIZE), values(2, 4, *SIZE, seed=1)
+    upstream = values(2, 10, *SIZE, seed=2)
+    *_, gradient = results(pointwise.bias_relu_cat, [x, torch.zeros(6), skip], [upstream])
+    assert gradient.data_ptr() == upstream[:, 6:].data_ptr()
+    assert pointwise.cell_stride(gradient) == 10
+
+
+@pytest.mark.parametrize(
+    ("x", "stride"),
+    [
+        (values(2, 6, *SIZE), 6),
+        (values(2, 6, *SIZE)[:, 2:5], 6),
+        (values(2, 6, *SIZE)[:, 2:3], 6),
+        (values(2, 6, *SIZE)[:1], 6),
+        (values(2, 6, 1, 1, 1), 6),
+        (values(1, 6, 1, 1, 1), 6),
+        (values(2, 6, *SIZE).contiguous(), None),
+        (values(2, 1, *SIZE), 1),
+        (values(2, 6, *SIZE)[:, :, 1:], None),
+        (values(2, 6, *SIZE)[:, :, :, ::2], None),
+        (values(2, 6, *SIZE)[..., ::2], 12),
+    ],
+)
+def test_the_step_from_cell_to_cell(x: torch.Tensor, stride: int | None) -> None:
+    assert pointwise.cell_stride(x) == stride
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("channels", [1, 5])
+def test_l1(interpreter: list[str], channels: int, dtype: torch.dtype) -> None:
+    outputs, targets = values(2, channels, *SIZE, dtype=dtype), values(2, channels, *SIZE, seed=1)
+    targets[0] = outputs[0].float()  # where nothing differs the gradient is zero
+    fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
+    exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
+    assert interpreter == ["l1", "l1_backward"]
+    assert [part.dtype for part in fused] == [torch.float32, dtype]
+    assert_as_accurate(fused, plain, exact, dtype)
+    assert torch.equal(fused[1].sign(), plain[1].sign())
+    assert not fused[1][0].any()
+
+
+def test_l1_of_one_element(interpreter: list[str]) -> None:
+    outputs = torch.full((1, 1, 1, 1, 1), 0.5).requires_grad_()
+    loss = pointwise.l1(outputs, torch.full((1, 1, 1, 1, 1), 2.0))
+    loss.backward()
+    assert interpreter == ["l1", "l1_backward"]
+    assert float(loss.detach()) == 1.5
+    assert outputs.grad is not None
+    assert float(outputs.grad) == -1.0
+
+
+@pytest.mark.parametrize("options", [{"lambda_rho": 0.5}, {}], ids=str)
+def test_the_density_term_takes_the_plain_loss(interpreter: list[str], options: dict[str, float]) -> None:
+    outputs, targets = 0.1 * values(2, 5, *SIZE), 0.1 * values(2, 5, *SIZE, seed=1)
+    fused, plain = (l1_results(build_loss("l1", fused=kind, **options), outputs, targets) for kind in (True, False))
+    assert len(interpreter) == (0 if options else 2)
+    assert all(torch.allclose(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
+
+
+# --- where no kernel can work ----------------------------------------------------------------------------------------
+
+
+def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    kinds = [pointwise.bias_activation(x, bias, activation) for activation in ("leaky_relu", "relu", "tanh")]
+    return *kinds, pointwise.bias_relu_cat(x, bias, x), pointwise.l1(x, 2 * x)
+
+
+@pytest.mark.parametrize("why", ["channels first", "float64", "on the CPU", "no triton"])
+def test_without_kernels_the_plain_operations_do_the_same(
+    interpreter: list[str], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    x, bias = values(2, 6, *SIZE), values(6, seed=1)
+    expected = call_all(x, bias)
+    assert len(interpreter) == 5
+    if why == "on the CPU":
+        monkeypatch.setattr(pointwise, "_on_gpu", lambda x: x.is_cuda)
+    if why == "no triton":
+        monkeypatch.setitem(sys.modules, "triton", None)
+        pointwise._kernels.cache_clear()
+    if why == "channels first":
+        x = x.contiguous()
+    if why == "float64":
+        x, bias = x.double(), bias.double()
+    got = call_all(x, bias)
+    assert len(interpreter) == 5
+    assert all(torch.allclose(a, b.to(a.dtype), atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+def test_tensors_that_do_not_match_take_the_plain_operations(interpreter: list[str]) -> None:
+    x, targets = values(2, 6, *SIZE), values(2, 6, *SIZE, seed=2)
+    for skip in (x.half(), x.contiguous()):
+        assert torch.equal(pointwise.bias_relu_cat(x, torch.zeros(6), skip), torch.cat([F.relu(x), skip], dim=1))
+    assert interpreter == ["bias_activation"] * 2
+    interpreter.clear()
+    pointwise.l1(x, targets.contiguous())
+    pointwise.l1(x, targets[:, :, :1].contiguous(memory_format=CHANNELS_LAST))
+    pointwise.l1(x[:0], targets[:0])
+    assert interpreter == []
+    targets.requires_grad_()
+    pointwise.l1(x, targets).backward()
+    assert targets.grad is not None
+
+
+def test_the_plain_operations_round_once(interpreter: list[str]) -> None:
+    """Under autocast a float32 bias meets a half-precision convolution: not even then is there a wide activation."""
+    for x in (values(2, 6, *SIZE, dtype=torch.float16), values(2, 6, *SIZE, dtype=torch.float16).contiguous()):
+        y = pointwise.bias_activation(x, torch.full((6,), 1e-4), "leaky_relu")
+        assert y.dtype == torch.float16
+        assert torch.equal(y, F.leaky_relu(x.float() + 1e-4, 0.01).half())
+    assert len(interpreter) == 1
+
+
+def test_compiler_and_tracer_get_the_plain_operations(interpreter: list[str]) -> None:
+    x, bias = values(2, 6, *SIZE), values(6, seed=1)
+    expected = call_all(x, bias)
+    interpreter.clear()
+    compiled = torch.compile(call_all, backend="aot_eager", fullgraph=True)(x, bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions advise against tracing as a whole
+        traced = torch.jit.trace(call_all, (x, bias), check_trace=False)(x, bias)
+    assert interpreter == []
+    for got in (compiled, traced):
+        assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(got, expected, strict=True))
+
+
+# --- the whole network -----------------------------------------------------------------------------------------------
+
+
+def small_networks(device: str = "cpu", scales: int = 3, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Plain and fused, with the same weights, in channels_last_3d."""
+    networks = [
+        build_network("unet", 16, in_channels=4, out_channels=5, width=8, scales=scales, fused=fused, **options)
+        for fused in (False, True)
+    ]
+    for network in networks:
+        initialise(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
+        network.to(device, memory_format=CHANNELS_LAST)
+    return networks[0], networks[1]
+
+
+def batch(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and targets beyond what the network can give: rounding changes no sign in the loss's gradient."""
+    return values(2, 4, 16, 16, 16, device=device), 2 * values(2, 5, 16, 16, 16, seed=1, device=device).sign()
+
+
+def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool, dtype: Any) -> list[torch.Tensor]:
+    """Output, loss and all parameters' gradients, under autocast where a dtype is given."""
+    network.zero_grad()
+    with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
+        outputs = network(x)
+        loss = build_loss("l1", fused=fused)(outputs, targets)
+    (1024 * loss).backward()
+    gradients = [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+    return [outputs.detach(), loss.detach(), *gradients]
+
+
+@pytest.mark.parametrize(("scales", "options"), [(1, {}), (3, {}), (2, {"rewritten": ["down1", "last"]})], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_a_fused_network_trains_as_the_plain_one(
+    interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
+) -> None:
+    plain, fused = small_networks(scales=scales, **options)
+    assert isinstance(plain, UNet)
+    x, targets = batch()
+    got = step(fused, x, targets, True, dtype)
+    layers = 2 * scales
+    assert interpreter == ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
+    usual = step(plain, x, targets, False, dtype)
+    assert [part.dtype for part in got] == [part.dtype for part in usual]
+    assert len(got) == 2 + 2 * layers
+    exact = step(plain.double(), x.double(), targets.double(), False, None)
+    for ours, theirs, reference in zip(got, usual, exact, strict=True):
+        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
+        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
+
+
+# --- on GPUs, without one --------------------------------------------------------------------------------------------
+
+ACTIVATION = {"NEGATIVE_SLOPE": 0.01, "LANES": pointwise.LANES, "ROWS": pointwise.TILE // pointwise.LANES}
+FORWARD = {"y": "*bf16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16", "cells": "i32", "y_stride": "i32"}
+BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "y": "*bf16", "y_stride": "i32", "cells": "i64"}
+BACKWARD |= {"first": "*bf16", "first_stride": "i32", "second": "*bf16", "second_stride": "i32"}
+LOSS = {"partial": "*fp32", "outputs": "*bf16", "targets": "*fp32", "count": "i64"}
+LOSS_BACKWARD = {
+    "outputs_gradient": "*bf16",
+    "outputs": "*bf16",
+    "targets": "*fp32",
+    "gradient": "*fp32",
+    "count": "i32",
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H200"])
+@pytest.mark.parametrize(
+    ("name", "types", "constants", "wide"),
+    [
+        ("bias_activation", FORWARD, {"ACTIVATION": "leaky_relu", "CHANNELS": 64, "SKIP_CHANNELS": 0, "WIDTH": 64}, 2),
+        ("bias_activation", FORWARD, {"ACTIVATION": "relu", "CHANNELS": 64, "SKIP_CHANNELS": 64, "WIDTH": 64}, 4),
+        ("bias_activation", FORWARD, {"ACTIVATION": "tanh", "CHANNELS": 5, "SKIP_CHANNELS": 0, "WIDTH": 5}, 0),
+        ("activation_backward", BACKWARD, {"ACTIVATION": "leaky_relu", "TWICE": True, "CHANNELS": 64}, 6),
+        ("activation_backward", BACKWARD, {"ACTIVATION": "relu", "TWICE": False, "CHANNELS": 64}, 4),
+        ("activation_backward", BACKWARD, {"ACTIVATION": "tanh", "TWICE": False, "CHANNELS": 5}, 0),
+        ("l1", LOSS, {"TILE": pointwise.TILE}, 6),
+        ("l1_backward", LOSS_BACKWARD, {"TILE": pointwise.TILE}, 6),
+    ],
+    ids=["leaky_relu", "cat", "tanh", "skip add", "cat backward", "tanh backward", "l1", "l1 backward"],
+)
+def test_the_kernels_compile_for_a_gpu(
+    name: str,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    wide: int,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """After the interpreter's tests, too. Reads go 16 bytes at a time where channels allow; nothing is atomic."""
+    compiler = pytest.importorskip("triton.compiler")
+    targets = pytest.importorskip("triton.backends.compiler")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = getattr(pointwise._kernels(), name)
+    constants = {name: value for name, value in (ACTIVATION | constants).items() if name in kernel.arg_names}
+    types = types | dict.fromkeys(constants, "constexpr")
+    # What triton finds in the arguments themselves: all but the strides for 5 channels are multiples of 16.
+    even = [arg for arg in kernel.arg_names if arg not in constants]
+    even = [arg for arg in even if not (arg.endswith("stride") and constants["CHANNELS"] == 5)]
+    source = compiler.ASTSource(
+        kernel,
+        {arg: types[arg] for arg in kernel.arg_names},
+        {(kernel.arg_names.index(arg),): value for arg, value in constants.items()},
+        {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in even},
+    )
+    options = {"num_warps": pointwise.WARPS, "enable_fp_fusion": False}
+    code = compiler.compile(source, target=targets.GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    assert len(re.findall(r"ld\.global\.v4\.b32", code)) == wide
+    assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", code)
+    if "bf16" in types[kernel.arg_names[0]]:
+        assert re.search(r"cvt\.rn\.bf16", code), "a cast to bfloat16 rounds to nearest"
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_device(launched: list[str]) -> Iterator[list[str]]:
+    """The real kernels, whatever has run before; float32 means float32."""
+    pytest.importorskip("triton")
+    pointwise._kernels.cache_clear()
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield launched
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+GPU_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+GPU_SIZE = (17, 19, 23)  # several tiles a program for 64 channels, and a last one that is not full
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@GPU_DTYPES
+def test_activations_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
+    for activation, channels in itertools.product(PLAIN, (5, 64, 512)):
+        x, bias = values(8, channels, *GPU_SIZE, dtype=dtype, device="cuda"), values(channels, seed=1, device="cuda")
+        upstream = [values(8, channels, *GPU_SIZE, dtype=dtype, seed=2, device="cuda")]
+        upstream.append(values(8, 2 * channels, *GPU_SIZE, dtype=dtype, seed=3, device="cuda")[:, channels:])
+        function = functools.partial(pointwise.bias_activation_twice, activation=activation)
+        fused, again = (results(function, [x, bias], [*upstream]) for _ in range(2))
+        assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
+        plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
+        assert_as_accurate(fused, plain, exact, dtype)
+    assert on_device == ["bias_activation", "activation_backward"] * 18
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@GPU_DTYPES
+def test_concatenation_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
+    for channels in ((64, 64), (5, 3), (256, 512)):
+        x, skip = (values(8, count, *GPU_SIZE, dtype=dtype, seed=count, device="cuda") for count in channels)
+        bias = values(channels[0], seed=1, device="cuda")
+        upstream = [values(8, sum(channels), *GPU_SIZE, dtype=dtype, seed=2, device="cuda")]
+        fused = results(pointwise.bias_relu_cat, [x, bias, skip], [*upstream])
+        plain, exact = (results(concatenated, [x, bias, skip], [*upstream], kind) for kind in (dtype, torch.float64))
+        assert_as_accurate(fused, plain, exact, dtype)
+    assert on_device == ["bias_activation", "activation_backward"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@GPU_DTYPES
+def test_l1_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
+    outputs = values(64, 5, *GPU_SIZE, dtype=dtype, device="cuda")
+    targets = values(64, 5, *GPU_SIZE, seed=1, device="cuda")
+    fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
+    exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
+    assert on_device == ["l1", "l1_backward"]
+    assert_as_accurate(fused, plain, exact, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}], ids=["plain", "rewritten"])
+def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+    plain, fused = small_networks("cuda", **options)
+    x, targets = batch("cuda")
+    torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
+    try:
+        got = step(fused, x, targets, True, dtype)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert on_device == ["bias_activation"] * 6 + ["l1", "l1_backward"] + ["activation_backward"] * 6
+    usual = step(plain, x, targets, False, dtype)
+    exact = step(plain.double(), x.double(), targets.double(), False, None)
+    for ours, theirs, reference in zip(got, usual, exact, strict=True):
+        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
+        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_fused_step_is_captured_in_a_graph(on_device: list[str]) -> None:
+    network = small_networks("cuda")[1]
+    x, targets = batch("cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            expected = [part.clone() for part in step(network, x, targets, True, torch.bfloat16)]
+    torch.cuda.current_stream().wait_stream(stream)
+    network.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(network, x, targets, True, torch.bfloat16)
+    graph.replay()
+    for ours, reference in zip(captured, expected, strict=True):
+        assert torch.allclose(ours.float(), reference.float(), rtol=0.05, atol=1e-2 * float(reference.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_elements_than_32_bits_count(on_device: list[str]) -> None:
+    """The last cell of 2^25 + 3 with 64 channels, forward and backward."""
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("takes 40 GB of the device's memory")
+    x = torch.zeros((2**25 + 3, 1, 1, 1, 64), dtype=torch.bfloat16, device="cuda").permute(0, 4, 1, 2, 3)
+    x[-1] = -1.0
+    x.requires_grad_()
+    bias = torch.zeros(64, device="cuda", requires_grad=True)
+    y = pointwise.bias_activation(x, bias, "tanh")
+    gradient = torch.zeros_like(y)
+    gradient[-1] = 1.0
+    y.backward(gradient)
+    loss = pointwise.l1(y.detach().requires_grad_(), torch.zeros_like(y))
+    assert on_device == ["bias_activation", "activation_backward", "l1"]
+    assert x.grad is not None
+    assert bias.grad is not None
+    expected = torch.tensor(-1.0).tanh()
+    assert torch.equal(y[-1].flatten().cpu(), expected.bfloat16().expand(64))
+    assert torch.allclose(x.grad[-1].flatten().float().cpu(), 1 - expected**2, rtol=1e-2)
+    assert not y[:-1].any()
+    assert not x.grad[:-1].any()
+    assert torch.allclose(bias.grad.cpu(), 1 - expected**2, rtol=1e-2)
+    assert float(loss) == pytest.approx(-float(y[-1, 0]) / (2**25 + 3), rel=1e-3)

@@ -1,0 +1,146 @@
+"""The rewritten convolutions are torch's: the same parameters, outputs and gradients."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+
+Layer = nn.Conv3d | nn.ConvTranspose3d
+
+PAIRS = [(nn.Conv3d, SpaceToDepthConv3d), (nn.ConvTranspose3d, DepthToSpaceConvTranspose3d)]
+KINDS = pytest.mark.parametrize(("plain", "rewritten"), PAIRS, ids=["down", "up"])
+FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+
+
+def pair(
+    plain: type[Layer], rewritten: type[Layer], channels: tuple[int, int] = (4, 6), bias: bool = True
+) -> tuple[Layer, Layer]:
+    """Both layers with the same weights."""
+    torch.manual_seed(1)
+    layers = [kind(*channels, 4, stride=2, padding=1, bias=bias) for kind in (plain, rewritten)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    return layers[0], layers[1]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+
+
+def results(layer: Layer, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of input, weight and bias."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    upstream = random(*y.shape, dtype=y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).abs().max() / expected.abs().max())
+
+
+@KINDS
+@FORMATS
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "size"),
+    [((4, 6), (8, 8, 8)), ((3, 5), (6, 4, 10)), ((1, 7), (2, 2, 2)), ((5, 1), (7, 5, 4))],
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_the_plain_layer(
+    plain: type[Layer],
+    rewritten: type[Layer],
+    form: torch.memory_format,
+    dtype: torch.dtype,
+    error: float,
+    channels: tuple[int, int],
+    size: tuple[int, int, int],
+) -> None:
+    layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(plain, rewritten, channels)]
+    x = random(2, channels[0], *size, dtype=dtype).contiguous(memory_format=form)
+    expected, got = (results(layer, x) for layer in layers)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        assert relative_error(ours, theirs) < error
+
+
+@KINDS
+def test_a_layer_may_have_no_bias(plain: type[Layer], rewritten: type[Layer]) -> None:
+    layers = pair(plain, rewritten, bias=False)
+    expected, got = (results(layer, random(1, 4, 4, 4, 4)) for layer in layers)
+    assert all(relative_error(ours, theirs) < 1e-5 for ours, theirs in zip(got, expected, strict=True))
+
+
+@KINDS
+@FORMATS
+def test_the_memory_format_stays(plain: type[Layer], rewritten: type[Layer], form: torch.memory_format) -> None:
+    layer = pair(plain, rewritten)[1].to(memory_format=form)
+    assert layer(random(2, 4, 8, 8, 8).contiguous(memory_format=form)).is_contiguous(memory_format=form)
+
+
+@KINDS
+def test_checkpoints_are_those_of_the_plain_layer(plain: type[Layer], rewritten: type[Layer]) -> None:
+    first, second = (
+        {name: value.shape for name, value in layer.state_dict().items()} for layer in pair(plain, rewritten)
+    )
+    assert first == second
+    assert issubclass(rewritten, plain)
+
+
+@KINDS
+@FORMATS
+def test_autocast_computes_in_bfloat16(plain: type[Layer], rewritten: type[Layer], form: torch.memory_format) -> None:
+    exact, layer = (layer.to(memory_format=form) for layer in pair(plain, rewritten))
+    x = random(2, 4, 8, 8, 8).contiguous(memory_format=form)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = results(layer, x)
+    # The way up ends the network: its result is float32, see test_layers.py.
+    result = torch.bfloat16 if rewritten is SpaceToDepthConv3d else torch.float32
+    assert [part.dtype for part in got] == [result, *[torch.float32] * 3]
+    assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(got, results(exact, x), strict=True))
+
+
+@KINDS
+def test_compiler_and_tracer_see_one_graph(plain: type[Layer], rewritten: type[Layer]) -> None:
+    layer = pair(plain, rewritten)[1]
+    x = random(2, 4, 8, 8, 8)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert all(relative_error(*parts) < 1e-6 for parts in zip(results(compiled, x), results(layer, x), strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions advise against tracing as a whole
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(layer, x)
+    for other in (x, random(3, 4, 8, 8, 8)):
+        assert torch.allclose(traced(other), layer(other), atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((3,), {"stride": 2, "padding": 1}),
+        ((4,), {"stride": 1, "padding": 1}),
+        ((4,), {"stride": 2}),
+        (((4, 4, 2),), {"stride": 2, "padding": 1}),
+        ((4,), {"stride": 2, "padding": 1, "dilation": 2}),
+        ((4,), {"stride": 2, "padding": 1, "groups": 2}),
+    ],
+    ids=str,
+)
+def test_other_geometries_are_refused(
+    plain: type[Layer], rewritten: type[Layer], arguments: tuple[int], options: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match=r"cannot be rewritten: kernel 4, stride 2, padding 1"):
+        rewritten(4, 6, *arguments, **options)
+
+
+def test_other_paddings_are_refused() -> None:
+    with pytest.raises(ValueError, match="only padding with zeros"):
+        SpaceToDepthConv3d(4, 6, 4, stride=2, padding=1, padding_mode="circular")
+    with pytest.raises(ValueError, match="kernel 4"):
+        DepthToSpaceConvTranspose3d(4, 6, 4, stride=2, padding=1, output_padding=1)
