@@ -8,7 +8,8 @@ srun -n 8 python train.py --config=bs512_opt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from utils.checkpoint import NoCheckpoint, WeightsFile
 from utils.config import Config
 from utils.data import build_loaders
 from utils.distributed import World
-from utils.errors import one_line_errors, value_errors_for_users
+from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
@@ -31,10 +32,8 @@ from utils.steps import Step
 from utils.steps.eager import EagerStep, StepOptions
 from utils.trainer import Trainer
 
-StepFactory = Callable[[nn.Module, nn.Module, torch.optim.Optimizer, World, StepOptions], Step]
 
-
-def main(argv: Sequence[str] | None = None, make_step: StepFactory = EagerStep) -> None:
+def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerStep) -> None:
     """Reads the command line and trains; bad input ends in one line and exit code 2."""
     with one_line_errors():
         options = cli.parse(argv)
@@ -49,19 +48,20 @@ def main(argv: Sequence[str] | None = None, make_step: StepFactory = EagerStep) 
                 run(options, config, world, make_step)
 
 
-def run(options: cli.Options, config: Config, world: World, make_step: StepFactory) -> None:
+def run(options: cli.Options, config: Config, world: World, make_step: type[EagerStep]) -> None:
     """Assembles one training, or benchmark, and carries it out."""
-    set_backends()
+    backends = set_backends(config, world.device)
     settings = read_settings() if config.enable_benchy else None
     with value_errors_for_users():
-        network, loss = build_model(config), build_loss(config.loss, lambda_rho=config.lambda_rho)
+        network, loss = build_model(config), build_objective(config)
+    directory = logs.run_directory(config, options.config, options.run_num, world.size)
+    profiler = build_profiler(config, world, directory)
     loaders = build_loaders(config, world, lambda: training_memory(config, lambda: build_model(config)).reserve)
     step = build_step(config, world, network, loss, make_step)
     schedule = build_schedule(config)
-    directory = logs.run_directory(config, options.config, options.run_num, world.size)
     with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
-        for note in loaders.notes:
+        for note in (*backends, *loaders.notes):
             run_logs.line(note)
         run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
         if settings is not None:
@@ -73,6 +73,8 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
                 rate=schedule.peak,
                 global_batch_size=config.global_batch_size,
                 settings=settings,
+                dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
+                exchanges=world.size > 1 and not config.noddp,
             )
             benchmark.run(logs.provenance(world))
         else:
@@ -83,7 +85,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
                 world=world,
                 logs=run_logs,
                 checkpoint=WeightsFile(directory, config.model_dump()) if world.is_root else NoCheckpoint(),
-                profiler=build_profiler(config, world, directory),
+                profiler=profiler,
                 num_epochs=config.num_epochs,
                 global_batch_size=config.global_batch_size,
                 log_interval=config.log_interval,
@@ -101,7 +103,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: StepFacto
         logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
-def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: StepFactory) -> Step:
+def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: type[EagerStep]) -> Step:
     """Network, loss and optimizer in a step; the same weights on every rank, from the config's seed."""
     start = config.weight_init
     generator = torch.Generator().manual_seed(config.seed)
@@ -113,7 +115,8 @@ def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module
     if config.enable_apex:
         choice = choice.model_copy(update={"name": "apex_adam"})
     with value_errors_for_users():
-        optimizer = build_optimizer(choice, network.parameters(), config.lr_schedule.start_lr)
+        rate, capturable = config.lr_schedule.start_lr, make_step.capturable and world.device.type == "cuda"
+        optimizer = build_optimizer(choice, network.parameters(), rate, capturable)
     return make_step(
         network,
         loss,
@@ -125,10 +128,12 @@ def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module
             accumulation_steps=config.accumulation_steps,
             clip_grad_norm=config.clip_grad_norm,
             enable_jit=config.enable_jit,
+            compiler=config.compiler,
             noddp=config.noddp,
             bucket_cap_mb=config.bucket_cap_mb,
             disable_broadcast_buffers=config.disable_broadcast_buffers,
             static_graph=config.static_graph,
+            gradient_compression=config.gradient_compression,
         ),
     )
 
@@ -142,16 +147,41 @@ def build_model(config: Config) -> nn.Module:
         out_channels=config.N_out_channels,
         width=config.network.width,
         scales=config.scales,
+        rewritten=config.network.rewritten,
+        fused=config.fused_pointwise,
     )
 
 
+def build_objective(config: Config) -> nn.Module:
+    """The loss."""
+    return build_loss(config.loss, lambda_rho=config.lambda_rho, fused=config.fused_pointwise)
+
+
 def build_profiler(config: Config, world: World, directory: Path) -> profiling.NoProfiler:
-    """Profiles 30 steps of the second epoch (of the first, if there is one alone), on rank 0."""
-    if not config.enable_manual_profiling or not world.is_root:
+    """What --enable_manual_profiling asks for; raises UserError, on every rank, where it cannot be had."""
+    if not config.enable_manual_profiling:
         return profiling.NoProfiler()
-    warm = min(5, config.steps_per_epoch - 1)
-    first = warm + (config.steps_per_epoch if config.num_epochs > 1 else 0)
-    return profiling.WindowProfiler(first, 30, directory, world.device.type == "cuda")
+    profile, on_gpu = config.profile, world.device.type == "cuda"
+    with_nsys = profile.profiler == "nsys" or (profile.profiler == "auto" and on_gpu)
+    if with_nsys and not on_gpu:
+        raise UserError(
+            f"profile.profiler nsys needs a GPU, and this training runs on {world.device}; use --profiler=torch"
+        )
+    first = profile.first_step
+    if first is None:
+        warm = min(5, config.steps_per_epoch - 1)
+        first = warm + (config.steps_per_epoch if config.num_epochs > 1 else 0)
+    if first >= config.total_steps:
+        raise UserError(
+            f"profile.first_step {first} lies beyond the training: it has {config.total_steps} steps, counted from 0; "
+            f"lower it, or raise num_epochs"
+        )
+    if profile.ranks == "root" and not world.is_root:
+        return profiling.NoProfiler()
+    tool: profiling.Nsys | profiling.TorchProfiler = profiling.Nsys()
+    if not with_nsys:
+        tool = profiling.TorchProfiler(directory, on_gpu, world.rank if profile.ranks == "all" else None)
+    return profiling.WindowProfiler(first, profile.steps, tool, world.device)
 
 
 def check(options: cli.Options, config: Config) -> None:
@@ -165,16 +195,24 @@ def check(options: cli.Options, config: Config) -> None:
     base = configs.load(options.yaml_config, "base") if "base" in named else None
     directory = logs.run_directory(config, options.config, options.run_num, ranks)
     with value_errors_for_users():
-        build_loss(config.loss, lambda_rho=config.lambda_rho)
+        build_objective(config)
         preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config)))
 
 
-def set_backends() -> None:
-    """cuDNN's search for the fastest convolutions: shapes stay the same, so it pays once.
+def set_backends(config: Config, device: torch.device) -> list[str]:
+    """cuDNN's search, which pays since shapes stay the same, and TF32; returns what to log of it.
 
-    TF32 convolutions are torch's default; NVIDIA_TF32_OVERRIDE=0 turns them off in the driver's libraries.
+    Through PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
     """
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    if device.type != "cuda":
+        return []
+    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    precision = "TF32" if config.tf32 and not overridden else "IEEE"
+    why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
+    search = "on" if config.cudnn_benchmark else "off"
+    return [f"cuDNN {torch.backends.cudnn.version()}, search {search}; float32 convolutions: {precision}{why}"]
 
 
 if __name__ == "__main__":

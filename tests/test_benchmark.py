@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,15 +21,26 @@ from utils.logs import SilentLogs
 
 
 class CountingStep:
-    network = nn.Linear(1, 1)
     gradient_norm = torch.zeros(())
 
     def __init__(self) -> None:
+        self.network = nn.Conv3d(4, 5, 1)
         self.seen: list[int] = []
+        self.alone: list[int] = []
+        self._exchanging = True
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        self.seen.append(len(inputs))
+        (self.seen if self._exchanging else self.alone).append(len(inputs))
         return torch.zeros(())
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.network(inputs) - targets).abs().mean()
+
+    @contextlib.contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        self._exchanging = False
+        yield
+        self._exchanging = True
 
 
 class KeptLines(SilentLogs):
@@ -38,7 +51,7 @@ class KeptLines(SilentLogs):
         self.lines.append(text)
 
 
-def measure(world: World, output: str) -> tuple[list[str], int]:
+def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], int, int]:
     step, logs = CountingStep(), KeptLines()
     # Three batches an epoch: a trial of five goes over its end.
     loader = SyntheticLoader(
@@ -60,24 +73,44 @@ def measure(world: World, output: str) -> tuple[list[str], int]:
         rate=1e-3,
         global_batch_size=4 * world.size,
         settings=settings,
+        exchanges=exchanges,
+        peak_seconds=0.01,
     ).run({"commit": "none"})
-    return logs.lines, len(step.seen)
+    return logs.lines, len(step.seen), len(step.alone)
 
 
-def test_two_ranks_measure_print_and_write(tmp_path) -> None:
+@pytest.mark.parametrize(("ranks", "exchanges"), [(2, True), (2, False), (1, False)])
+def test_ranks_measure_print_and_write(tmp_path, ranks: int, exchanges: bool) -> None:
     output = tmp_path / "rates.json"
-    for lines, steps in run_ranks(measure, 2, str(output)):
+    names = ("IO", "SYNTHETIC", "FULL", "NO-COMM") if exchanges else ("IO", "SYNTHETIC", "FULL")
+    for lines, steps, alone in run_ranks(measure, ranks, str(output), exchanges):
         assert steps == 2 * 4 * 5, "SYNTHETIC and FULL take steps, IO takes none"
-        summary = [line for line in lines if line.startswith("BENCHY::SUMMARY::")]
-        for line, name in zip(summary, ("IO", "SYNTHETIC", "FULL"), strict=True):
+        assert alone == (4 * 5 if exchanges else 0)
+        summary = [line for line in lines if "average trial throughput" in line]
+        for line, name in zip(summary, names, strict=True):
             assert re.fullmatch(
                 rf"BENCHY::SUMMARY::{name} average trial throughput: \d+\.\d{{3}} \+/- \d+\.\d{{3}}", line
             )
+        assert any("NO-COMM communication overhead" in line for line in lines) is exchanges
+        medians = [line for line in lines if " median " in line]
+        assert len(medians) == len(names)
+        assert all(("TFLOP/s a rank, " in line) == ("::IO" not in line) for line in medians)
     result = json.loads(output.read_text())
     assert result["provenance"] == {"commit": "none"}
-    for name in ("IO", "SYNTHETIC", "FULL"):
-        assert len(result[name]["trials"]) == 3
-        assert result[name]["mean"] == pytest.approx(sum(result[name]["trials"]) / 3)
+    # 4 × 5 products a cell, forward and for the weights: the network's first layer needs no gradient of its inputs.
+    assert result["flops_per_sample"] == 2 * 2 * 4 * 5 * 4**3
+    assert len(result["matmul_peak"]["TFLOP/s of each rank"]) == result["ranks"] == ranks
+    for name in names:
+        trials = result[name]["trials"]
+        assert len(trials) == 3
+        assert result[name]["mean"] == pytest.approx(sum(trials) / 3)
+        assert result[name]["median"] == sorted(trials)[1]
+        assert (result[name]["min"], result[name]["max"]) == (min(trials), max(trials))
+        if name != "IO":
+            teraflops = result[name]["median"] * result["flops_per_sample"] / ranks / 1e12
+            assert result[name]["TFLOP/s a rank"] == pytest.approx(teraflops)
+            share = teraflops / result["matmul_peak"]["TFLOP/s"]
+            assert result[name]["share of matmul peak"] == pytest.approx(share)
 
 
 def test_settings_come_from_the_named_file_and_environment(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from utils import cli
-from utils.config import Config, flatten, load
+from utils.config import Config, Profile, flatten, load
 from utils.errors import UserError
 
 ENABLE_AMP = "test: {enable_amp: True, global_batch_size: 64, Nsamples: 1024}\nplain: {enable_amp: False}"
@@ -51,9 +51,10 @@ def test_defaults_are_the_originals() -> None:
         (["--num_epochs", "3"], "num_epochs", 3),
         (["--num_data_workers", "8"], "num_data_workers", 8),
         (["--bucket_cap_mb", "100"], "bucket_cap_mb", 100.0),
+        (["--profiler", "torch"], "profile.profiler", "torch"),
     ],
 )
-def test_flags_of_the_original_set_their_key_alone(config_of: Any, flags: list[str], key: str, value: Any) -> None:
+def test_flags_set_their_key_alone(config_of: Any, flags: list[str], key: str, value: Any) -> None:
     before, after = flatten(config_of(name="plain")), flatten(config_of(*flags, name="plain"))
     assert {name: found for name, found in after.items() if found != before[name]} == {key: value}
 
@@ -64,6 +65,13 @@ def test_absent_switch_keeps_the_yamls_true_and_a_present_one_switches_on(config
     assert not config_of(name="plain").enable_amp
     assert config_of("--enable_amp", name="plain").enable_amp
     assert not config_of("--set", "enable_amp=false").enable_amp
+
+
+def test_profiler_leaves_the_other_keys_of_its_section_as_they_are(config_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "configs.yaml").write_text("test: {profile: {first_step: 3, profiler: torch}}")
+    assert config_of("--profiler=nsys").profile == Profile(first_step=3, profiler="nsys")
+    with pytest.raises(UserError, match=r"profile\.profiler: Input should be 'auto', 'nsys' or 'torch', not 'perf'"):
+        config_of("--profiler=perf")
 
 
 def test_local_batch_size_sets_the_global_batch_to_ranks_times_it(config_of: Any) -> None:

@@ -121,9 +121,10 @@ def changed_value(key: str, old: Any) -> Any:
     if isinstance(old, bool):
         candidates: list[Any] = [not old]
     elif isinstance(old, list):
-        candidates = [[0.5, 0.75], [256, 128], [[0, 1, 2]]]
+        candidates = [[0.5, 0.75], [256, 128], [[0, 1, 2]], ["down1"]]
     else:
         candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "cpu"]
+        candidates += ["torchscript", "bfloat16", "all", "torch"]
     for candidate in candidates:
         text = yaml.safe_dump(candidate, default_flow_style=True).removesuffix("...\n").strip()
         try:

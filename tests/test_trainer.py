@@ -51,8 +51,12 @@ class RecordedStep:
         self.events.append(f"warm up on {float(inputs.mean())}")
         time.sleep(0.1)
 
+    def describe(self) -> list[str]:
+        return [f"described after {len(self.rates)} steps"]
+
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.events.append("evaluate")
+        self.network(inputs.flatten()[:1])
         return inputs.mean()
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -163,6 +167,14 @@ def test_log_lines_are_the_contracts() -> None:
         == 3
     )
     assert len(re.findall(r"^  Avg train loss=\d+\.\d{6}$", text, re.M)) == 3
+    intervals = [line for line in logs.lines if re.match(r"epoch \d/3, step", line)]
+    assert len(intervals) == 9
+    for line in intervals:
+        found = re.search(r"([\d.e+]+) samples/s, ([\d.e-]+) TFLOP/s a rank, ", line)
+        assert found
+        # A batch of two passes once through a linear layer of one weight that needs no gradient of its inputs.
+        assert float(found[2]) == pytest.approx(float(found[1]) * 4 / BATCH / 1e12, rel=0.01)
+    assert len(logs.curve("Step/TFLOP per sec per rank")) == 9
     assert len(re.findall(r"^  Avg val loss=2\.000000$", text, re.M)) == 4
     assert len(re.findall(r"^  Total validation time: \S+ sec$", text, re.M)) == 4
 
@@ -175,7 +187,9 @@ def test_the_warm_up_is_timed_by_itself_before_the_first_epoch() -> None:
     assert found
     assert float(found[1]) >= 0.1
     assert "validation time" in logs.lines[place - 1], "the untrained losses come first"
-    assert logs.lines[place + 1].startswith("epoch 1/3, step 2/5")
+    assert logs.lines[place + 1] == "described after 2 steps"
+    assert logs.lines[place + 2].startswith("epoch 1/3, step 2/5")
+    assert sum(line.startswith("described") for line in logs.lines) == 1
     epoch = next(line for line in logs.lines if line.startswith("Time taken for epoch 1"))
     assert float(epoch.split()[6]) < 0.1, "its time is not in it"
 

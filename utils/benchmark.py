@@ -1,11 +1,13 @@
 """Benchmark mode (`--enable_benchy`): how fast is the input alone, the step alone, and both together.
 
-IO reads batches and throws them away; SYNTHETIC trains on one batch again and again; FULL trains on real batches.
+IO reads batches and throws them away; SYNTHETIC trains on one batch again and again; FULL trains on real batches;
+NO-COMM, where several ranks exchange gradients, is SYNTHETIC without that exchange. All in samples/s of all ranks.
 The settings are in benchy-conf.yaml, or the file that BENCHY_CONFIG_FILE names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -22,7 +24,10 @@ from utils.data import Loader
 from utils.data.feeder import Batch
 from utils.distributed import World
 from utils.errors import UserError
+from utils.files import appearing_whole
+from utils.flops import counted, matmul_peak
 from utils.logs import SilentLogs
+from utils.progress import Progress
 from utils.steps import Step
 
 DEFAULT_SETTINGS = Path(__file__).parent.parent / "benchy-conf.yaml"
@@ -78,44 +83,100 @@ class Benchmark:
         rate: float,
         global_batch_size: int,
         settings: Settings,
+        dtype: torch.dtype = torch.float32,
+        exchanges: bool = False,
+        peak_seconds: float = 1.0,
     ) -> None:
+        """`dtype` is what products are computed in; `exchanges` tells whether ranks send each other gradients."""
         self._step, self._loader, self._world, self._logs = step, loader, world, logs
         self._rate, self._samples, self._settings = rate, global_batch_size, settings
+        self._dtype, self._exchanges, self._peak_seconds = dtype, exchanges, peak_seconds
 
     def run(self, provenance: dict[str, Any]) -> dict[str, Any]:
         """All trials; logs the summary lines and writes the JSON file on rank 0."""
+        peak = self._measure_peak()
         endless = self._endless()
         fixed = Batch(*(part.clone() for part in next(endless)))
-        actions: dict[str, Callable[[], object]] = {
-            "IO": lambda: next(endless),
-            "SYNTHETIC": lambda: self._step(*fixed, self._rate),
-            "FULL": lambda: self._step(*next(endless), self._rate),
+        with counted(self._step.network) as flops:
+            self._step.evaluate(*fixed)
+        flops_per_sample = flops.training / len(fixed.inputs)
+        settings = self._settings
+        plan: dict[str, tuple[Trials, Callable[[], object]]] = {
+            "IO": (settings.IO, lambda: next(endless)),
+            "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, self._rate)),
+            "FULL": (settings.FULL, lambda: self._step(*next(endless), self._rate)),
         }
-        results: dict[str, Any] = {"provenance": provenance, "global_batch_size": self._samples, "unit": "samples/s"}
-        for name, action in actions.items():
-            trials: Trials = getattr(self._settings, name)
-            rates = [self._trial(action, trials.batches) for _ in range(trials.warmup_trials + trials.trials)]
-            counted = rates[trials.warmup_trials :]
-            results[name] = {
-                "trials": counted,
-                "mean": statistics.fmean(counted),
-                "stdev": statistics.pstdev(counted),
-                "settings": trials.model_dump(),
-            }
+        if self._exchanges:  # last: it leaves each rank with parameters of its own
+            plan["NO-COMM"] = plan["SYNTHETIC"]
+        results: dict[str, Any] = {
+            "provenance": provenance,
+            "unit": "samples/s",
+            "global_batch_size": self._samples,
+            "ranks": self._world.size,
+            "flops_per_sample": flops_per_sample,
+            "matmul_peak": peak,
+        }
+        total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
+        with Progress("benchmark", total, "trials", silent=not self._world.is_root) as progress:
+            for name, (trials, action) in plan.items():
+                apart = self._step.without_exchange() if name == "NO-COMM" else contextlib.nullcontext()
+                with apart:
+                    rates = self._trials(name, trials, action, progress)
+                results[name] = {**_summary(rates[trials.warmup_trials :]), "settings": trials.model_dump()}
+                if name != "IO":
+                    teraflops = results[name]["median"] * flops_per_sample / self._world.size / 1e12
+                    results[name]["TFLOP/s a rank"] = teraflops
+                    results[name]["share of matmul peak"] = teraflops / peak["TFLOP/s"]
         endless.close()
-        for name in actions:
-            mean, spread = results[name]["mean"], results[name]["stdev"]
-            self._logs.line(f"BENCHY::SUMMARY::{name} average trial throughput: {mean:.3f} +/- {spread:.3f}")
+        for name in plan:
+            self._tell(name, results[name])
+        if "NO-COMM" in plan:
+            lost = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
+            results["communication overhead"] = lost
+            self._logs.line(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
+        self._write(results)
+        return results
+
+    def _tell(self, name: str, result: dict[str, Any]) -> None:
+        line = f"BENCHY::SUMMARY::{name}"
+        mean, spread = result["mean"], result["stdev"]
+        self._logs.line(f"{line} average trial throughput: {mean:.3f} +/- {spread:.3f}")
+        text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
+        if "TFLOP/s a rank" in result:
+            share = 100 * result["share of matmul peak"]
+            text += f"; {result['TFLOP/s a rank']:.3g} TFLOP/s a rank, {share:.1f} % of the matmul peak"
+        self._logs.line(f"{line} {text}")
+
+    def _write(self, results: dict[str, Any]) -> None:
+        path = self._settings.output
         with self._world.agreed():
             if self._world.is_root:
                 try:
-                    Path(self._settings.output).write_text(json.dumps(results, indent=2) + "\n")
+                    with appearing_whole([Path(path)]) as (partial,):
+                        partial.write_text(json.dumps(results, indent=2) + "\n")
                 except OSError as error:
-                    raise UserError(
-                        f"cannot write {self._settings.output}: {error.strerror}; set BENCHY_OUTPUT"
-                    ) from None
-        self._logs.line(f"Benchmark results: {self._settings.output}")
-        return results
+                    raise UserError(f"cannot write {path}: {error.strerror}; set BENCHY_OUTPUT") from None
+        self._logs.line(f"Benchmark results: {path}")
+
+    def _measure_peak(self) -> dict[str, Any]:
+        """TFLOP/s of a matrix product on each rank's device, of all ranks at once, and their mean."""
+        self._world.barrier()
+        peak = matmul_peak(self._world.device, self._dtype, self._peak_seconds) / 1e12
+        peaks = self._world.gather_objects(peak)
+        name = str(self._dtype).removeprefix("torch.")
+        if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
+            name = "float32 as TF32"
+        mean = statistics.fmean(peaks)
+        self._logs.line(f"Matmul peak, {name}: {mean:.4g} TFLOP/s a rank")
+        return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
+
+    def _trials(self, name: str, trials: Trials, action: Callable[[], object], progress: Progress) -> list[float]:
+        rates = []
+        for number in range(trials.warmup_trials + trials.trials):
+            rates.append(self._trial(action, trials.batches))
+            kind = "warm-up, " if number < trials.warmup_trials else ""
+            progress.advance(note=f"{name}: {kind}{rates[-1]:.1f} samples/s")
+        return rates
 
     def _endless(self) -> Generator[Batch, None, None]:
         epoch = 0
@@ -137,3 +198,14 @@ class Benchmark:
     def _wait_for_device(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
+
+
+def _summary(rates: list[float]) -> dict[str, Any]:
+    return {
+        "trials": rates,
+        "mean": statistics.fmean(rates),
+        "stdev": statistics.pstdev(rates),
+        "median": statistics.median(rates),
+        "min": min(rates),
+        "max": max(rates),
+    }

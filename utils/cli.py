@@ -1,4 +1,4 @@
-"""The command line: the original's flags, --set for every other key, --preflight."""
+"""The command line: the original's flags, --profiler, --set for every other key, --preflight."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ VALUES: dict[str, tuple[type, str]] = {
     "num_epochs": (int, "epochs to train"),
     "num_data_workers": (int, "loader threads a rank"),
     "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
+    "profiler": (str, "what --enable_manual_profiling profiles with: auto, nsys or torch"),
 }
+KEYS = {"profiler": "profile.profiler"}  # of flags that set a key in a section
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -100,7 +102,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in (*VALUES, *SWITCHES):
         value = getattr(arguments, name)
         if value is not None:
-            overrides[name] = value
+            overrides[KEYS.get(name, name)] = value
     for text in arguments.set:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():

@@ -52,6 +52,7 @@ class Network(Section):
     name: str = "unet"
     width: Positive = 64
     scales: Positive | None = None
+    rewritten: list[Literal["down1", "last"]] = []  # layers as exact smaller convolutions; see networks/rewrites.py
 
 
 class Optimizer(Section):
@@ -69,6 +70,15 @@ class VectorChannels(Section):
 
     inputs: list[list[Count]] = [[1, 2, 3]]
     targets: list[list[Count]] = [[1, 2, 3]]
+
+
+class Profile(Section):
+    """Under enable_manual_profiling: which steps, on which ranks, with what; see utils/profiling.py."""
+
+    first_step: Count | None = None  # of the whole training; None: the sixth of the second epoch
+    steps: Positive = 30
+    ranks: Literal["root", "all"] = "root"
+    profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, else torch
 
 
 class Timeouts(Section):
@@ -93,7 +103,7 @@ class Config(Section):
     enable_amp: bool = False  # mixed precision
     enable_apex: bool = False  # apex FusedAdam where installed, else torch's
     enable_benchy: bool = False  # measure throughput and end
-    enable_jit: bool = False  # torch.compile
+    enable_jit: bool = False  # compile network and loss
     expdir: str = "/logs"  # runs go to <expdir>/<config>/<ranks>GPU/<run_num>
     lr_schedule: LrSchedule = LrSchedule()
     data_loader_config: str = "lowmem"  # one of utils/data's LOADERS
@@ -123,6 +133,10 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
+    tf32: bool = True  # float32 convolutions with 10 bits of mantissa on tensor cores; NVIDIA_TF32_OVERRIDE=0 wins
+    cudnn_benchmark: bool = True  # cuDNN tries its algorithms once per shape and takes the fastest
+    compiler: Literal["inductor", "torchscript"] = "inductor"  # under enable_jit
+    fused_pointwise: bool = False  # bias, activation, concatenation and loss in one kernel each; needs channels_last
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None
     vector_channels: VectorChannels = VectorChannels()
@@ -131,7 +145,9 @@ class Config(Section):
     channels_last: bool = False  # batches and network in memory as N, D, H, W, C
     log_interval: Positive = 50  # steps between log lines, and between reads of the loss
     static_graph: bool = False  # DDP: the same parameters take part in every step
+    gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: what gradients are sent as
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    profile: Profile = Profile()
     timeouts: Timeouts = Timeouts()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
 
@@ -292,14 +308,37 @@ def default_name(path: str) -> str:
 
 
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The config `name` of a YAML file with `overrides` ({'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}) on top."""
-    configs = read_file(path)
-    if name not in configs:
-        raise UserError(f"unknown config {name} in {path}; known: {', '.join(configs)}{_nearest(name, configs)}")
-    values = configs[name]
+    """The config `name` with `overrides` ({'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}) on top.
+
+    It is one of the YAML file's, or the one of its own name in a file <name>.yaml beside it.
+    """
+    values = _values(path, name)
     for key, value in (overrides or {}).items():
         values = _with(values, key.split("."), value, name)
     return validate(values, name)
+
+
+def _values(path: str, name: str) -> dict[str, Any]:
+    """What the file says of the config `name`, else what the file <name>.yaml beside it does."""
+    configs = read_file(path)
+    if name in configs:
+        return configs[name]
+    beside = {file.stem: str(file) for file in sorted(Path(path).parent.glob("*.yaml")) if file.name != Path(path).name}
+    if name in beside:
+        found = read_file(beside[name])
+        if name not in found:
+            raise UserError(f"no config {name} in {path}, nor in {beside[name]}: it holds {', '.join(found)}")
+        return found[name]
+    known = [*configs, *(stem for stem, file in beside.items() if holds(file, stem))]
+    raise UserError(f"unknown config {name} in {path}; known: {', '.join(known)}{_nearest(name, known)}")
+
+
+def holds(path: str, name: str) -> bool:
+    """Whether a file has a config of this name."""
+    try:
+        return name in read_file(path)
+    except UserError:  # a file of some other program
+        return False
 
 
 def validate(values: Mapping[str, Any], name: str) -> Config:

@@ -13,6 +13,7 @@ from utils.data import Loaders
 from utils.data.feeder import Batch
 from utils.distributed import World
 from utils.errors import UserError
+from utils.flops import counted
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder, NonFiniteLoss, Stopwatch, WeightedMean
 from utils.profiling import NoProfiler, annotate
@@ -54,6 +55,8 @@ class Trainer:
         self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
         self.steps_done = 0
         self._rate = 0.0
+        self._teraflops = 0.0  # of training on one sample
+        self._described = False
         self._started = time.perf_counter()
 
     def fit(self) -> FitResult:
@@ -64,21 +67,23 @@ class Trainer:
             initial = best = final = self._measure_untrained(batch)
             self._warm_up(batch)
         speed = 0.0
-        for epoch in range(self.num_epochs):
-            train_loss, speed = self._train_epoch(epoch)
-            final = self._validate()
-            best = min(best, final)
-            self.logs.scalars({"Loss/train": train_loss, "Loss/valid": final}, self.steps_done)
-            with self.world.agreed():
-                self.checkpoint.save(self.step.network, epoch=epoch + 1, step=self.steps_done, valid_loss=final)
-        self.profiler.close()
+        with closing(self.profiler):  # a profile is written, too, of a training that fails
+            for epoch in range(self.num_epochs):
+                train_loss, speed = self._train_epoch(epoch)
+                final = self._validate()
+                best = min(best, final)
+                self.logs.scalars({"Loss/train": train_loss, "Loss/valid": final}, self.steps_done)
+                with self.world.agreed():
+                    self.checkpoint.save(self.step.network, epoch=epoch + 1, step=self.steps_done, valid_loss=final)
         return FitResult(self.steps_done, initial, final, best, speed, time.perf_counter() - self._started)
 
     def _measure_untrained(self, batch: Batch) -> float:
         """Both losses before the first update: the curves' left ends."""
         self.logs.line("Before training:")
         train = WeightedMean(self.world)
-        train.add(self.step.evaluate(*batch), len(batch.inputs))
+        with counted(self.step.network) as flops:
+            train.add(self.step.evaluate(*batch), len(batch.inputs))
+        self._teraflops = flops.training / len(batch.inputs) / 1e12
         initial = self._validate()
         self.logs.scalars({"Loss/train": train.result(), "Loss/valid": initial, "Learning Rate": self.schedule(0)}, 0)
         return initial
@@ -132,19 +137,26 @@ class Trainer:
         except NonFiniteLoss as error:
             step = self.steps_done + error.steps_ago
             raise error.explained(step + 1, self.schedule(step)) from None
+        if not self._described:
+            for line in self.step.describe():
+                self.logs.line(line)
+            self._described = True
         speed = len(losses) * self.global_batch_size / interval.seconds()
+        teraflops = speed * self._teraflops / self.world.size
         mean, wait = sum(losses) / len(losses), interval.wait_fraction()
         rest = (self.num_epochs * steps - self.steps_done) / max(self.steps_done, 1)
         remaining = rest * (time.perf_counter() - self._started)
         self.logs.line(
-            f"{title}, step {done}/{steps}: loss {mean:.6f}, {speed:.1f} samples/s, rate {self._rate:.2e}, "
-            f"gradient norm {norms[-1]:.3g}, data wait {100 * wait:.0f} %, {format_duration(remaining)} left"
+            f"{title}, step {done}/{steps}: loss {mean:.6f}, {speed:.1f} samples/s, {teraflops:.3g} TFLOP/s a rank, "
+            f"rate {self._rate:.2e}, gradient norm {norms[-1]:.3g}, data wait {100 * wait:.0f} %, "
+            f"{format_duration(remaining)} left"
         )
         self.logs.scalars(
             {
                 "Step/loss": mean,
                 "Step/gradient norm": norms[-1],
                 "Step/samples per sec": speed,
+                "Step/TFLOP per sec per rank": teraflops,
                 "Step/data wait fraction": wait,
                 "Step/learning rate": self._rate,
             },

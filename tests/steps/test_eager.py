@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
 from utils.distributed import Launch, World
 from utils.optim import OPTIMIZERS, build_optimizer
-from utils.steps import eager
+from utils.steps import compilers
 from utils.steps.eager import EagerStep, StepOptions
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -116,21 +117,37 @@ def test_every_optimizer_learns(name: str) -> None:
     assert last < 0.95 * first
 
 
-def test_fused_adam_follows_plain_adam() -> None:
-    step = make("adam")
-    assert step._optimizer.defaults["fused"]
-    plain = make("adam")
-    plain._optimizer = torch.optim.Adam(plain.network.parameters(), lr=RATE, foreach=False, fused=False)
-    for seed in range(20):
-        gradients = torch.randn(len(parameters(step)), generator=torch.Generator().manual_seed(seed))
-        for one in (step, plain):
-            nn.utils.vector_to_parameters(parameters(one), one.network.parameters())
-            start = 0
-            for parameter in one.network.parameters():
-                parameter.grad = gradients[start : start + parameter.numel()].view_as(parameter).clone()
-                start += parameter.numel()
-            one._optimizer.step()
-    assert float((parameters(step) - parameters(plain)).abs().max()) <= 1e-6
+@pytest.mark.parametrize("name", ["adam", "apex_adam"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
+    """apex's where it is installed; else --enable_apex takes torch's, which is the default, too."""
+    shapes = [(64, 4, 4, 4, 4), (64,), (33, 7)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    fused, plain = ([nn.Parameter(value.clone().to(device)) for value in start] for _ in range(2))
+    optimizers = [
+        build_optimizer(Optimizer(name=name), fused, RATE),
+        torch.optim.Adam(plain, lr=RATE, foreach=False, fused=False),
+    ]
+    assert optimizers[0].defaults.get("fused", name == "apex_adam")
+    for _ in range(50):
+        for one, other, shape in zip(fused, plain, shapes, strict=True):
+            gradient = torch.randn(shape, generator=generator).to(device)
+            one.grad, other.grad = gradient, gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other, first in zip(fused, plain, start, strict=True):
+        assert float((one - other).detach().abs().max()) <= 1e-6
+        assert float((one.detach().cpu() - first).abs().max()) > 10 * RATE
 
 
 def test_a_failing_compiler_falls_back_to_eager_with_one_warning(monkeypatch, caplog) -> None:
@@ -143,7 +160,7 @@ def test_a_failing_compiler_falls_back_to_eager_with_one_warning(monkeypatch, ca
 
         return call
 
-    monkeypatch.setattr(eager.torch, "compile", broken)
+    monkeypatch.setattr(compilers.torch, "compile", broken)
     step, plain = make(enable_jit=True), make()
     with caplog.at_level(logging.WARNING):
         losses = [step(*batch(seed), RATE) for seed in range(3)]
@@ -154,11 +171,66 @@ def test_a_failing_compiler_falls_back_to_eager_with_one_warning(monkeypatch, ca
 
 
 def test_an_error_of_the_network_itself_is_not_taken_for_the_compilers(monkeypatch) -> None:
-    monkeypatch.setattr(eager.torch, "compile", lambda module: module)
+    monkeypatch.setattr(compilers.torch, "compile", lambda module: module)
     step = make(enable_jit=True)
     inputs, targets = batch()
     with pytest.raises(RuntimeError):
         step(inputs[:, :3], targets, RATE)
+
+
+# --- data parallel ---------------------------------------------------------------------------------------------------
+
+
+def describe_on_ranks(world: World) -> list[tuple[list[str], float]]:
+    answers = []
+    cases: list[dict] = [{"bucket_cap_mb": 0.005}, {"gradient_compression": "bfloat16"}, {"noddp": True}]
+    for options in cases:
+        network = build_network("unet", 8, width=4, scales=2)
+        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+        built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+        step = EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
+        for number in range(3):
+            step(*batch(10 * world.rank + number), RATE)
+        answers.append((step.describe(), float(parameters(step).norm())))
+    return answers
+
+
+def test_the_log_tells_the_buckets_that_gradients_travel_in() -> None:
+    first, second = run_ranks(describe_on_ranks, 2)
+    (line,), norm = first[0]
+    total = sum(parameter.numel() for parameter in make().network.parameters()) * 4 / 1e6
+    found = re.fullmatch(
+        r"DistributedDataParallel: (\d+) buckets of gradients, ([\d.]+) MB: ([\d., ]+) MB; sent as float32", line
+    )
+    assert found
+    sizes = [float(size) for size in found[3].split(", ")]
+    assert len(sizes) == int(found[1]) > 1
+    assert sum(sizes) == pytest.approx(float(found[2]), rel=0.01) == pytest.approx(total, rel=0.01)
+    assert first[1][0][0].startswith("DistributedDataParallel: 1 buckets")
+    assert first[1][0][0].endswith("sent as bfloat16")
+    assert first[2][0] == [], "nothing is exchanged"
+    for index in (0, 1):
+        assert first[index][1] == second[index][1], "the ranks agree, also on what was rounded"
+    assert first[1][1] == pytest.approx(norm, rel=1e-3)
+    assert first[1][1] != norm, "rounding to bfloat16 leaves a trace"
+
+
+def without_exchange_on_ranks(world: World) -> list[float]:
+    network = build_network("unet", 8, width=4, scales=2)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+    built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+    step = EagerStep(network, build_loss("l1"), built, world, StepOptions(accumulation_steps=2))
+    step(*batch(world.rank), RATE)
+    norms = [float(parameters(step).norm())]
+    with step.without_exchange():
+        step(*batch(world.rank), RATE)
+    return [*norms, float(parameters(step).norm())]
+
+
+def test_within_without_exchange_ranks_go_their_own_way() -> None:
+    first, second = run_ranks(without_exchange_on_ranks, 2)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
 
 
 # --- warming up ----------------------------------------------------------------------------------------------------
@@ -264,7 +336,7 @@ def test_after_a_warm_up_no_step_compiles(monkeypatch, options: dict) -> None:
 
     plain = torch.compile
     torch._dynamo.reset()
-    monkeypatch.setattr(eager.torch, "compile", lambda module: plain(module, backend=backend))
+    monkeypatch.setattr(compilers.torch, "compile", lambda module: plain(module, backend=backend))
     step = make_changeable(enable_jit=True, **options)
     step.evaluate(*batch())
     step.warm_up(*batch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -22,6 +23,12 @@ class Step(Protocol):
 
         Every rank calls it, with a batch like those it will train on.
         """
+
+    def without_exchange(self) -> AbstractContextManager[None]:
+        """Within it, ranks keep their gradients to themselves."""
+
+    def describe(self) -> list[str]:
+        """Lines for the log, once a step has been made: how it computes."""
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss without training."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import World
 from utils.profiling import annotate
-
-log = logging.getLogger(__name__)
+from utils.steps.compilers import Compiled, Traced
 
 # torch 2.13 gives the option a new name.
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -31,10 +31,12 @@ class StepOptions:
     accumulation_steps: int = 1
     clip_grad_norm: float | None = None
     enable_jit: bool = False
+    compiler: str = "inductor"
     noddp: bool = False
     bucket_cap_mb: float = 25.0
     disable_broadcast_buffers: bool = False
     static_graph: bool = False
+    gradient_compression: str = "none"
 
 
 class Objective(nn.Module):
@@ -50,6 +52,9 @@ class Objective(nn.Module):
 
 class EagerStep:
     """Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update."""
+
+    # Whether the optimizer must keep all it changes on the device, the learning rate too.
+    capturable: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -69,23 +74,21 @@ class EagerStep:
         # bfloat16 has float32's range and needs no scaler; a disabled one passes everything through.
         scaled = options.enable_amp and options.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
+        self._exchanging = True
         self._bare = Objective(network, loss)
-        self._objective: nn.Module = self._bare
+        compiler = options.compiler if options.enable_jit else "none"
+        self._objective: nn.Module = Traced(self._bare) if compiler == "torchscript" else self._bare
         if world.size > 1 and not options.noddp:
-            buffers: dict[str, Any] = {_BUFFERS: not options.disable_broadcast_buffers}
-            self._objective = DistributedDataParallel(
-                self._bare,
-                device_ids=[world.device] if world.device.type == "cuda" else None,
-                bucket_cap_mb=options.bucket_cap_mb,
-                **buffers,
-                gradient_as_bucket_view=True,
-                static_graph=options.static_graph,
-            )
-        self._forward = Compiled(self._objective) if options.enable_jit else self._objective
+            self._objective = _data_parallel(self._objective, world, options)
+        self._forward = Compiled(self._objective) if compiler == "inductor" else self._objective
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        return self._train(inputs, targets)
+
+    def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Gradients and update, at the rate that the optimizer holds."""
         self.network.train()
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(inputs, targets)
@@ -110,6 +113,29 @@ class EagerStep:
         if on_gpu:
             torch.cuda.synchronize(self._device)
 
+    @contextlib.contextmanager
+    def without_exchange(self) -> Iterator[None]:
+        """Each rank goes its own way meanwhile: to measure what the exchange of gradients costs."""
+        self._exchanging = False
+        try:
+            yield
+        finally:
+            self._exchanging = True
+
+    def describe(self) -> list[str]:
+        """Lines for the log, once a step has been made."""
+        if not isinstance(self._objective, DistributedDataParallel):
+            return []
+        # PyTorch forms the buckets anew, in the order in which gradients came, after the first exchange.
+        data: Any = self._objective._get_ddp_logging_data()
+        listed = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+        sizes = [int(size) / 1e6 for size in listed.split(", ") if size]
+        sent = "float32" if self._options.gradient_compression == "none" else self._options.gradient_compression
+        return [
+            f"DistributedDataParallel: {len(sizes)} buckets of gradients, {sum(sizes):.3g} MB: "
+            f"{', '.join(f'{size:.3g}' for size in sizes)} MB; sent as {sent}"
+        ]
+
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self.network.eval()
@@ -127,7 +153,8 @@ class EagerStep:
         parts = self._options.accumulation_steps
         total: torch.Tensor | None = None
         for index, (part, goal) in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
-            with self._without_exchange() if index < parts - 1 else contextlib.nullcontext():
+            exchanges = self._exchanging and index == parts - 1
+            with contextlib.nullcontext() if exchanges else self._no_sync():
                 with annotate("forward"), self._autocast():
                     loss = self._forward(part, goal) / parts
                 with annotate("backward"):
@@ -136,7 +163,7 @@ class EagerStep:
         assert total is not None
         return total
 
-    def _without_exchange(self) -> contextlib.AbstractContextManager[None]:
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         objective = self._objective
         return objective.no_sync() if isinstance(objective, DistributedDataParallel) else contextlib.nullcontext()
 
@@ -152,23 +179,22 @@ class EagerStep:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._options.enable_amp)
 
 
-class Compiled(nn.Module):
-    """torch.compile, or the module as it is where this machine's compiler fails."""
+def _data_parallel(module: nn.Module, world: World, options: StepOptions) -> DistributedDataParallel:
+    buffers: dict[str, Any] = {_BUFFERS: not options.disable_broadcast_buffers}
+    parallel = DistributedDataParallel(
+        module,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=options.bucket_cap_mb,
+        **buffers,
+        gradient_as_bucket_view=True,
+        static_graph=options.static_graph,
+    )
+    if options.gradient_compression == "bfloat16":
+        parallel.register_comm_hook(None, _send_bfloat16)
+    return parallel
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._plain, self._compiled = module, torch.compile(module)
-        self._works: bool | None = None
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._works is None:
-            try:
-                loss = self._compiled(inputs, targets)
-                self._works = True
-                return loss
-            except Exception as error:
-                if not type(error).__module__.startswith("torch._"):
-                    raise
-                self._works = False
-                log.warning("torch.compile failed, going on without it: %s", str(error).strip().splitlines()[0])
-        return self._compiled(inputs, targets) if self._works else self._plain(inputs, targets)
+# Under its own name PyTorch refuses the hook without NCCL, though gloo, too, adds bfloat16 numbers. PyTorch reads the
+# annotations of hooks, and not those that are strings, as all are in this file.
+def _send_bfloat16(group, bucket):  # type: ignore[no-untyped-def]
+    return default_hooks.bf16_compress_hook(group, bucket)

@@ -1,0 +1,319 @@
+"""The step as a CUDA graph: one line where there can be none; on a GPU the losses of the plain step."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from networks import build_loss, build_network, initialise
+from utils.config import Optimizer
+from utils.distributed import Launch, World
+from utils.errors import LocalError, UserError
+from utils.optim import OPTIMIZERS, build_optimizer
+from utils.steps import graph
+from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.graph import MAX_GRAPHS, WARMUP_STEPS, GraphStep, obstacle
+
+TOP = Path(__file__).parents[2]
+RATE = 0.01
+STEPS = WARMUP_STEPS + 6
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def world(device: str = "cuda", size: int = 1) -> World:
+    return World(Launch("test", world_size=size), torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
+
+
+def make(
+    kind: type[EagerStep], optimizer: str = "adam", device: str = "cuda", network: nn.Module | None = None, **options
+) -> EagerStep:
+    if network is None:
+        network = build_network("unet", 8, width=4, scales=2)
+        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+    network.to(device)
+    built = build_optimizer(Optimizer(name=optimizer), network.parameters(), RATE, kind.capturable)
+    return kind(network, build_loss("l1"), built, world(device), StepOptions(**options))
+
+
+def buffers(count: int, device: str = "cuda") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a loader rotates through."""
+    return [
+        (torch.empty(4, 4, 8, 8, 8, device=device), torch.empty(4, 5, 8, 8, 8, device=device)) for _ in range(count)
+    ]
+
+
+def curve(step: EagerStep, slots: list[tuple[torch.Tensor, torch.Tensor]], steps: int = STEPS) -> torch.Tensor:
+    """Losses and gradient norms, [steps, 2], at rates that change from step to step, on batches that do."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.zeros(steps, 2, device=slots[0][0].device)
+    step.warm_up(*(part.fill_(0.5) for part in slots[0]))
+    for number in range(steps):
+        slot = slots[number % len(slots)]
+        for part in slot:
+            part.copy_(torch.rand(part.shape, generator=generator))
+        # A rate that float32 holds: that of a graph is a tensor.
+        rate = float(torch.tensor(RATE * (1 - number / steps)))
+        values[number, 0] = step(*slot, rate)
+        values[number, 1] = step.gradient_norm
+    return values.cpu()
+
+
+# --- where there can be none ---------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_one_line_says_why_and_what_to_use(data_flags, tmp_path) -> None:
+    command = [sys.executable, "train_graph.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
+    result = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    *_, line = result.stderr.splitlines()
+    assert line == (
+        "error: the step cannot become a CUDA graph: the run's device is cpu, and only CUDA has them; "
+        "use train.py, which takes the same flags"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_graph_takes_every_flag_of_train() -> None:
+    texts = [
+        subprocess.run([sys.executable, name, "--help"], cwd=TOP, capture_output=True, text=True, timeout=120).stdout
+        for name in ("train.py", "train_graph.py")
+    ]
+    first, second = (text.partition("options:")[2] for text in texts)
+    assert "--bucket_cap_mb" in first
+    assert second == first
+
+
+@pytest.mark.parametrize(
+    ("size", "noddp", "backends", "words"),
+    [
+        (1, False, "", None),
+        (4, False, "cpu:gloo,cuda:nccl", None),
+        (4, False, "gloo", "NCCL is needed"),
+        (4, True, "gloo", None),
+    ],
+)
+def test_ranks_that_talk_through_gloo_have_no_graphs(monkeypatch, size, noddp, backends, words) -> None:
+    monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
+    reason = obstacle(world(size=size), StepOptions(noddp=noddp))
+    assert reason is None if words is None else words in (reason or "")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_capturable_optimizer_reads_its_rate_from_a_tensor(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer(Optimizer(name=name), [parameter], 0.5, capturable=True)
+    (group,) = optimizer.param_groups
+    assert isinstance(group["lr"], torch.Tensor)
+    assert float(group["lr"]) == 0.5
+    group["lr"].fill_(0.0)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.ones(3)), "a rate of zero, written into the tensor"
+    group["lr"].fill_(0.25)
+    optimizer.step()
+    assert float(parameter.detach()[0]) == pytest.approx(0.75, rel=1e-3)
+
+
+# --- on a device that is only imitated --------------------------------------------------------------------------------
+
+
+class ImitatedGraph:
+    """Recording changes nothing and computes nothing that stays; a replay carries out what was recorded."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    @contextlib.contextmanager
+    def recording(self, step: GraphStep) -> Iterator[None]:
+        plain = step._train
+        parameters = [parameter.detach().clone() for parameter in step.network.parameters()]
+        states = [{name: value.clone() for name, value in step._optimizer.state[p].items()} for p in step._parameters]
+
+        def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.batch, self.loss = (inputs, targets), plain(inputs, targets)
+            self.loss.zero_()
+            return self.loss
+
+        step._train = train  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del step._train
+        self.norm, self.step = step.gradient_norm.zero_(), step
+        with torch.no_grad():
+            for parameter, kept, state in zip(step._parameters, parameters, states, strict=True):
+                parameter.copy_(kept)
+                for name, value in state.items():
+                    step._optimizer.state[parameter][name].copy_(value)
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.loss.copy_(EagerStep._train(self.step, *self.batch))
+        self.norm.copy_(self.step.gradient_norm)
+
+
+class ImitatedStream:
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+@pytest.fixture
+def imitated(monkeypatch: pytest.MonkeyPatch) -> list[GraphStep]:
+    """CUDA's streams and graphs on the CPU; the steps that are put into the list can record."""
+    steps: list[GraphStep] = []
+    cuda = graph.torch.cuda
+    monkeypatch.setattr(graph, "obstacle", lambda *arguments: None)
+    monkeypatch.setattr(cuda, "Stream", lambda device: ImitatedStream())
+    monkeypatch.setattr(cuda, "current_stream", lambda device: ImitatedStream())
+    monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(cuda, "CUDAGraph", ImitatedGraph)
+    monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(steps[0]))
+    return steps
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize("count", [1, 3, MAX_GRAPHS + 5])
+def test_the_replayed_steps_are_the_plain_ones(imitated, count: int, options: dict, optimizer: str) -> None:
+    """Whatever the number of the loader's buffers: same losses, norms and parameters, and never too many graphs."""
+    steps = WARMUP_STEPS + 2 * count + 1
+    plain, recorded = make(EagerStep, optimizer, "cpu", **options), make(GraphStep, optimizer, "cpu", **options)
+    imitated.append(recorded)
+    expected, got = (curve(step, buffers(count, "cpu"), steps) for step in (plain, recorded))
+    assert torch.equal(got, expected)
+    assert got[-1, 0] < got[0, 0]
+    for one, other in zip(plain.network.parameters(), recorded.network.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert len(recorded._graphs) == (count if count <= MAX_GRAPHS else MAX_GRAPHS + 1)
+    replays = [known.graph.replays for known in recorded._graphs.values()]
+    assert sum(replays) == steps - WARMUP_STEPS
+
+
+def test_without_exchange_a_step_has_graphs_of_its_own(imitated) -> None:
+    step = make(GraphStep, device="cpu")
+    imitated.append(step)
+    (slot,) = buffers(1, "cpu")
+    curve(step, [slot])
+    with step.without_exchange():
+        step(*slot, RATE)
+    step(*slot, RATE)
+    assert [key[2] for key in step._graphs] == [True, False]
+
+
+def test_a_shape_that_changes_is_named_in_the_error(imitated) -> None:
+    step = make(GraphStep, device="cpu")
+    imitated.append(step)
+    (slot,) = buffers(1, "cpu")
+    curve(step, [slot])
+    with pytest.raises(UserError, match=r"inputs of a batch have shape \[3, 4, 8, 8, 8\], .* \[4, 4, 8, 8, 8\]"):
+        step(slot[0][:3], slot[1][:3], RATE)
+
+
+def test_a_recording_that_fails_says_why(imitated, monkeypatch) -> None:
+    step = make(GraphStep, device="cpu")
+
+    @contextlib.contextmanager
+    def failing(*arguments, **options) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore")
+
+    def waiting(*arguments) -> torch.Tensor:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graph.torch.cuda, "graph", failing)
+    (slot,) = buffers(1, "cpu")
+    curve(step, [slot], WARMUP_STEPS)
+    step._train = waiting  # type: ignore[method-assign]
+    with pytest.raises(LocalError, match=r"^the step .* graph: CUDA error: operation not permitted .*capturing; use t"):
+        step(*slot, RATE)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+class TestOnAGpu:
+    pytestmark = on_gpu
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"enable_amp": True},
+            {"enable_amp": True, "precision": "float16"},
+            {"accumulation_steps": 2, "clip_grad_norm": 0.1},
+        ],
+        ids=str,
+    )
+    def test_replayed_steps_give_the_losses_of_plain_ones(self, options: dict, optimizer: str) -> None:
+        if optimizer == "apex_adam" and importlib.util.find_spec("apex") and options.get("precision") == "float16":
+            pytest.skip("apex's FusedAdam and PyTorch's scaler meet on the host")
+        plain, recorded = make(EagerStep, optimizer, **options), make(GraphStep, optimizer, **options)
+        expected, got = (curve(step, buffers(3)) for step in (plain, recorded))
+        assert len(recorded._graphs) == 3
+        assert float(expected[-1, 0]) < float(expected[0, 0])
+        # Sums of gradients are not always taken in the same order: within rounding.
+        torch.testing.assert_close(got, expected, rtol=1e-2 if options.get("enable_amp") else 1e-4, atol=1e-5)
+        for one, other in zip(plain.network.parameters(), recorded.network.parameters(), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-2, atol=2e-2 if options.get("enable_amp") else 1e-4)
+
+    def test_the_first_steps_are_real_ones(self) -> None:
+        step = make(GraphStep)
+        before = [parameter.detach().clone() for parameter in step.network.parameters()]
+        curve(step, buffers(1), steps=1)
+        assert not step._graphs
+        assert all(not torch.equal(a, b) for a, b in zip(before, step.network.parameters(), strict=True))
+
+    def test_a_loader_with_many_buffers_does_not_fill_the_device_with_graphs(self) -> None:
+        plain, recorded = make(EagerStep), make(GraphStep)
+        slots = buffers(MAX_GRAPHS + 5)
+        expected, got = (curve(step, slots, WARMUP_STEPS + 2 * len(slots)) for step in (plain, recorded))
+        assert len(recorded._graphs) == MAX_GRAPHS + 1
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+    def test_evaluation_sees_what_replays_have_learnt(self) -> None:
+        step, (slot,) = make(GraphStep), buffers(1)
+        curve(step, [slot])
+        first = float(step.evaluate(*slot))
+        for _ in range(5):
+            step(*slot, RATE)
+        assert float(step.evaluate(*slot)) < first
+
+    def test_a_shape_that_changes_is_named(self) -> None:
+        step, (slot,) = make(GraphStep), buffers(1)
+        curve(step, [slot])
+        with pytest.raises(UserError, match=r"inputs of a batch have shape \[3, 4, 8, 8, 8\], .* \[4, 4, 8, 8, 8\]"):
+            step(slot[0][:3], slot[1][:3], RATE)
+
+    def test_an_operation_that_waits_for_the_device_is_one_line(self) -> None:
+        class Waiting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Conv3d(4, 5, 3, padding=1)
+
+            def forward(self, fields: torch.Tensor) -> torch.Tensor:
+                return self.layer(fields) * float(fields.mean())
+
+        step = make(GraphStep, network=Waiting())
+        with pytest.raises(LocalError, match=r"^the step cannot become a CUDA graph: .*; use train\.py"):
+            curve(step, buffers(1))
+
+    def test_a_replay_never_waits_for_the_device(self) -> None:
+        step, (slot,) = make(GraphStep), buffers(1)
+        curve(step, [slot])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(*slot, RATE)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,56 @@
+"""TF32 and cuDNN's search are switched by the config, and the log says what holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import train
+from utils.config import Config
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("search", [True, False])
+def test_switches_follow_the_config(tf32: bool, search: bool) -> None:
+    (line,) = train.set_backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
+    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert torch.backends.cudnn.benchmark is search
+    assert line.endswith(f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}")
+
+
+def test_the_drivers_variable_wins_and_is_named(monkeypatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    (line,) = train.set_backends(Config(), CUDA)
+    assert line.endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
+
+
+def test_on_a_cpu_there_is_nothing_to_tell() -> None:
+    assert train.set_backends(Config(), CPU) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tf32_convolutions_are_tf32_and_the_others_are_not() -> None:
+    """By their rounding: some versions of PyTorch and cuDNN took float32 where TF32 was allowed."""
+    generator = torch.Generator().manual_seed(0)
+    layer = torch.nn.Conv3d(64, 64, 4, stride=2, padding=1, bias=False)
+    fields = torch.randn(2, 64, 16, 16, 16, generator=generator)
+    exact = layer.double()(fields.double())
+    layer.float().cuda()
+    errors = []
+    for tf32 in (True, False):
+        train.set_backends(Config(tf32=tf32), CUDA)
+        result = layer(fields.cuda()).double().cpu()
+        errors.append(float((result - exact).norm() / exact.norm()))
+    assert errors[0] > 5e-5 > errors[1]

@@ -1,0 +1,151 @@
+"""The step as a CUDA graph: recorded once, then replayed with a single launch.
+
+A graph replays kernels on the memory that they were recorded with. Loaders hand out the same few buffers again and
+again, so there is one graph for each of them, and no batch is copied; the graphs share their working memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from utils.distributed import World
+from utils.errors import LocalError, UserError
+from utils.profiling import annotate
+from utils.steps.eager import EagerStep, StepOptions
+
+log = logging.getLogger(__name__)
+
+# DistributedDataParallel times its first ten steps with events that no graph may hold.
+WARMUP_STEPS = 11
+# Buffers beyond these are copied into one of the step's own: a loader that keeps making new ones must not fill the
+# device with graphs.
+MAX_GRAPHS = 4
+REMEDY = "use train.py, which takes the same flags"
+
+
+class Recorded(NamedTuple):
+    """A graph, and where it leaves what it computes."""
+
+    graph: torch.cuda.CUDAGraph
+    loss: torch.Tensor
+    gradient_norm: torch.Tensor
+
+
+class GraphStep(EagerStep):
+    """EagerStep's step, its first ones carried out as they are, the later ones replayed.
+
+    Forward, loss, backward with the exchange of gradients, clipping and update are all in the graph; the learning rate
+    is a tensor that they read. Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
+    """
+
+    capturable: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        options: StepOptions | None = None,
+    ) -> None:
+        reason = obstacle(world, options or StepOptions())
+        if reason is not None:
+            raise UserError(f"the step cannot become a CUDA graph: {reason}; {REMEDY}")
+        self._device = world.device
+        # Autograd runs a parameter's gradient on the stream on which it first met the parameter: all of training,
+        # DistributedDataParallel's construction included, must see the one stream on which graphs are recorded.
+        self._stream = torch.cuda.Stream(world.device)
+        with self._on_stream():
+            super().__init__(network, loss, optimizer, world, options)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[tuple[int, int, bool], Recorded] = {}
+        self._own: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._shapes: tuple[torch.Size, torch.Size] | None = None
+        self._made = 0
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+        with self._on_stream():
+            for group in self._optimizer.param_groups:
+                group["lr"].fill_(rate)
+            if self._made < WARMUP_STEPS:
+                self._made += 1
+                return self._train(inputs, targets)
+            self._check_shapes(inputs, targets)
+            recorded = self._find(inputs, targets)
+            with annotate("replay"):
+                recorded.graph.replay()
+        self.gradient_norm = recorded.gradient_norm
+        return recorded.loss
+
+    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        with self._on_stream():
+            super().warm_up(inputs, targets)
+
+    def _find(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
+        """The graph of this batch's memory, recorded at the first meeting."""
+        key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging)
+        if key not in self._graphs and sum(known[2] == self._exchanging for known in self._graphs) >= MAX_GRAPHS:
+            if self._own is None:
+                self._own = (torch.empty_like(inputs), torch.empty_like(targets))
+            for own, part in zip(self._own, (inputs, targets), strict=True):
+                own.copy_(part)
+            inputs, targets = self._own
+            key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging)
+        if key not in self._graphs:
+            started = time.perf_counter()
+            self._graphs[key] = self._record(inputs, targets)
+            log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
+        return self._graphs[key]
+
+    def _record(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
+        """Nothing is computed meanwhile: the kernels are written down."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads (DALI's) may allocate meanwhile: what they do is not recorded and does no harm.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                loss = self._train(inputs, targets)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # PyTorch tells what was forbidden first, and that the recording failed in consequence last.
+            cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            reason = str(cause).strip().splitlines()[0]
+            raise LocalError(f"the step cannot become a CUDA graph: {reason}; {REMEDY}") from error
+        return Recorded(graph, loss, self.gradient_norm)
+
+    def _check_shapes(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        shapes = (inputs.shape, targets.shape)
+        if self._shapes is None:
+            self._shapes = shapes
+        for name, shape, recorded in zip(("inputs", "targets"), shapes, self._shapes, strict=True):
+            if shape != recorded:
+                raise UserError(
+                    f"the {name} of a batch have shape {list(shape)}, the CUDA graph was recorded with "
+                    f"{list(recorded)}; every training batch must have the same, or {REMEDY}"
+                )
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On the step's stream, after what the caller has queued; the caller's next work waits for it."""
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
+
+def obstacle(world: World, options: StepOptions) -> str | None:
+    """Why this world has no use for CUDA graphs; None where it can try."""
+    if world.device.type != "cuda":
+        return f"the run's device is {world.device.type}, and only CUDA has them"
+    if world.size > 1 and not options.noddp and "nccl" not in dist.get_backend_config():
+        return "the ranks exchange CUDA tensors through gloo, which computes on the host; NCCL is needed"
+    return None
