@@ -1,6 +1,7 @@
 # make demo    simulate two boxes, train on them, show what came out
 # make test    the test suite          make check    linters, types, shell files
-# make bench-cpu   the benchmarks that need no GPU (results in benchmarks/results)
+# make bench-cpu   the optimisation ladder and the loop's overhead on this machine's CPU: about 9 minutes
+# make bench-gpu   all that a GPU has to tell, 8 minutes; takes the python3 that is there if make install was not run
 #
 # PYTHON  the interpreter to start from; where it already has torch, that torch is used
 # TORCH   what to install where there is none, as pip takes it (on a machine without a GPU, PyTorch's
@@ -17,7 +18,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh)
 
-.PHONY: demo test check bench-cpu install clean
+.PHONY: demo test check bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The demo's batch of 8 is divided evenly.
@@ -42,9 +43,12 @@ check: $(READY)
 	PATH="$(BIN):$$PATH" shfmt -d -i 2 $(SHELL_FILES)
 
 bench-cpu: $(TEST_READY)
-	$(BIN)/python -m benchmarks.loaders
+	$(BIN)/python -m benchmarks.ladder
 	$(BIN)/python -m benchmarks.loop_overhead
-	$(BIN)/python -m benchmarks.simulate
+
+# Whoever has a GPU for a few minutes may have no network: what is there is used, nothing is installed.
+bench-gpu:
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu $(BENCH)
 
 install: $(TEST_READY)
 

@@ -42,6 +42,7 @@ from utils.data.shared import share_volume
 from utils.data.synthetic import SyntheticLoader
 from utils.data.twins import Twins, open_twins
 from utils.data.volumes import Volume, open_volume
+from utils.errors import UserError
 from utils.steps import Step
 from utils.steps.eager import EagerStep
 
@@ -150,6 +151,17 @@ class Sources:
 
     def files(self, name: str) -> tuple[str, ...]:
         return twins_of(self.path).paths if name == "dali-lowmem" else (str(self.path),)
+
+
+def available() -> list[str]:
+    """The loaders that this machine has the packages for; says which one is left out."""
+    names = list(LOADERS)
+    try:
+        dali.check_installed()
+    except UserError as error:
+        sys.stderr.write(f"{error}; it is left out\n")
+        names.remove("dali-lowmem")
+    return names
 
 
 def endless(loader: Loader) -> Generator[Any, None, None]:
@@ -318,17 +330,20 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Samples/s of every way to get batches, in interleaved trials."""
     sources = Sources(options)
     device, plan = sources.world.device, sources.plan()
-    twins = twins_of(options.data)
     plain = f"plain DataLoader, {options.workers} processes"
-    loaders = {name: sources.build(name) for name in LOADERS}
+    loaders = {name: sources.build(name) for name in available()}
     ways: dict[str, Generator[Any, None, None]] = {
-        plain: endless_plain(str(options.data), plan, options.batch, options.workers),
-        ORIGINAL: endless_dali(
-            twins, plan, options.batch, options.workers, device, original_operators, rotations(plan.samples)
-        ),
-        READER: endless_dali(twins, plan, options.batch, options.workers, device, reader_alone, {}),
-        **{name: endless(loader) for name, loader in loaders.items()},
+        plain: endless_plain(str(options.data), plan, options.batch, options.workers)
     }
+    if "dali-lowmem" in loaders:
+        twins = twins_of(options.data)
+        ways |= {
+            ORIGINAL: endless_dali(
+                twins, plan, options.batch, options.workers, device, original_operators, rotations(plan.samples)
+            ),
+            READER: endless_dali(twins, plan, options.batch, options.workers, device, reader_alone, {}),
+        }
+    ways |= {name: endless(loader) for name, loader in loaders.items()}
     measures: dict[str, Callable[[], float]] = {
         name: lambda batches=batches: delivered(  # type: ignore[misc]
             batches, options.batches, options.batch, device, options.settle
@@ -349,7 +364,8 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     for result in results.values():
         result["GB/s"] = result["median"] * sample_bytes(options) / 1e9
         result["ratio to plain"] = result["median"] / results[plain]["median"]
-        result["ratio to the original's operators"] = result["median"] / results[ORIGINAL]["median"]
+        if ORIGINAL in results:
+            result["ratio to the original's operators"] = result["median"] / results[ORIGINAL]["median"]
         result["share of bound"] = result["median"] / results[bound]["median"]
     return results
 
@@ -365,7 +381,7 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
     name = options.step
     config = configs.load("config/UNet.yaml", name, {"data_size": options.crop, "local_batch_size": options.batch})
     network, loss = train.build_model(config), build_loss(config.loss, lambda_rho=config.lambda_rho)
-    train.set_backends()
+    train.set_backends(config, device)
     step = train.build_step(config, sources.world, network, loss, EagerStep)
     fixed = SyntheticLoader(
         samples=options.batch * options.epoch_batches,
@@ -375,7 +391,7 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
         drop_last=True,
         device=device,
     )
-    loaders: dict[str, Loader] = {"synthetic": fixed, **{name: sources.build(name) for name in LOADERS}}
+    loaders: dict[str, Loader] = {"synthetic": fixed, **{name: sources.build(name) for name in available()}}
     ways = {name: trained(step, endless(loader)) for name, loader in loaders.items()}
     measures: dict[str, Callable[[], float]] = {
         name: lambda steps=steps: delivered(steps, options.batches, options.batch, device, 0.0)  # type: ignore[misc]
@@ -463,12 +479,13 @@ def main() -> None:
         print(json.dumps(start(options.start, options)))
         return
     make_file(options.data, options.box)
-    twins_of(options.data)
-    rounds = [{name: start_in_own_process(name, options) for name in LOADERS} for _ in range(options.starts)]
+    if "dali-lowmem" in available():
+        twins_of(options.data)
+    rounds = [{name: start_in_own_process(name, options) for name in available()} for _ in range(options.starts)]
     starts = {
         name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
         | {"trials": [each[name] for each in rounds]}
-        for name in LOADERS
+        for name in rounds[0]
     }
     results = throughput(options)
     for name, result in results.items():

@@ -1,0 +1,446 @@
+"""The optimisation ladder: one switch a rung, each kept where it pays.
+
+python -m benchmarks.ladder                      the rungs that mean something on this machine, at most 8 minutes
+python -m benchmarks.ladder --budget 300 --width 16 --crop 32
+
+A rung is a training as `train.py --enable_benchy` runs it: SYNTHETIC steps on one batch, FULL steps on real ones, in
+interleaved trials. It keeps what the best rung before it had and changes one thing. After as many warm-up steps on the
+same samples every rung tells its loss: speed counts only where that is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from benchmarks import peaks
+from benchmarks.common import RESULTS, save, summary, this_machine
+from benchmarks.loaders import endless, make_file, twins_of
+from utils import config as configs
+from utils.cli import SWITCHES
+from utils.config import Config
+from utils.data import Loaders, build_loaders
+from utils.data.feeder import Batch
+from utils.distributed import World
+from utils.flops import counted
+from utils.steps import Step
+from utils.steps.eager import EagerStep
+from utils.steps.graph import GraphStep
+
+YAML = str(Path(__file__).parent.parent / "config" / "UNet.yaml")
+RATE = 2e-4
+BETTER = 1.005  # less than this is noise
+TRIALS = 3
+
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """`changes` are keys of the config; `always` is for rungs that others are measured against."""
+
+    name: str
+    changes: Changes = field(default_factory=dict)
+    graph: bool | None = None
+    needs: str | None = None  # a package
+    always: bool = False
+
+
+GPU_RUNGS = (
+    Rung("float32, no TF32, 2 loader threads", {"tf32": False}, always=True),
+    Rung("TF32", {"tf32": True}, always=True),
+    Rung("8 loader threads", {"num_data_workers": 8}),
+    Rung("DALI", {"data_loader_config": "dali-lowmem"}, needs="nvidia.dali"),
+    Rung("float16 AMP, fused Adam", {"enable_amp": True, "precision": "float16"}, always=True),
+    Rung("apex FusedAdam", {"enable_apex": True}, needs="apex"),
+    Rung("volume on the device", {"data_loader_config": "resident"}),
+    Rung("bfloat16", {"precision": "bfloat16"}),
+    Rung("channels last", {"channels_last": True}),
+    Rung("down1 rewritten", {"network.rewritten": ["down1"]}),
+    Rung("last rewritten", {"network.rewritten": ["last"]}),
+    Rung("down1 and last rewritten", {"network.rewritten": ["down1", "last"]}),
+    Rung("fused pointwise kernels", {"fused_pointwise": True}),
+    Rung("torch.compile", {"enable_jit": True, "fused_pointwise": False}),
+    Rung("CUDA graph", graph=True),
+    Rung("batch 128", {"local_batch_size": 128}),
+    Rung("batch 256", {"local_batch_size": 256}),
+)
+# The one whose like the original ended with: its own loader, float16 AMP, fused Adam.
+ORIGINAL_BEST = "float16 AMP, fused Adam"
+CPU_RUNGS = (
+    Rung("float32", always=True),
+    Rung("bfloat16", {"enable_amp": True}),
+    Rung("channels last", {"channels_last": True}),
+    Rung("down1 rewritten", {"network.rewritten": ["down1"]}),
+    Rung("last rewritten", {"network.rewritten": ["last"]}),
+    Rung("TorchScript", {"enable_jit": True, "compiler": "torchscript"}),
+    Rung("torch.compile", {"enable_jit": True, "compiler": "inductor"}),
+    Rung("volume in memory", {"data_loader_config": "resident"}),
+)
+
+
+class Machine:
+    """The device, the files, and the loaders of the rungs so far, which later ones take over."""
+
+    def __init__(self, options: argparse.Namespace, world: World) -> None:
+        self.options, self.world = options, world
+        self._loaders: dict[tuple[Any, ...], Loaders] = {}
+
+    def config(self, changes: Changes) -> Config:
+        options = self.options
+        twins = {
+            f"{split}_path_npy_{kind}": str(path.with_name(f"{path.stem}_{kind}.npy"))
+            for split, path in (("train", options.data), ("val", options.valid_data))
+            for kind in ("data", "label")
+        }
+        base = {
+            "train_path": str(options.data),
+            "val_path": str(options.valid_data),
+            "box_size": [options.box, options.valid_box],
+            "data_size": options.crop,
+            "local_batch_size": options.batch,
+            "network.width": options.width,
+            "network.scales": scales(options.crop),
+            "Nsamples_val": options.batch,
+            "device": self.world.device.type,
+            **twins,
+        }
+        return configs.load(YAML, "base", {**base, **changes}).for_world(self.world.size)
+
+    def loaders(self, config: Config) -> Loaders:
+        key = (config.data_loader_config, config.num_data_workers, config.channels_last, config.local_batch_size)
+        if key not in self._loaders:
+            # What an earlier rung read from is not needed any more, and may be as large as the device.
+            self.close()
+            if config.data_loader_config == "dali-lowmem":
+                for path in (self.options.data, self.options.valid_data):
+                    twins_of(path)
+            self._loaders[key] = build_loaders(config, self.world)
+        return self._loaders[key]
+
+    def close(self) -> None:
+        for loaders in self._loaders.values():
+            loaders.train.close()
+            loaders.valid.close()
+        self._loaders.clear()
+        self.free()
+
+    def free(self) -> None:
+        gc.collect()
+        torch._dynamo.reset()
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wait(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+
+def scales(crop: int) -> int:
+    """Six, or as many as a small crop can be halved."""
+    return min(6, int(math.log2(crop)))
+
+
+@dataclass
+class Built:
+    """A rung ready to be measured."""
+
+    config: Config
+    step: Step
+    fixed: Batch
+    batches: Generator[Batch, None, None]
+    flops_per_sample: float
+    losses: list[float]
+
+    def synthetic(self) -> object:
+        return self.step(*self.fixed, RATE)
+
+    def full(self) -> object:
+        return self.step(*next(self.batches), RATE)
+
+
+def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) -> Built:
+    """The rung's training, warmed up on the first samples of the first epoch."""
+    config = machine.config(changes)
+    train.set_backends(config, machine.world.device)
+    loaders = machine.loaders(config)
+    network, loss = train.build_model(config), train.build_objective(config)
+    step = train.build_step(config, machine.world, network, loss, GraphStep if graph else EagerStep)
+    batches = endless(loaders.train)
+    first = next(batches)
+    fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
+    with counted(step.network) as flops:
+        step.evaluate(*fixed)
+    step.warm_up(*fixed)
+    # A graph's first steps are plain ones, and then it is recorded for each of the loader's buffers.
+    losses = [step(first.inputs, first.targets, RATE).clone()]
+    for _ in range(warmup_steps - 1):
+        inputs, targets = next(batches)
+        losses.append(step(inputs, targets, RATE).clone())
+    step(fixed.inputs, fixed.targets, RATE)
+    machine.wait()
+    return Built(config, step, fixed, batches, flops.training / len(fixed.inputs), [float(loss) for loss in losses])
+
+
+def rate_of(machine: Machine, action: Callable[[], object], steps: int, batch: int) -> float:
+    """Samples/s of a trial."""
+    machine.wait()
+    started = time.perf_counter()
+    for _ in range(steps):
+        action()
+    machine.wait()
+    return steps * batch / (time.perf_counter() - started)
+
+
+def steps_a_trial(machine: Machine, built: Built, seconds: float) -> int:
+    assert built.config.local_batch_size is not None
+    pace = rate_of(machine, built.synthetic, 2, built.config.local_batch_size) / built.config.local_batch_size
+    return max(2, math.ceil(seconds * pace))
+
+
+def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
+    """One rung: SYNTHETIC and FULL in turn."""
+    options, device = machine.options, machine.world.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    built = build(machine, changes, graph, options.warmup_steps)
+    ready = time.perf_counter() - started
+    batch = built.config.local_batch_size
+    assert batch is not None
+    steps = steps_a_trial(machine, built, options.seconds)
+    rates: dict[str, list[float]] = {"SYNTHETIC": [], "FULL": []}
+    for _ in range(TRIALS):
+        rates["SYNTHETIC"].append(rate_of(machine, built.synthetic, steps, batch))
+        rates["FULL"].append(rate_of(machine, built.full, steps, batch))
+    built.batches.close()
+    result: dict[str, Any] = {name: summary(values) for name, values in rates.items()}
+    teraflops = result["SYNTHETIC"]["median"] * built.flops_per_sample / 1e12
+    result |= {
+        "FULL / SYNTHETIC": result["FULL"]["median"] / result["SYNTHETIC"]["median"],
+        "TFLOP/s": teraflops,
+        "steps a trial": steps,
+        "ready after seconds": ready,
+        "loss of the warm-up steps": built.losses,
+    }
+    if device.type == "cuda":
+        result["device GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return result
+
+
+def climb(machine: Machine, rungs: Sequence[Rung], deadline: float, note: Callable[[list[dict]], None]) -> list[dict]:
+    """The rungs in turn; one that is faster is where the next one starts. `note` gets the results so far."""
+    results: list[dict[str, Any]] = []
+    changes: dict[str, Any] = {}
+    graph, best, slowest = False, 0.0, 0.0
+    for rung in rungs:
+        tried, tried_graph = {**changes, **rung.changes}, graph if rung.graph is None else rung.graph
+        entry: dict[str, Any] = {"rung": rung.name, "command": command(machine, tried, tried_graph)}
+        results.append(entry)
+        if rung.needs is not None and not importable(rung.needs):
+            entry["skipped"] = f"{rung.needs} is not installed"
+            continue
+        if time.perf_counter() + slowest > deadline:
+            entry["skipped"] = "no time left"
+            continue
+        started = time.perf_counter()
+        sys.stderr.write(f"rung: {rung.name}\n")
+        try:
+            entry |= measure(machine, tried, tried_graph)
+        except Exception as error:  # a rung that fails must not take the others with it
+            entry["failed"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            machine.close()
+            continue
+        finally:
+            machine.free()
+        slowest = max(slowest, time.perf_counter() - started)
+        # Both count: a rung may speed up the step alone while the input holds up the training, or the input alone.
+        score = math.sqrt(entry["SYNTHETIC"]["median"] * entry["FULL"]["median"])
+        entry["kept"] = rung.always or score > BETTER * best
+        if entry["kept"]:
+            changes, graph, best = tried, tried_graph, score
+        sys.stderr.write(f"  SYNTHETIC {entry['SYNTHETIC']['median']:.4g}, FULL {entry['FULL']['median']:.4g}\n")
+        entry["state"] = {"changes": tried, "graph": tried_graph}
+        note(results)
+    return results
+
+
+def best_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last rung that was kept."""
+    return next((entry for entry in reversed(results) if entry.get("kept")), None)
+
+
+def duel(machine: Machine, pairs: Mapping[str, tuple[Changes, bool]], trials: int = 5) -> dict[str, Any]:
+    """Rungs side by side: their SYNTHETIC trials in turn, so that what drifts meets all of them."""
+    built: dict[str, Built] = {}
+    for name, (changes, graph) in pairs.items():
+        built[name] = build(machine, changes, graph, machine.options.warmup_steps)
+        built[name].batches.close()  # the next one may need another loader in its place
+    counts = {name: steps_a_trial(machine, each, machine.options.seconds) for name, each in built.items()}
+    rates: dict[str, list[float]] = {name: [] for name in built}
+    for _ in range(trials):
+        for name, each in built.items():
+            assert each.config.local_batch_size is not None
+            rates[name].append(rate_of(machine, each.synthetic, counts[name], each.config.local_batch_size))
+    first, *others = built
+    result: dict[str, Any] = {name: summary(values) for name, values in rates.items()}
+    for name in others:
+        ratios = [one / other for one, other in zip(rates[name], rates[first], strict=True)]
+        result[name]["ratio to the first"] = summary(ratios)
+    machine.free()
+    return result
+
+
+def command(machine: Machine, changes: Changes, graph: bool) -> str:
+    """What a user types for this rung's training."""
+    words = ["python", "train_graph.py" if graph else "train.py", "--config=base"]
+    for key, value in changes.items():
+        if key in SWITCHES and value is True:
+            words.append(f"--{key}")
+        elif key in ("num_data_workers", "data_loader_config", "local_batch_size"):
+            words.append(f"--{key}={value}")
+        elif value != configs.flatten(Config()).get(key):
+            text = str(value).lower() if isinstance(value, bool) else str(value).replace("'", "").replace(" ", "")
+            words += ["--set", f"{key}={text}"]
+    return " ".join(words)
+
+
+def importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a package in a package that is not there either
+        return False
+
+
+# --- telling -------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) -> str:
+    """A line a rung."""
+    lines = [
+        "| rung | SYNTHETIC samples/s | FULL samples/s | FULL / SYNTHETIC | TFLOP/s | % of matmul peak | kept | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in results:
+        if "SYNTHETIC" not in entry:
+            reason = entry.get("skipped") or f"failed: {entry['failed']}"
+            lines.append(f"| {entry['rung']} | {reason} | | | | | | |")
+            continue
+        told = [
+            f"{entry[n]['median']:.4g} ({entry[n]['min']:.4g} – {entry[n]['max']:.4g})" for n in ("SYNTHETIC", "FULL")
+        ]
+        share = entry["TFLOP/s"] / peak_of(entry["state"]["changes"], peak)
+        lines.append(
+            f"| {entry['rung']} | {told[0]} | {told[1]} | {entry['FULL / SYNTHETIC']:.3f} | {entry['TFLOP/s']:.4g} | "
+            f"{100 * share:.1f} | {'yes' if entry['kept'] else 'no'} | "
+            f"{statistics.fmean(entry['loss of the warm-up steps'][-3:]):.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def peak_of(changes: Changes, peak: Mapping[str, float]) -> float:
+    """TFLOP/s of a matrix product in what the rung computes in."""
+    if changes.get("enable_amp"):
+        name = changes.get("precision", "bfloat16")
+    else:
+        name = "tf32" if changes.get("tf32", True) and "tf32" in peak else "float32"
+    return peak[name]
+
+
+def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """The rungs' rates, FULL within SYNTHETIC; those that were not kept are pale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [entry for entry in results if "SYNTHETIC" in entry][::-1]
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.36 * len(shown)), layout="constrained")
+    for place, entry in enumerate(shown):
+        strength = 1.0 if entry["kept"] else 0.35
+        synthetic, full = entry["SYNTHETIC"], entry["FULL"]
+        label = place == len(shown) - 1
+        axes.barh(
+            place + 0.19, synthetic["median"], 0.36, color="0.6", alpha=strength, label="SYNTHETIC" if label else None
+        )
+        low, high = full["median"] - full["min"], full["max"] - full["median"]
+        axes.barh(
+            place - 0.19,
+            full["median"],
+            0.36,
+            xerr=[[low], [high]],
+            color="tab:blue",
+            alpha=strength,
+            label="FULL" if label else None,
+        )
+        axes.text(max(synthetic["max"], full["max"]), place, f"  {full['median']:.3g}", va="center", fontsize="small")
+    names = [entry["rung"] + ("" if entry["kept"] else " (not kept)") for entry in shown]
+    axes.set_yticks(range(len(shown)), names)
+    axes.set(xlabel="samples/s, median and range", title=title)
+    axes.set_xlim(0, 1.12 * max(max(entry["SYNTHETIC"]["max"], entry["FULL"]["max"]) for entry in shown))
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4)
+    parser.add_argument("--crop", type=int, default=64)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--box", type=int, default=512 if on_gpu else 128)
+    parser.add_argument("--valid_box", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=1.0 if on_gpu else 4.0, help="of a trial")
+    parser.add_argument("--warmup_steps", type=int, default=30 if on_gpu else 2)
+    parser.add_argument("--budget", type=float, default=240.0 if on_gpu else 480.0, help="seconds for all rungs")
+    parser.add_argument("--data", type=Path, help="HDF5 file (default: data/benchmark_<box>.h5, made if missing)")
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Makes the files that are missing."""
+    options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
+    options.valid_data = Path(f"data/benchmark_{options.valid_box}.h5")
+    make_file(options.data, options.box)
+    make_file(options.valid_data, options.valid_box)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    options = parser.parse_args()
+    settle(options)
+    world = this_machine()
+    started = time.perf_counter()
+    measured = peaks.measure(world.device)["matmul_tflops"]
+    peak = {name: value["median"] for name, value in measured.items()}
+    machine = Machine(options, world)
+    rungs = GPU_RUNGS if world.device.type == "cuda" else CPU_RUNGS
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    name = "ladder_gpu" if world.device.type == "cuda" else "ladder"
+
+    def keep(results: list[dict[str, Any]]) -> None:
+        save(name, {"settings": settings, "matmul_peak_tflops": peak, "unit": "samples/s", "rungs": results})
+
+    with closing(machine):
+        results = climb(machine, rungs, started + options.budget, keep)
+    keep(results)
+    print(markdown(results, peak))
+    draw(results, f"batch {options.batch}, {options.crop}³ crops", RESULTS / f"{name}.png")
+    print(f"written: {RESULTS / name}.json, .png; {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
