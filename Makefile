@@ -2,6 +2,7 @@
 # make test    the test suite          make check    linters, types, shell files
 # make bench-cpu   the optimisation ladder and the loop's overhead on this machine's CPU: about 9 minutes
 # make bench-gpu   all that a GPU has to tell, 8 minutes; takes the python3 that is there if make install was not run
+#                  (BENCH="--minutes 4" and the like: arguments of benchmarks/gpu.py)
 #
 # PYTHON  the interpreter to start from; where it already has torch, that torch is used
 # TORCH   what to install where there is none, as pip takes it (on a machine without a GPU, PyTorch's

@@ -222,6 +222,33 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
 
 
+def test_a_config_may_have_a_file_of_its_own_beside_the_others(tmp_path: Path) -> None:
+    """As benchmarks.tune writes it."""
+    path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
+    (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}")
+    (tmp_path / "test.yaml").write_text("test: {seed: 4}")
+    assert load(path, "tuned").seed == 3
+    assert load(path, "tuned", {"seed": 5, "lr_schedule.start_lr": 1.0}).seed == 5
+    assert load(path, "test").seed == 2, "the file that was asked for comes first"
+    assert load(str(tmp_path / "tuned.yaml"), "test").seed == 4
+
+
+def test_unknown_configs_are_refused_with_those_there_are(tmp_path: Path) -> None:
+    path = write(tmp_path, "base: {}\nshort: {}")
+    (tmp_path / "tuned.yaml").write_text("tuned: {}")
+    (tmp_path / "compose.yaml").write_text("services: {}")
+    (tmp_path / "broken.yaml").write_text("[")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("tunde", "configs", "../tuned", ""):
+        with pytest.raises(UserError, match=f"^unknown config {name} in {path}; known: base, short, tuned") as caught:
+            load(path, name)
+        assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
+    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml: it holds services$"):
+        load(path, "compose")
+    with pytest.raises(UserError, match=r"^cannot read .*broken\.yaml: "):
+        load(path, "broken")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -9,6 +9,7 @@ import logging
 import re
 import resource
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -182,24 +183,27 @@ def test_rank_0_alone_profiles_unless_all_are_to(tmp_path) -> None:
 # --- files that cannot be written ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def full_disk():
-    """Once called, no file of this process grows beyond 100 bytes: what a full disk does, but for the error's name."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process grows beyond 100 bytes: what a full disk does, but for the error's name."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("length", [1, 100], ids=["at the trace's end", "amid the trace"])
-def test_a_full_disk_costs_the_profile_alone(tmp_path, caplog, full_disk, length) -> None:
+def test_a_full_disk_costs_the_profile_alone(tmp_path, caplog, length) -> None:
     """torch.profiler raises nothing then, and leaves a broken trace or a part of one."""
     (tmp_path / "trace.json.gz").write_text("an earlier one")
     profiler = window(tmp_path, 0, length)
     for step in range(length):
         profiler.before_step(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
-    full_disk()
-    profiler.before_step(length)
+    with full_disk():
+        profiler.before_step(length)
     (line,) = caplog.messages
     assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: torch could not write the trace; ")
     assert line.endswith("; training goes on without it")

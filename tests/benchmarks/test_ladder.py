@@ -106,7 +106,7 @@ def test_what_fails_or_is_not_installed_is_told_and_the_others_go_on(monkeypatch
         [
             (Rung("base"), (100, 50)),
             (Rung("too large", {"local_batch_size": 256}), torch.OutOfMemoryError("CUDA out of memory.\nmore")),
-            (Rung("good", {"channels_last": True}), (200, 190)),
+            (Rung("good", {"channels_last": True}, predicted=150), (200, 190)),
         ],
     )
     assert results[1]["failed"] == "CUDA out of memory."
@@ -115,9 +115,9 @@ def test_what_fails_or_is_not_installed_is_told_and_the_others_go_on(monkeypatch
     assert missing[0]["skipped"] == "no_such.package is not installed"
     assert best_of(missing) is None
     table = markdown([*results, *missing], PEAK)
-    assert "| too large | failed: CUDA out of memory. |" in table
+    assert "| too large | failed: CUDA out of memory. |  |" in table
     assert "| odd | no_such.package is not installed |" in table
-    assert "| good | 200 (180 – 220) | 190 (171 – 209) | 0.950 | 2 | 50.0 | yes | 0.4000 |" in table
+    assert "| good | 200 (180 – 220) | 190 (171 – 209) | 0.950 | 2 | 50.0 | yes | 0.4000 | 150 |" in table
 
 
 def test_no_rung_starts_that_would_end_too_late(monkeypatch) -> None:
