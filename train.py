@@ -22,13 +22,12 @@ from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
 from utils.checkpoint import NoCheckpoint, WeightsFile
 from utils.config import Config
-from utils.data import build_loaders
+from utils.data import build_loaders, offer_next_batch
 from utils.distributed import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
-from utils.steps import Step
 from utils.steps.eager import EagerStep, StepOptions
 from utils.trainer import Trainer
 
@@ -58,6 +57,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     profiler = build_profiler(config, world, directory)
     loaders = build_loaders(config, world, lambda: training_memory(config, lambda: build_model(config)).reserve)
     step = build_step(config, world, network, loss, make_step)
+    offer_next_batch(loaders.train, step.beside)
     schedule = build_schedule(config)
     with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
@@ -103,7 +103,9 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
         logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
-def build_step(config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: type[EagerStep]) -> Step:
+def build_step(
+    config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: type[EagerStep]
+) -> EagerStep:
     """Network, loss and optimizer in a step; the same weights on every rank, from the config's seed."""
     start = config.weight_init
     generator = torch.Generator().manual_seed(config.seed)

@@ -32,10 +32,11 @@ from benchmarks.loaders import endless, make_file, twins_of
 from utils import config as configs
 from utils.cli import SWITCHES
 from utils.config import Config
-from utils.data import Loaders, build_loaders
+from utils.data import Loaders, build_loaders, offer_next_batch
 from utils.data.feeder import Batch
 from utils.distributed import World
 from utils.flops import counted
+from utils.logs import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep
 from utils.steps.graph import GraphStep
@@ -185,6 +186,7 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
     loaders = machine.loaders(config)
     network, loss = train.build_model(config), train.build_objective(config)
     step = train.build_step(config, machine.world, network, loss, GraphStep if graph else EagerStep)
+    offer_next_batch(loaders.train, step.beside)
     batches = endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
@@ -411,12 +413,12 @@ def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
             alpha=strength,
             label="FULL" if label else None,
         )
-        axes.text(max(synthetic["max"], full["max"]), place, f"  {full['median']:.3g}", va="center", fontsize="small")
+        axes.text(full["max"], place - 0.19, f"  {full['median']:.3g}", va="center", fontsize="small")
     names = [entry["rung"] + ("" if entry["kept"] else " (not kept)") for entry in shown]
     axes.set_yticks(range(len(shown)), names)
     axes.set(xlabel="samples/s, median and range", title=title)
     axes.set_xlim(0, 1.12 * max(max(entry["SYNTHETIC"]["max"], entry["FULL"]["max"]) for entry in shown))
-    axes.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside lower right", ncols=2, fontsize="small", frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -463,7 +465,8 @@ def main() -> None:
         results = climb(machine, rungs, started + options.budget, keep)
     keep(results)
     print(markdown(results, peak))
-    draw(results, f"batch {options.batch}, {options.crop}³ crops", RESULTS / f"{name}.png")
+    device = device_name(world.device)
+    draw(results, f"{device}, {options.crop}³ crops, batch {options.batch}", RESULTS / f"{name}.png")
     print(f"written: {RESULTS / name}.json, .png; {time.perf_counter() - started:.0f} s")
 
 

@@ -24,11 +24,14 @@ from utils.data.twins import open_twins
 from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
 from utils.errors import UserError
+from utils.steps.eager import EagerStep
+from utils.steps.graph import GraphStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 TOP = Path(__file__).parent.parent
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))
+LOSSES = ("Loss/valid", "Step/loss")
 BITS = {4: torch.int32, 2: torch.int16}
 
 
@@ -127,7 +130,7 @@ def test_the_gather_kernel_is_the_plain_definition(channels_last, stored, dtype)
         (48, channels, *(crop,) * 3), dtype=dtype, device="cuda", memory_format=memory_format(channels_last)
     )
     kernel = TritonGather(field.cuda(), crop, VECTORS[0], "full", channels_last)
-    kernel(torch.from_numpy(device_plan(plan, box)).cuda(), slice(0, 48), out)
+    kernel(torch.from_numpy(device_plan(plan, box)).cuda(), torch.zeros((), dtype=torch.int64, device="cuda"), 1, out)
     for index, (origin, got) in enumerate(zip(origins, out.cpu(), strict=True)):
         x, y, z = (slice(start, start + crop) for start in origin)
         expected = torch.from_numpy(symmetry.apply(field.numpy()[:, x, y, z], index, VECTORS[0])).to(dtype)
@@ -144,7 +147,8 @@ def test_the_gather_kernel_reaches_beyond_two_to_the_31_values() -> None:
     assert field.numel() > 2**31
     plan = EpochPlan(np.full((1, 3), box - crop), np.array([29]))
     out = torch.empty((1, channels, crop, crop, crop), device="cuda")
-    TritonGather(field, crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, box)).cuda(), slice(0, 1), out)
+    first = torch.zeros((), dtype=torch.int64, device="cuda")
+    TritonGather(field, crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, box)).cuda(), first, 1, out)
     corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
     assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
 
@@ -191,3 +195,23 @@ def test_training_on_the_device_follows_the_one_on_the_host(tmp_path, volume_fil
         records = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
         losses[device] = [value["Loss/valid"] for value in map(json.loads, records) if "Loss/valid" in value]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+
+
+@pytest.mark.parametrize("loader", ["resident", "lowmem"])
+@pytest.mark.parametrize("switches", [[], ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]])
+def test_training_by_cuda_graphs_follows_the_plain_one(tmp_path, volume_file, monkeypatch, loader, switches) -> None:
+    """Three epochs of eight steps, the crops of the resident loader made within the graphs."""
+    monkeypatch.chdir(TOP)
+    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
+    flags = [f"--set=train_path={train_path}", f"--set=val_path={val_path}", "--set=report_baselines=false"]
+    flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
+    losses = {}
+    for step in (EagerStep, GraphStep):
+        expdir = tmp_path / step.__name__
+        train.main(["--config=test", f"--set=expdir={expdir}", *flags], make_step=step)
+        records = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
+        losses[step] = [value[name] for value in map(json.loads, records) for name in LOSSES if name in value]
+        if step is GraphStep:
+            assert "CUDA graph 1 recorded" in (expdir / "test/1GPU/00/out.log").read_text()
+    assert len(losses[GraphStep]) == 4 + 24
+    assert losses[GraphStep] == pytest.approx(losses[EagerStep], rel=0.02 if switches else 1e-3)

@@ -19,6 +19,7 @@ import pytest
 
 from utils.data import feeder
 from utils.data.feeder import Batch, Fills, StreamFeeder, copies
+from utils.side_work import SideWork
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as the native loader has them
@@ -222,6 +223,48 @@ def test_every_kernel_reads_its_own_batch(
         assert loader.closed == epoch + 1
     device.consumer.synchronize()
     assert read == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("taker", ["takes all", "takes none", "takes from the third on", "takes every other"])
+@pytest.mark.parametrize("left_after", [1, 2, 4, 7], ids="left after {}".format)
+def test_work_that_is_taken_along_fills_the_next_batch(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, taker: str, left_after: int
+) -> None:
+    """The consumer's own stream then fills it, and the feeder does what was left, whatever order the streams run in."""
+    device = Device(**SCHEDULES[schedule])
+    monkeypatch.setattr(feeder, "torch", device.torch())
+    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), DeviceLoader(device)
+    fed.beside = SideWork()
+    read: list[tuple[int, bool]] = []
+    taken = 0
+
+    def kernel(number: int, batch: Batch) -> None:
+        read.extend((number, bool((part.values == number).all())) for part in batch)
+
+    expected = []
+    for epoch, leave in enumerate((left_after, 7, 7)):
+        numbers = [100 * epoch + index for index in range(7)]
+        batches = fed.feed(loader.epoch(numbers, last_size=SHAPE[0]))
+        for index, number in enumerate(numbers[:leave]):
+            batch = next(batches)
+            takes = {"takes all": True, "takes none": False, "takes every other": index % 2 == 0}
+            if takes.get(taker, index >= 2):
+                work = fed.beside.take()
+                assert (work is None) is (index == 6), "the last batch has none after it"
+                if work is not None:
+                    assert work.key == ((index + 1) % 3, SHAPE[0])
+                    work.enqueue()
+                    taken += 1
+            device.consumer.add(lambda number=number, batch=batch: kernel(number, batch))
+            expected += [(number, True)] * 2
+        if leave == 7:
+            assert next(batches, None) is None
+        batches.close()
+        assert fed.beside.take() is None, "nothing is left to take of an epoch that is over"
+    device.consumer.synchronize()
+    assert read == expected
+    assert (taken > 0) is (taker != "takes none")
 
 
 @pytest.mark.parametrize("loaded", LOADERS)

@@ -82,7 +82,7 @@ def by_triton(
 ) -> torch.Tensor:
     out = blank(field, len(plan), crop, channels_last, dtype)
     rows = torch.from_numpy(device_plan(plan, field.shape[-1]))
-    TritonGather(field, crop, VECTORS, mode, channels_last)(rows, slice(0, len(plan)), out)
+    TritonGather(field, crop, VECTORS, mode, channels_last)(rows, torch.tensor(0), 1, out)
     return out
 
 
@@ -187,7 +187,7 @@ def test_a_rank_gathers_its_rows_of_the_epochs_plan(interpreter: None, rank: int
     for batch in batch_rows(11, 4, rank, 2, drop_last=False):
         size = len(range(11)[batch])
         out.fill_(torch.nan)
-        kernel(rows, batch, out[:size])
+        kernel(rows, torch.tensor(batch.start), batch.step, out[:size])
         assert_same_bits(out[:size], expected[batch])
         assert out[size:].isnan().all()
         sizes.append(size)
@@ -222,7 +222,7 @@ def test_the_kernel_compiles_for_a_gpu(
     constants: dict[str, Any] = {"HALF": False, "CROP": 64, "CHANNELS": 5, "LANES": lanes}
     constants |= {"ROWS": tile[0], "COLUMNS": tile[1]} | ({"channel_stride": 1} if channels_last else {})
     types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64", "flips": "*i32"}
-    types |= dict.fromkeys(("first", "step", "sample_stride", "channel_stride"), "i32")
+    types |= {"first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
     kernel = gather._kernel()
     indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -24,6 +24,7 @@ from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.data.volumes import Volume, open_volume
 from utils.distributed import Launch, World
 from utils.errors import UserError
+from utils.side_work import SideWork
 
 VolumeFile = Callable[..., Path]
 Fields = tuple[np.ndarray, np.ndarray]
@@ -121,6 +122,30 @@ def test_batches_are_the_plain_definition(device: torch.device, fields: Fields, 
         assert len(loader) == 4
         for epoch in (0, 1):
             assert_epoch(loader.epoch(epoch), plain_epoch(fields, plan, epoch, mode), 3, channels_last=True)
+
+
+def test_what_fills_a_batch_is_the_same_work_always(monkeypatch: pytest.MonkeyPatch, fields: Fields) -> None:
+    """As a CUDA graph needs it: the same call, again and again, gathers batch after batch of a rank's plan."""
+    pytest.importorskip("triton.language")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(resident, "StreamFeeder", ImmediateFeeder)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    gather._kernel.cache_clear()
+    plan, options = a_plan(14), {"vectors": VECTORS, "rank": 1, "world_size": 2, "batch_size": 2}
+    loader = ResidentLoader(in_memory(fields), plan, device=torch.device("cuda"), **options)
+    expected = [Batch(*(part.clone() for part in batch)) for batch in loader.epoch(3, first_batch=1)]
+    fills = loader._fills(plan.epoch(3), 1)
+    slot = Batch(*(torch.empty_like(part) for part in expected[0]))
+    _, first = next(fills)
+    first(slot)
+    for number, batch in enumerate(expected):
+        if number:
+            loader._fill(slot)
+        assert all(torch.equal(one, other) for one, other in zip(slot, batch, strict=True))
+    place = SideWork()
+    loader.offer_to(place)
+    assert loader._feeder.beside is place
+    gather._kernel.cache_clear()
 
 
 def test_channels_first_changes_no_bit(device: torch.device, fields: Fields) -> None:

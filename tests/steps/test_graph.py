@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from torch import nn
 
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
+from utils.data.feeder import Batch, Fills, StreamFeeder
 from utils.distributed import Launch, World
 from utils.errors import LocalError, UserError
 from utils.optim import OPTIMIZERS, build_optimizer
 from utils.steps import graph
 from utils.steps.eager import EagerStep, StepOptions
-from utils.steps.graph import MAX_GRAPHS, WARMUP_STEPS, GraphStep, obstacle
+from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep, obstacle
 
 TOP = Path(__file__).parents[2]
 RATE = 0.01
@@ -128,11 +130,23 @@ def test_a_capturable_optimizer_reads_its_rate_from_a_tensor(name: str) -> None:
 class ImitatedGraph:
     """Recording changes nothing and computes nothing that stays; a replay carries out what was recorded."""
 
+    now: ImitatedGraph | None = None  # the one that is being recorded
+
     def __init__(self) -> None:
         self.replays = 0
+        self.kernels: list[Callable[[], object]] = []
+
+    @classmethod
+    def launch(cls, kernel: Callable[[], object]) -> None:
+        """Runs a loader's kernel, or writes it down."""
+        if cls.now is None:
+            kernel()
+        else:
+            cls.now.kernels.append(kernel)
 
     @contextlib.contextmanager
     def recording(self, step: GraphStep) -> Iterator[None]:
+        ImitatedGraph.now = self
         plain = step._train
         parameters = [parameter.detach().clone() for parameter in step.network.parameters()]
         states = [{name: value.clone() for name, value in step._optimizer.state[p].items()} for p in step._parameters]
@@ -147,6 +161,7 @@ class ImitatedGraph:
             yield
         finally:
             del step._train
+            ImitatedGraph.now = None
         self.norm, self.step = step.gradient_norm.zero_(), step
         with torch.no_grad():
             for parameter, kept, state in zip(step._parameters, parameters, states, strict=True):
@@ -156,12 +171,21 @@ class ImitatedGraph:
 
     def replay(self) -> None:
         self.replays += 1
+        for kernel in self.kernels:
+            kernel()
         self.loss.copy_(EagerStep._train(self.step, *self.batch))
         self.norm.copy_(self.step.gradient_norm)
 
 
 class ImitatedStream:
+    """Everything is done at once; what order streams keep is shown in tests/data/test_feeder.py."""
+
     def wait_stream(self, other: object) -> None:
+        pass
+
+    wait_event = record = wait_stream
+
+    def synchronize(self) -> None:
         pass
 
 
@@ -173,6 +197,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> list[GraphStep]:
     monkeypatch.setattr(graph, "obstacle", lambda *arguments: None)
     monkeypatch.setattr(cuda, "Stream", lambda device: ImitatedStream())
     monkeypatch.setattr(cuda, "current_stream", lambda device: ImitatedStream())
+    monkeypatch.setattr(cuda, "Event", ImitatedStream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(cuda, "CUDAGraph", ImitatedGraph)
@@ -182,7 +207,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> list[GraphStep]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}], ids=str)
-@pytest.mark.parametrize("count", [1, 3, MAX_GRAPHS + 5])
+@pytest.mark.parametrize("count", [1, 3, MAX_BUFFERS + 5])
 def test_the_replayed_steps_are_the_plain_ones(imitated, count: int, options: dict, optimizer: str) -> None:
     """Whatever the number of the loader's buffers: same losses, norms and parameters, and never too many graphs."""
     steps = WARMUP_STEPS + 2 * count + 1
@@ -193,9 +218,66 @@ def test_the_replayed_steps_are_the_plain_ones(imitated, count: int, options: di
     assert got[-1, 0] < got[0, 0]
     for one, other in zip(plain.network.parameters(), recorded.network.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(recorded._graphs) == (count if count <= MAX_GRAPHS else MAX_GRAPHS + 1)
+    assert len(recorded._graphs) == (count if count <= MAX_BUFFERS else MAX_BUFFERS + 1)
     replays = [known.graph.replays for known in recorded._graphs.values()]
     assert sum(replays) == steps - WARMUP_STEPS
+
+
+class ImitatedLoader:
+    """In the resident loader's way: one kernel with fixed arguments, which reads on the device where it has come to."""
+
+    def __init__(self, count: int) -> None:
+        shapes = [(4, channels, 8, 8, 8) for channels in (4, 5)]
+        generator = torch.Generator().manual_seed(2)
+        self.data = [torch.rand(count, *shape, generator=generator) for shape in shapes]
+        self.feeder, self.next = StreamFeeder(torch.device("cpu"), shapes), torch.zeros((), dtype=torch.int64)
+
+    def epoch(self) -> Generator[Batch, None, None]:
+        return self.feeder.feed(self._fills())
+
+    def _fills(self) -> Fills:
+        for number in range(len(self.data[0])):
+            yield 4, self._fill if number else self._begin
+
+    def _begin(self, slot: Batch) -> None:
+        ImitatedGraph.launch(self.next.zero_)
+        self._fill(slot)
+
+    def _fill(self, slot: Batch) -> None:
+        for part, data in zip(slot, self.data, strict=True):
+            ImitatedGraph.launch(functools.partial(self._kernel, part, data))
+        ImitatedGraph.launch(functools.partial(self.next.add_, 1))
+
+    def _kernel(self, part: torch.Tensor, data: torch.Tensor) -> None:
+        part.copy_(data[self.next])
+
+
+def trained_on(loader: ImitatedLoader, step: EagerStep, epochs: int) -> list[float]:
+    """Losses over epochs, in each of which a batch is looked at before it is trained on, too."""
+    losses = []
+    for _ in range(epochs):
+        for number, (inputs, targets) in enumerate(loader.epoch()):
+            if number == 3:
+                losses.append(float(step.evaluate(inputs, targets)))
+            losses.append(float(step(inputs, targets, 0.25)))
+    return losses
+
+
+@pytest.mark.parametrize("count", [4, 7, 9])
+def test_the_crops_of_the_next_batch_are_made_in_the_graph(imitated, count: int) -> None:
+    """Losses are those of the plain step on the same samples; the feeder fills what no graph has filled."""
+    loader, plain, recorded = ImitatedLoader(count), make(EagerStep, "sgd", "cpu"), make(GraphStep, "sgd", "cpu")
+    epochs = 2 + WARMUP_STEPS // count
+    expected = trained_on(loader, plain, epochs)
+    imitated.append(recorded)
+    loader.feeder.beside = recorded.beside
+    assert trained_on(loader, recorded, epochs) == expected
+    keys = list(recorded._graphs)
+    assert {key[3] for key in keys} >= {(0, 4), (1, 4), (2, 4)}
+    gathered = [bool(known.graph.kernels) for known in recorded._graphs.values()]
+    assert gathered == [key[3] is not None for key in keys]
+    assert len(keys) <= 6, "a graph for each slot, and one where no batch comes after it"
+    assert len(recorded._buffers) == 3
 
 
 def test_without_exchange_a_step_has_graphs_of_its_own(imitated) -> None:
@@ -277,9 +359,9 @@ class TestOnAGpu:
 
     def test_a_loader_with_many_buffers_does_not_fill_the_device_with_graphs(self) -> None:
         plain, recorded = make(EagerStep), make(GraphStep)
-        slots = buffers(MAX_GRAPHS + 5)
+        slots = buffers(MAX_BUFFERS + 5)
         expected, got = (curve(step, slots, WARMUP_STEPS + 2 * len(slots)) for step in (plain, recorded))
-        assert len(recorded._graphs) == MAX_GRAPHS + 1
+        assert len(recorded._graphs) == MAX_BUFFERS + 1
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
     def test_evaluation_sees_what_replays_have_learnt(self) -> None:

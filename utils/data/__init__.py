@@ -24,6 +24,7 @@ from utils.data.volumes import Volume, open_volume, stage
 from utils.distributed import World
 from utils.errors import UserError
 from utils.memory import GIB
+from utils.side_work import SideWork
 
 SPLITS = ("train", "valid")
 
@@ -56,6 +57,12 @@ def build_loaders(config: Config, world: World, training_bytes: Bytes = lambda: 
     itself will take on the device: a loader that keeps the volume there leaves that much.
     """
     return find_loader(config.data_loader_config).build(config, world, training_bytes)
+
+
+def offer_next_batch(loader: Loader, beside: SideWork | None) -> None:
+    """Has a loader whose batches kernels alone make offer there what makes the next one; with None it does so itself."""
+    if isinstance(loader, ResidentLoader):
+        loader.offer_to(beside)
 
 
 class Kind(NamedTuple):

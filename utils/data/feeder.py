@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from utils.side_work import SideWork, Work
+
 # The batch in use, the one being filled, and one whose kernels may still run: the host need not wait for them.
 DEVICE_SLOTS = 3
 
@@ -31,9 +33,14 @@ def memory_format(channels_last: bool) -> torch.memory_format:
 
 
 class StreamFeeder:
-    """Has slots on the device filled on a stream of its own, one batch ahead of the consumer."""
+    """Has slots on the device filled on a stream of its own, one batch ahead of the consumer.
+
+    With `beside` set, a batch's fill is offered there with the batch before, and left to whoever takes it: work on the
+    consumer's stream, which is in order with all that reads the slots.
+    """
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool = False) -> None:
+        self.beside: SideWork | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)
         form = memory_format(channels_last)
@@ -51,12 +58,23 @@ class StreamFeeder:
         # Kernels of the epoch before, which may have been left early, may still read the slots.
         self._stream.wait_stream(consumer)
         released: list[torch.cuda.Event | None] = [None] * DEVICE_SLOTS
-        ahead: deque[tuple[int, Batch, torch.cuda.Event]] = deque()
+        ahead: deque[_Filled] = deque()
         previous: torch.cuda.Event | None = None
         try:
             for number, (size, fill) in enumerate(fills):
                 index = number % DEVICE_SLOTS
                 slot = Batch(*(part[:size] for part in self._slots[index]))
+                offered = self.beside is not None and bool(ahead)
+                if offered:
+                    assert self.beside is not None
+                    self.beside.offer(Work((index, size), functools.partial(fill, slot)))
+                    yield from self._give(ahead, consumer, released)
+                if offered and self._taken():
+                    ahead.append(_Filled(index, slot, None))
+                    continue
+                if offered:
+                    # What was taken before may still run on the consumer's stream, and fills come in order.
+                    self._stream.wait_stream(consumer)
                 filled = torch.cuda.Event()
                 event = released[index]
                 with torch.cuda.stream(self._stream):
@@ -64,7 +82,7 @@ class StreamFeeder:
                         self._stream.wait_event(event)
                     fill(slot)
                     filled.record(self._stream)
-                ahead.append((index, slot, filled))
+                ahead.append(_Filled(index, slot, filled))
                 if len(ahead) == 2:
                     yield from self._give(ahead, consumer, released)
                 if previous is not None:
@@ -73,22 +91,34 @@ class StreamFeeder:
             while ahead:
                 yield from self._give(ahead, consumer, released)
         finally:
+            if self.beside is not None:
+                self.beside.take()
             # Left early, too: the next epoch rewrites the memory that is being read.
             self._stream.synchronize()
             fills.close()
 
+    def _taken(self) -> bool:
+        assert self.beside is not None
+        return self.beside.take() is None
+
     def _give(
-        self,
-        ahead: deque[tuple[int, Batch, torch.cuda.Event]],
-        consumer: torch.cuda.Stream,
-        released: list[torch.cuda.Event | None],
+        self, ahead: deque[_Filled], consumer: torch.cuda.Stream, released: list[torch.cuda.Event | None]
     ) -> Generator[Batch, None, None]:
         index, batch, filled = ahead.popleft()
-        consumer.wait_event(filled)
+        if filled is not None:
+            consumer.wait_event(filled)
         yield batch
         event = torch.cuda.Event()
         event.record(consumer)
         released[index] = event
+
+
+class _Filled(NamedTuple):
+    """A slot that is filled, or will be: `event` tells when; None where work on the consumer's own stream does it."""
+
+    place: int
+    batch: Batch
+    event: torch.cuda.Event | None
 
 
 def copies(batches: Generator[Batch, None, None]) -> Fills:

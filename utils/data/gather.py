@@ -117,8 +117,11 @@ class TritonGather:
         self._half = field.dtype == torch.float16
         self._crop, self._channels, self._channels_last = crop, channels, channels_last
 
-    def __call__(self, plan: torch.Tensor, rows: slice, out: torch.Tensor) -> None:
-        """Writes the samples in `rows` of a `device_plan` to `out` [N, C, D, D, D]."""
+    def __call__(self, plan: torch.Tensor, first: torch.Tensor, step: int, out: torch.Tensor) -> None:
+        """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, C, D, D, D].
+
+        `first` is an int64 on the device: it is read when the kernel runs, so that a CUDA graph can hold the kernel.
+        """
         field, walk, source, flip = self._inputs
         assert out.stride() == self._strides
         if self._channels_last:
@@ -134,8 +137,8 @@ class TritonGather:
             walk,
             source,
             flip,
-            rows.start,
-            rows.step or 1,
+            first,
+            step,
             self._strides[0],
             self._strides[1],
             HALF=self._half,
@@ -167,7 +170,7 @@ def _kernel() -> Any:
     # reading says `row`, the other `column`, without a stride. Where channels are contiguous in the sample, they come
     # last in the tile, which makes them neighbours in the writes. A crop starts anywhere, so that tiles share lines of
     # memory at their edges: the second reading finds them in the L2 cache.
-    @triton.jit(do_not_specialize=["first", "step"])
+    @triton.jit(do_not_specialize=["step"])
     def gather(  # type: ignore[no-untyped-def]
         out,
         field,
@@ -197,7 +200,7 @@ def _kernel() -> Any:
         lane = (tile // (ACROSS * DOWN) * LANES + tl.arange(0, LANES))[None, None, :]
         inside = (row < CROP) & (column < CROP) & (lane < CHANNELS)
 
-        entry = plan + 2 * (first + sample * step)
+        entry = plan + 2 * (tl.load(first) + sample * step)
         start = tl.load(entry)
         symmetry = tl.load(entry + 1)
         source = tl.load(sources + symmetry * CHANNELS + lane, mask=lane < CHANNELS, other=0)

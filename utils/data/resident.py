@@ -25,6 +25,7 @@ from utils.distributed import World
 from utils.errors import UserError
 from utils.memory import GIB
 from utils.progress import Progress
+from utils.side_work import SideWork
 
 SLAB_VALUES = 2**22  # 16 MB as float32: what is read and broadcast at once
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -75,6 +76,9 @@ class ResidentLoader:
             for field, triples in zip(fields, vectors, strict=True)
         ]
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=fields[0].device)
+        # Where the next batch begins in the plan is known to the device alone: filling a slot is the same work always.
+        self._next = torch.zeros((), dtype=torch.int64, device=fields[0].device)
+        self._step, self._advance = world_size, batch_size * world_size
         shapes: list[tuple[int, ...]] = [(batch_size, field.shape[0], *(plan.crop,) * 3) for field in fields]
         self._feeder = StreamFeeder(device, shapes, channels_last)
 
@@ -92,19 +96,29 @@ class ResidentLoader:
         if self._host is not None:
             self._host.close()
 
-    def _fills(self, plan: EpochPlan, first_batch: int) -> Fills:
-        # The feeder's stream carries everything: the epoch's plan first, then the batches that read it.
-        rows: torch.Tensor | None = torch.from_numpy(device_plan(plan, self.plan.box)).pin_memory()
-        for batch in self._batches[first_batch:]:
-            yield len(range(len(plan))[batch]), functools.partial(self._fill, batch, rows)
-            rows = None
+    def offer_to(self, beside: SideWork | None) -> None:
+        """Offers there, from the next epoch on, what fills the next batch; without CUDA there is nothing to offer."""
+        if self._host is None:
+            self._feeder.beside = beside
 
-    def _fill(self, batch: slice, plan: torch.Tensor | None, slot: Batch) -> None:
-        """Enqueues the gathering of one batch; after the upload of its epoch's plan, if that is given."""
-        if plan is not None:
-            self._rows.copy_(plan, non_blocking=True)
+    def _fills(self, plan: EpochPlan, first_batch: int) -> Fills:
+        # The feeder's stream carries the epoch's plan first, then the batches that read it.
+        rows = torch.from_numpy(device_plan(plan, self.plan.box)).pin_memory()
+        for number, batch in enumerate(self._batches[first_batch:]):
+            begin = functools.partial(self._begin, rows, batch.start)
+            yield len(range(len(plan))[batch]), self._fill if number else begin
+
+    def _begin(self, plan: torch.Tensor, start: int, slot: Batch) -> None:
+        """Enqueues the upload of an epoch's plan, and the first batch, from row `start` on."""
+        self._rows.copy_(plan, non_blocking=True)
+        self._next.fill_(start)
+        self._fill(slot)
+
+    def _fill(self, slot: Batch) -> None:
+        """Enqueues the gathering of the next batch: no argument changes from one batch to another."""
         for gather, part in zip(self._gathers, slot, strict=True):
-            gather(self._rows, batch, part)
+            gather(self._rows, self._next, self._step, part)
+        self._next.add_(self._advance)
 
 
 def check_fits(volume_bytes: Iterable[int], dtype: torch.dtype, free_bytes: int, reserve_bytes: int) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import World
 from utils.profiling import annotate
+from utils.side_work import SideWork
 from utils.steps.compilers import Compiled, Traced
 
 # torch 2.13 gives the option a new name.
@@ -55,6 +56,8 @@ class EagerStep:
 
     # Whether the optimizer must keep all it changes on the device, the learning rate too.
     capturable: ClassVar[bool] = False
+    # Where others may leave work for the step to take along.
+    beside: SideWork | None = None
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """The step as a CUDA graph: recorded once, then replayed with a single launch.
 
 A graph replays kernels on the memory that they were recorded with. Loaders hand out the same few buffers again and
-again, so there is one graph for each of them, and no batch is copied; the graphs share their working memory.
+again, so there is one graph for each of them, and no batch is copied; the graphs share their working memory. A loader
+whose batches are made by kernels alone has the next one made within the graph, in a branch of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -19,15 +20,16 @@ from torch import nn
 from utils.distributed import World
 from utils.errors import LocalError, UserError
 from utils.profiling import annotate
+from utils.side_work import SideWork, Work
 from utils.steps.eager import EagerStep, StepOptions
 
 log = logging.getLogger(__name__)
 
 # DistributedDataParallel times its first ten steps with events that no graph may hold.
 WARMUP_STEPS = 11
-# Buffers beyond these are copied into one of the step's own: a loader that keeps making new ones must not fill the
-# device with graphs.
-MAX_GRAPHS = 4
+# Batches in other buffers than so many are copied into one of the step's own: a loader that keeps making new ones must
+# not fill the device with graphs.
+MAX_BUFFERS = 4
 REMEDY = "use train.py, which takes the same flags"
 
 
@@ -42,8 +44,9 @@ class Recorded(NamedTuple):
 class GraphStep(EagerStep):
     """EagerStep's step, its first ones carried out as they are, the later ones replayed.
 
-    Forward, loss, backward with the exchange of gradients, clipping and update are all in the graph; the learning rate
-    is a tensor that they read. Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
+    Forward, loss, backward with the exchange of gradients, clipping and update are all in the graph, and beside them
+    what `beside` has to be done (the crops of the next batch); the learning rate is a tensor that the update reads.
+    Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
     """
 
     capturable: ClassVar[bool] = True
@@ -65,8 +68,11 @@ class GraphStep(EagerStep):
         self._stream = torch.cuda.Stream(world.device)
         with self._on_stream():
             super().__init__(network, loss, optimizer, world, options)
+        self.beside = SideWork()
+        self._branch = torch.cuda.Stream(world.device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, int, bool], Recorded] = {}
+        self._graphs: dict[Hashable, Recorded] = {}
+        self._buffers: set[tuple[int, int]] = set()
         self._own: tuple[torch.Tensor, torch.Tensor] | None = None
         self._shapes: tuple[torch.Size, torch.Size] | None = None
         self._made = 0
@@ -90,28 +96,42 @@ class GraphStep(EagerStep):
             super().warm_up(inputs, targets)
 
     def _find(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
-        """The graph of this batch's memory, recorded at the first meeting."""
-        key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging)
-        if key not in self._graphs and sum(known[2] == self._exchanging for known in self._graphs) >= MAX_GRAPHS:
-            if self._own is None:
-                self._own = (torch.empty_like(inputs), torch.empty_like(targets))
-            for own, part in zip(self._own, (inputs, targets), strict=True):
-                own.copy_(part)
-            inputs, targets = self._own
-            key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging)
+        """The graph for this batch's memory and the work to be taken along, recorded at the first meeting."""
+        inputs, targets = self._where_graphs_are(inputs, targets)
+        assert self.beside is not None
+        work = self.beside.take()
+        key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging, None if work is None else work.key)
         if key not in self._graphs:
             started = time.perf_counter()
-            self._graphs[key] = self._record(inputs, targets)
+            self._graphs[key] = self._record(inputs, targets, work)
             log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
         return self._graphs[key]
 
-    def _record(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
+    def _where_graphs_are(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch where it is, or a copy of it in the step's own memory if there are too many such places."""
+        place = (inputs.data_ptr(), targets.data_ptr())
+        if place in self._buffers or len(self._buffers) < MAX_BUFFERS:
+            self._buffers.add(place)
+            return inputs, targets
+        if self._own is None:
+            self._own = (torch.empty_like(inputs), torch.empty_like(targets))
+        for own, part in zip(self._own, (inputs, targets), strict=True):
+            own.copy_(part)
+        return self._own
+
+    def _record(self, inputs: torch.Tensor, targets: torch.Tensor, work: Work | None) -> Recorded:
         """Nothing is computed meanwhile: the kernels are written down."""
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads (DALI's) may allocate meanwhile: what they do is not recorded and does no harm.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                if work is not None:
+                    self._branch.wait_stream(self._stream)
+                    with torch.cuda.stream(self._branch):
+                        work.enqueue()
                 loss = self._train(inputs, targets)
+                if work is not None:
+                    self._stream.wait_stream(self._branch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
