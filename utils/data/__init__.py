@@ -60,7 +60,7 @@ def build_loaders(config: Config, world: World, training_bytes: Bytes = lambda: 
 
 
 def offer_next_batch(loader: Loader, beside: SideWork | None) -> None:
-    """Has a loader whose batches kernels alone make offer there what makes the next one; with None it does so itself."""
+    """Has a loader whose batches kernels alone make offer there what makes the next one; None: it does so itself."""
     if isinstance(loader, ResidentLoader):
         loader.offer_to(beside)
 
