@@ -34,7 +34,7 @@ from utils.files import appearing_whole
 from utils.logs import provenance
 
 # Of the whole time: what each part may take at most. What one leaves, the next ones have.
-SHARES = {"ladder": 0.45, "duels": 0.12, "ledger": 0.05, "convolutions": 0.18, "loaders": 0.12}
+SHARES = {"ladder": 0.42, "duels": 0.08, "ledger": 0.04, "convolutions": 0.15, "loaders": 0.08}
 SMALL_BATCH = 16  # where launching kernels takes longer than running them, if anywhere
 
 

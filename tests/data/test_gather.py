@@ -233,7 +233,9 @@ def test_the_kernel_compiles_for_a_gpu(
     layouts = dict(re.findall(r"(#blocked\d*) = #ttg.blocked<{.*threadsPerWarp = \[(.*?)\]", compiled.asm["ttgir"]))
     shape = "x".join(map(str, (*tile, lanes)))
     access = re.findall(rf"tt\.(load|store) .*tensor<{shape}x!.*?(#blocked\d*)>", compiled.asm["ttgir"])
-    threads = [(kind, layouts[layout]) for kind, layout in access]
-    written = "1, 4, 8" if channels_last else "1, 32, 1"
-    read = "1, 16, 2" if channels_last else "1, 32, 1"
-    assert threads == [("load", "32, 1, 1"), ("load", read), ("store", written)]
+    assert [kind for kind, _ in access] == ["load", "load", "store"]
+    # Threads of a warp along the tile's rows, columns and channels; versions of Triton differ in the rest.
+    by_row, by_column, written = ([int(count) for count in layouts[layout].split(", ")] for _, layout in access)
+    assert by_row[0] >= 16
+    assert by_column[1] >= 16
+    assert written[2] == 8 if channels_last else written[1] >= 16, written
