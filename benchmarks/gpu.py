@@ -83,13 +83,14 @@ class Run:
                 self.results["seconds"][name] = time.perf_counter() - started
                 self.machine.free()
                 self.keep()
+        write(self.results, self.directory)
 
     def skip(self, name: str, reason: str) -> None:
         self.results["skipped"][name] = reason
         sys.stderr.write(f"skipped: {name}: {reason}\n")
 
     def keep(self) -> None:
-        write(self.results, self.directory)
+        write(self.results, self.directory, plot=False)
 
     # --- the parts -----------------------------------------------------------------------------------------------
 
@@ -114,7 +115,7 @@ class Run:
     def best(self) -> dict[str, Any]:
         """Config changes of the best rung at the batch asked for: larger batches are rungs of their own."""
         best = ladder.best_of(
-            [entry for entry in self.results["ladder"] if not entry["rung"].startswith("batch ") and "state" in entry]
+            [e for e in self.results.get("ladder", []) if not e["rung"].startswith("batch ") and "state" in e]
         )
         if best is None:
             raise UserError("no rung of the ladder was measured")
@@ -153,7 +154,7 @@ class Run:
 
     def convolutions(self, budget: float) -> dict[str, Any]:
         options = self.options
-        measured = {name: value["median"] for name, value in self.results["peaks"]["matmul_tflops"].items()}
+        measured = self.results.get("peaks", {}).get("matmul_tflops", {})
         names = list(convolutions.DTYPES)
         return convolutions.measure(
             self.world.device,
@@ -161,7 +162,7 @@ class Run:
             options.crop,
             names,
             budget=budget,
-            peaks={name: measured[name] for name in names if name in measured},
+            peaks={name: measured[name]["median"] for name in names if name in measured},
             width=options.width,
             scales=ladder.scales(options.crop),
         )
@@ -173,6 +174,7 @@ class Run:
             crop=self.options.crop,
             batch=self.options.batch,
             workers=min(8, torch.get_num_threads()),
+            plain=self.world.device.type != "cuda",  # its many processes would still be at work while others are timed
             batches=self.options.loader_batches,
             epoch_batches=64,
             trials=2,
@@ -182,8 +184,12 @@ class Run:
         results = loaders.throughput(options)
         if self.world.device.type == "cuda":
             seconds = loaders.gather_seconds(loaders.Sources(options), options)
-            step = self.options.batch / ladder.best_of(self.results["ladder"])["SYNTHETIC"]["median"]  # type: ignore[index]
-            results["gather kernel"] = {"seconds a batch": seconds, "share of a step of the best rung": seconds / step}
+            told = {"seconds a batch": seconds}
+            best = next((e for e in self.results.get("ladder", []) if e.get("state") == self.best()), None)
+            if best is not None:
+                step = self.options.batch / best["SYNTHETIC"]["median"]
+                told["share of a step of the best rung"] = seconds / step
+            results["gather kernel"] = told
         return results
 
     def tests(self, budget: float) -> dict[str, Any] | None:
@@ -193,7 +199,8 @@ class Run:
             return None
         self.machine.close()
         selection = self.options.tests or ["-m", "gpu"]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *selection]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
+        command += ["--continue-on-collection-errors", *selection]
         try:
             done = subprocess.run(
                 command,
@@ -216,18 +223,20 @@ class Run:
 # --- telling -------------------------------------------------------------------------------------------------------
 
 
-def write(results: dict[str, Any], directory: Path) -> None:
-    """results.json, README.md and ladder.png, whole or not at all."""
+def write(results: dict[str, Any], directory: Path, plot: bool = True) -> None:
+    """results.json, README.md and ladder.png, each whole or not at all; numbers first, for they cannot be made anew."""
     directory.mkdir(parents=True, exist_ok=True)
-    with appearing_whole([directory / "results.json", directory / "README.md"]) as (data, page):
-        data.write_text(json.dumps(results, indent=1) + "\n")
-        page.write_text(markdown(results))
-    if any("SYNTHETIC" in entry for entry in results.get("ladder", [])):
+    if plot and any("SYNTHETIC" in entry for entry in results.get("ladder", [])):
+        results["skipped"].pop("ladder.png", None)
         try:
             title = f"{results['provenance']['device']}, batch {results['settings']['batch']}"
             ladder.draw(results["ladder"], title, directory / "ladder.png")
-        except ImportError:
-            results["skipped"]["ladder.png"] = "matplotlib is not installed; python -m benchmarks.gpu --draw DIR"
+        except Exception as error:
+            results["skipped"]["ladder.png"] = f"{error}; python -m benchmarks.gpu --draw DIR"
+    with appearing_whole([directory / "results.json"]) as (data,):
+        data.write_text(json.dumps(results, indent=1) + "\n")
+    with appearing_whole([directory / "README.md"]) as (page,):
+        page.write_text(markdown(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -242,7 +251,7 @@ def markdown(results: dict[str, Any]) -> str:
     if "peaks" in results:
         parts.append("## Ceilings\n\n" + peaks.markdown(results["peaks"]))
     if results.get("ladder"):
-        peak = {name: value["median"] for name, value in results["peaks"]["matmul_tflops"].items()}
+        peak = {name: value["median"] for name, value in results.get("peaks", {}).get("matmul_tflops", {}).items()}
         commands = [f"- {entry['rung']}: `{entry['command']}`" for entry in results["ladder"]]
         text = ladder.markdown(results["ladder"], peak)
         parts.append(

@@ -33,16 +33,18 @@ from utils import config as configs
 from utils.cli import SWITCHES
 from utils.config import Config
 from utils.data import Loaders, build_loaders, offer_next_batch
-from utils.data.feeder import Batch
+from utils.data.feeder import DEVICE_SLOTS, Batch
 from utils.distributed import World
 from utils.flops import counted
 from utils.logs import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep
-from utils.steps.graph import GraphStep
+from utils.steps.graph import WARMUP_STEPS, GraphStep
 
 YAML = str(Path(__file__).parent.parent / "config" / "UNet.yaml")
 RATE = 2e-4
+WARMUP_SECONDS = 3.0  # at most, where that is enough for all that must be seen
+LOSS_STEPS = 10  # after which rungs are compared by their loss
 BETTER = 1.005  # less than this is noise
 TRIALS = 3
 
@@ -80,8 +82,8 @@ GPU_RUNGS = (
     Rung("last rewritten", {"network.rewritten": ["last"]}),
     Rung("down1 and last rewritten", {"network.rewritten": ["down1", "last"]}, predicted=4586),
     Rung("fused pointwise kernels", {"fused_pointwise": True}, predicted=5547),
-    Rung("torch.compile", {"enable_jit": True, "fused_pointwise": False}),
     Rung("CUDA graph", graph=True),
+    Rung("torch.compile", {"enable_jit": True, "fused_pointwise": False}),
     Rung("batch 128", {"local_batch_size": 128}),
     Rung("batch 256", {"local_batch_size": 256}),
 )
@@ -193,11 +195,15 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
     with counted(step.network) as flops:
         step.evaluate(*fixed)
     step.warm_up(*fixed)
+    if config.enable_jit and not step.compiled:
+        raise RuntimeError("the compiler failed: its warning says why")
     # A graph's first steps are plain ones, and then it is recorded for each of the loader's buffers.
-    losses = [step(first.inputs, first.targets, RATE).clone()]
-    for _ in range(warmup_steps - 1):
+    least = WARMUP_STEPS + DEVICE_SLOTS + 1 if graph else LOSS_STEPS
+    losses, end = [step(first.inputs, first.targets, RATE).clone()], time.perf_counter() + WARMUP_SECONDS
+    while len(losses) < warmup_steps and (len(losses) < least or time.perf_counter() < end):
         inputs, targets = next(batches)
         losses.append(step(inputs, targets, RATE).clone())
+        machine.wait()
     step(fixed.inputs, fixed.targets, RATE)
     machine.wait()
     return Built(config, step, fixed, batches, flops.training / len(fixed.inputs), [float(loss) for loss in losses])
@@ -253,7 +259,8 @@ def climb(machine: Machine, rungs: Sequence[Rung], deadline: float, note: Callab
     """The rungs in turn; one that is faster is where the next one starts. `note` gets the results so far."""
     results: list[dict[str, Any]] = []
     changes: dict[str, Any] = {}
-    graph, best, slowest = False, 0.0, 0.0
+    graph, best = False, 0.0
+    took = [0.0]  # by each rung; the first ones are the slowest
     for rung in rungs:
         tried, tried_graph = {**changes, **rung.changes}, graph if rung.graph is None else rung.graph
         entry: dict[str, Any] = {"rung": rung.name, "command": command(machine, tried, tried_graph)}
@@ -263,7 +270,7 @@ def climb(machine: Machine, rungs: Sequence[Rung], deadline: float, note: Callab
         if rung.needs is not None and not importable(rung.needs):
             entry["skipped"] = f"{rung.needs} is not installed"
             continue
-        if time.perf_counter() + slowest > deadline:
+        if time.perf_counter() + statistics.median(took[-3:]) > deadline:
             entry["skipped"] = "no time left"
             continue
         started = time.perf_counter()
@@ -272,11 +279,13 @@ def climb(machine: Machine, rungs: Sequence[Rung], deadline: float, note: Callab
             entry |= measure(machine, tried, tried_graph)
         except Exception as error:  # a rung that fails must not take the others with it
             entry["failed"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if tried_graph:
+                after_a_failed_recording(machine.world.device)
             machine.close()
             continue
         finally:
             machine.free()
-        slowest = max(slowest, time.perf_counter() - started)
+        took.append(time.perf_counter() - started)
         # Both count: a rung may speed up the step alone while the input holds up the training, or the input alone.
         score = math.sqrt(entry["SYNTHETIC"]["median"] * entry["FULL"]["median"])
         entry["kept"] = rung.always or score > BETTER * best
@@ -286,6 +295,17 @@ def climb(machine: Machine, rungs: Sequence[Rung], deadline: float, note: Callab
         entry["state"] = {"changes": tried, "graph": tried_graph}
         note(results)
     return results
+
+
+def after_a_failed_recording(device: torch.device) -> None:
+    """Records a graph that works: until then PyTorch takes the device for one that records, and draws no numbers."""
+    if device.type != "cuda":
+        return
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device).add_(1)
+    except RuntimeError as error:
+        sys.stderr.write(f"the device does not recover: {error}\n")
 
 
 def best_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -367,24 +387,24 @@ def _measured(entry: Mapping[str, Any], peak: Mapping[str, float]) -> list[str]:
     if "SYNTHETIC" not in entry:
         return [entry.get("skipped") or f"failed: {entry['failed']}"]
     rates = [entry[name] for name in ("SYNTHETIC", "FULL")]
-    share = entry["TFLOP/s"] / peak_of(entry["state"]["changes"], peak)
+    ceiling = peak_of(entry["state"]["changes"], peak)
     return [
         *(f"{rate['median']:.4g} ({rate['min']:.4g} – {rate['max']:.4g})" for rate in rates),
         f"{entry['FULL / SYNTHETIC']:.3f}",
         f"{entry['TFLOP/s']:.4g}",
-        f"{100 * share:.1f}",
+        "" if ceiling is None else f"{100 * entry['TFLOP/s'] / ceiling:.1f}",
         "yes" if entry["kept"] else "no",
-        f"{statistics.fmean(entry['loss of the warm-up steps'][-3:]):.4f}",
+        f"{entry['loss of the warm-up steps'][:LOSS_STEPS][-1]:.4f}",
     ]
 
 
-def peak_of(changes: Changes, peak: Mapping[str, float]) -> float:
+def peak_of(changes: Changes, peak: Mapping[str, float]) -> float | None:
     """TFLOP/s of a matrix product in what the rung computes in."""
     if changes.get("enable_amp"):
         name = changes.get("precision", "bfloat16")
     else:
         name = "tf32" if changes.get("tf32", True) and "tf32" in peak else "float32"
-    return peak[name]
+    return peak.get(name)
 
 
 def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

@@ -202,9 +202,16 @@ def test_training_on_the_device_follows_the_one_on_the_host(tmp_path, volume_fil
 def test_training_by_cuda_graphs_follows_the_plain_one(tmp_path, volume_file, monkeypatch, loader, switches) -> None:
     """Three epochs of eight steps, the crops of the resident loader made within the graphs."""
     monkeypatch.chdir(TOP)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
     flags = [f"--set=train_path={train_path}", f"--set=val_path={val_path}", "--set=report_baselines=false"]
-    flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
+    flags += [
+        "--num_epochs=3",
+        "--set=log_interval=1",
+        "--set=cudnn_benchmark=false",
+        f"--data_loader_config={loader}",
+        *switches,
+    ]
     losses = {}
     for step in (EagerStep, GraphStep):
         expdir = tmp_path / step.__name__

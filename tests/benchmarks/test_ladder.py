@@ -117,7 +117,7 @@ def test_what_fails_or_is_not_installed_is_told_and_the_others_go_on(monkeypatch
     table = markdown([*results, *missing], PEAK)
     assert "| too large | failed: CUDA out of memory. |  |" in table
     assert "| odd | no_such.package is not installed |" in table
-    assert "| good | 200 (180 – 220) | 190 (171 – 209) | 0.950 | 2 | 50.0 | yes | 0.4000 | 150 |" in table
+    assert "| good | 200 (180 – 220) | 190 (171 – 209) | 0.950 | 2 | 50.0 | yes | 0.3000 | 150 |" in table
 
 
 def test_no_rung_starts_that_would_end_too_late(monkeypatch) -> None:

@@ -14,6 +14,8 @@ import h5py
 import numpy as np
 import pytest
 
+pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
+
 from utils.data import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.data.simulate import SimulationOptions
 from utils.errors import UserError

@@ -132,7 +132,7 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
     """apex's where it is installed; else --enable_apex takes torch's, which is the default, too."""
     shapes = [(64, 4, 4, 4, 4), (64,), (33, 7)]
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    start = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
     fused, plain = ([nn.Parameter(value.clone().to(device)) for value in start] for _ in range(2))
     optimizers = [
         build_optimizer(Optimizer(name=name), fused, RATE),

@@ -214,6 +214,9 @@ def _kernel() -> Any:
         values = (bits ^ flip).to(tl.float16 if HALF else tl.float32, bitcast=True)
         place = out + sample * sample_stride + tl.load(walk + 5) + plane * tl.load(walk + 6)
         place += row * tl.load(walk + 7) + column * tl.load(walk + 8) + lane * channel_stride
+        # Neighbours along the sample's last axis are neighbours in memory, or a cell's channels apart: a hint for the
+        # order in which threads write. It makes no write wider, which takes an alignment that nobody can know.
+        place = tl.max_contiguous(place, (1, 2, LANES))
         tl.store(place, values.to(out.dtype.element_ty), mask=inside)
 
     return gather

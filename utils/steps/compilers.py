@@ -23,20 +23,20 @@ class Compiled(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._plain, self._compiled = module, torch.compile(module)
-        self._works: bool | None = None
+        self.works: bool | None = None  # None: not tried yet
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self._works is None:
+        if self.works is None:
             try:
                 loss = self._compiled(inputs, targets)
-                self._works = True
+                self.works = True
                 return loss
             except Exception as error:
                 if not _of_the_compiler(error):
                     raise
-                self._works = False
+                self.works = False
                 _warn("torch.compile", error)
-        return self._compiled(inputs, targets) if self._works else self._plain(inputs, targets)
+        return self._compiled(inputs, targets) if self.works else self._plain(inputs, targets)
 
 
 class Traced(nn.Module):
@@ -51,20 +51,22 @@ class Traced(nn.Module):
         self.module = module
         # In a list: a submodule would show up in the state dict, beside the module that it was made of.
         self._trace: list[Callable[..., torch.Tensor]] = []
+        self.works: bool | None = None
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if not self._trace:
+        if self.works is None:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of PyTorch advise against it
                     self._trace.append(torch.jit.trace(self.module, (inputs, targets), check_trace=False))
+                self.works = True
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, torch.jit.TracingCheckError) as error:
                 self.module(inputs, targets)  # what is wrong with the module itself is told by itself
                 _warn("TorchScript", error)
-                self._trace.append(self.module)
-        return self._trace[0](inputs, targets)
+                self.works = False
+        return self._trace[0](inputs, targets) if self.works else self.module(inputs, targets)
 
 
 def _of_the_compiler(error: Exception) -> bool:
@@ -72,7 +74,7 @@ def _of_the_compiler(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return False
     raised_in = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(error.__traceback__)[-1:]]
-    parts = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/")
+    parts = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/torchinductor_")  # the last: what it wrote
     return type(error).__module__.startswith("torch._") or any(part in name for name in raised_in for part in parts)
 
 

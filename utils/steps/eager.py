@@ -81,9 +81,12 @@ class EagerStep:
         self._bare = Objective(network, loss)
         compiler = options.compiler if options.enable_jit else "none"
         self._objective: nn.Module = Traced(self._bare) if compiler == "torchscript" else self._bare
+        self._compiler: nn.Module | None = self._objective if compiler == "torchscript" else None
         if world.size > 1 and not options.noddp:
             self._objective = _data_parallel(self._objective, world, options)
         self._forward = Compiled(self._objective) if compiler == "inductor" else self._objective
+        if compiler == "inductor":
+            self._compiler = self._forward
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
@@ -115,6 +118,11 @@ class EagerStep:
         self._bare.zero_grad(set_to_none=True)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a compiler has been asked for, and has not failed."""
+        return isinstance(self._compiler, Compiled | Traced) and self._compiler.works is not False
 
     @contextlib.contextmanager
     def without_exchange(self) -> Iterator[None]:

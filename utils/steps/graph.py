@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Hashable, Iterator
 from typing import ClassVar, NamedTuple
 
@@ -76,6 +77,8 @@ class GraphStep(EagerStep):
         self._own: tuple[torch.Tensor, torch.Tensor] | None = None
         self._shapes: tuple[torch.Size, torch.Size] | None = None
         self._made = 0
+        # Said of the plain steps before the first graph.
+        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         with self._on_stream():
@@ -135,6 +138,8 @@ class GraphStep(EagerStep):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
             # PyTorch tells what was forbidden first, and that the recording failed in consequence last.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             reason = str(cause).strip().splitlines()[0]
