@@ -45,6 +45,8 @@ def losses(step: EagerStep, seed: int = 0, count: int = 4) -> list[float]:
 def test_a_traced_step_trains_as_the_plain_one(options: dict, recwarn) -> None:
     traced = make(enable_jit=True, compiler="torchscript", **options)
     assert losses(traced) == pytest.approx(losses(make(**options)), rel=1e-3 if options.get("enable_amp") else 1e-6)
+    assert traced.compiled
+    assert not make(**options).compiled
     assert isinstance(traced._forward, Traced)
     assert isinstance(traced._forward._trace[0], torch.jit.ScriptModule)
     assert not [warning for warning in recwarn if "jit" in str(warning.message)]
@@ -74,6 +76,7 @@ def test_a_failing_trace_falls_back_with_one_warning(monkeypatch, caplog) -> Non
     assert [record.getMessage() for record in caplog.records] == [
         "TorchScript failed, going on without it: Tracing failed sanity checks!"
     ]
+    assert not step.compiled
 
 
 def test_what_is_wrong_with_the_network_is_not_taken_for_a_failing_trace(caplog) -> None:
@@ -103,6 +106,30 @@ def test_an_assertion_of_the_module_is_not_the_compilers(monkeypatch) -> None:
     monkeypatch.setattr(compilers.torch, "compile", lambda module: module)
     with pytest.raises(AssertionError, match="itself"):
         Compiled(Asserting())(torch.ones(1), torch.ones(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("rewritten", [(), ("down1", "last")], ids=str)
+def test_a_compiled_step_on_the_device_follows_the_plain_one(rewritten: tuple[str, ...]) -> None:
+    """As the _opt configs train: bfloat16, channels last."""
+    torch._dynamo.reset()
+    curves = []
+    for compiled in (False, True):
+        network = build_network("unet", 16, width=8, scales=3, rewritten=rewritten)
+        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+        network.cuda().to(memory_format=torch.channels_last_3d)
+        built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+        world = World(Launch("test"), torch.device("cuda", 0))
+        step = EagerStep(network, build_loss("l1"), built, world, StepOptions(enable_amp=True, enable_jit=compiled))
+        generator = torch.Generator().manual_seed(1)
+        pair = (torch.rand(4, channels, 16, 16, 16, generator=generator) for channels in (4, 5))
+        inputs, targets = (part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair)
+        step.warm_up(inputs, targets)
+        curves.append([float(step(inputs, targets, RATE)) for _ in range(6)])
+        assert step.compiled is compiled
+    assert curves[1] == pytest.approx(curves[0], rel=1e-2)
+    assert curves[0][-1] < curves[0][0]
 
 
 @pytest.mark.slow
