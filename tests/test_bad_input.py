@@ -108,6 +108,8 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_config_or_flag_is_one_line(refuse: Callable[..., str], flags: list[str], says: list[str]) -> None:
+    if "--data_loader_config=dali-lowmem" in flags:
+        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     refuse(flags, *says)
 
 
@@ -304,6 +306,8 @@ def test_a_file_that_shrinks_during_training_is_one_line(
     tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any, loader: str, victim: str
 ) -> None:
     """It is cut when the first losses have been measured, before the first step."""
+    if loader == "dali-lowmem":
+        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     monkeypatch.chdir(TOP)
     flags = [f"--data_loader_config={loader}", f"--set=expdir={tmp_path / 'runs'}", "--set=device=cpu"]
     for key, split, seed in (("train", "train", 1), ("val", "valid", 2)):
