@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerSt
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)
         if options.preflight:
-            check(options, config)
+            check(options, config, make_step)
             return
         with distributed.connect(config.device, config.timeouts.rendezvous, config.timeouts.collective) as world:
             logs.configure_logging(world.is_root)
@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerSt
 
 def run(options: cli.Options, config: Config, world: World, make_step: type[EagerStep]) -> None:
     """Assembles one training, or benchmark, and carries it out."""
+    make_step.check(world, config.noddp)
     backends = set_backends(config, world.device)
-    settings = read_settings() if config.enable_benchy else None
+    settings = read_settings(world) if config.enable_benchy else None
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
@@ -61,7 +62,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     schedule = build_schedule(config)
     with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
-        for note in (*backends, *loaders.notes):
+        for note in (*backends, *loaders.notes, *without_effect(config, world)):
             run_logs.line(note)
         run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
         if settings is not None:
@@ -186,12 +187,13 @@ def build_profiler(config: Config, world: World, directory: Path) -> profiling.N
     return profiling.WindowProfiler(first, profile.steps, tool, world.device)
 
 
-def check(options: cli.Options, config: Config) -> None:
+def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> None:
     """--preflight: on the first rank alone; the others have nothing to add."""
     launch = distributed.read_launch()
     if launch.rank > 0:
         return
     ranks = options.preflight_ranks or launch.world_size
+    make_step.check(World(distributed.Launch("preflight"), distributed.choose_device(config.device, 0)), config.noddp)
     config = config.for_world(ranks)
     named = configs.read_file(options.yaml_config)
     base = configs.load(options.yaml_config, "base") if "base" in named else None
@@ -199,6 +201,34 @@ def check(options: cli.Options, config: Config) -> None:
     with value_errors_for_users():
         build_objective(config)
         preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config)))
+
+
+def without_effect(config: Config, world: World) -> list[str]:
+    """What the config asks for and this run has no use for, for the log."""
+    notes = []
+    if config.fused_pointwise:
+        reasons = {
+            "there is no GPU": world.device.type != "cuda",
+            "channels_last is false": not config.channels_last,
+            "the compiler fuses by itself": config.enable_jit,
+        }
+        if any(reasons.values()):
+            why = next(reason for reason, holds in reasons.items() if holds)
+            notes.append(f"fused_pointwise has no effect: {why}")
+    if world.size == 1 or config.noddp:
+        asked = [
+            name
+            for name, value in (
+                ("gradient_compression", config.gradient_compression != "none"),
+                ("static_graph", config.static_graph),
+            )
+            if value
+        ]
+        if asked:
+            notes.append(f"{' and '.join(asked)}: no effect, since no gradients are exchanged")
+    if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
+        notes.append("float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not")
+    return notes
 
 
 def set_backends(config: Config, device: torch.device) -> list[str]:
@@ -218,4 +248,4 @@ def set_backends(config: Config, device: torch.device) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    distributed.run_script(main)

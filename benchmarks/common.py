@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from utils.distributed import Launch, World
+from utils.errors import UserError
+from utils.files import appearing_whole
 from utils.logs import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,9 +49,47 @@ def summary(values: list[float]) -> dict[str, Any]:
     }
 
 
-def save(name: str, result: dict[str, Any]) -> Path:
-    """Writes benchmarks/results/<name>.json with what made it."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n")
+def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
+    """Writes <directory>/<name>.json, whole or not at all, with what made it."""
+    path = directory / f"{name}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with appearing_whole([path]) as (partial,):
+            partial.write_text(json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
     return path
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of a benchmark: its module's text as help, --output, and complaints in one line."""
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        self.add_argument("--output", type=Path, default=RESULTS, help="directory of the results (%(default)s)")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def positive(text: str) -> int:
+    """A whole number above zero, for argparse."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A number above zero, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero")
+    return value
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as JSON takes them."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}

@@ -6,24 +6,21 @@ python -m benchmarks.convolutions --batch 2 --crop 32 --width 8     # on a CPU
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks import peaks as ceilings
-from benchmarks.common import RESULTS, this_machine
+from benchmarks.common import Parser, positive, positive_float, save, this_machine
 from networks import build_network
-from utils.logs import provenance
+from utils.errors import one_line_errors, value_errors_for_users
 
 # From the most valuable to the least: a spent budget leaves out the end.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32}
@@ -449,35 +446,35 @@ def _number(value: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--crop", type=int, default=64)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--scales", type=int, help="6, or as many as halve the crop into whole cells")
+    parser = Parser(__doc__)
+    parser.add_argument("--batch", type=positive, default=64)
+    parser.add_argument("--crop", type=positive, default=64)
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--scales", type=positive, help="6, or as many as halve the crop into whole cells")
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds; the least valuable rows come last")
+    parser.add_argument("--budget", type=positive_float, default=240.0, help="seconds; what matters least comes last")
     parser.add_argument("--no-cudnn-benchmark", action="store_true", help="take cuDNN's first guess, unsearched")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="directory of convolutions.json")
-    options = parser.parse_args()
-    halvings = (options.crop & -options.crop).bit_length() - 1
-    world = this_machine()
-    result = measure(
-        world.device,
-        batch=options.batch,
-        crop=options.crop,
-        dtypes=options.dtypes,
-        formats=options.formats,
-        budget=options.budget,
-        benchmark=not options.no_cudnn_benchmark,
-        width=options.width,
-        scales=options.scales or min(6, halvings),
-    )
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "convolutions.json"
-    path.write_text(json.dumps({**result, "provenance": provenance(world)}, indent=2) + "\n")
-    print(markdown(result))
-    print(f"\nwritten: {path}")
+    with one_line_errors(), value_errors_for_users():
+        options = parser.parse_args()
+        result = measure(
+            this_machine().device,
+            batch=options.batch,
+            crop=options.crop,
+            dtypes=options.dtypes,
+            formats=options.formats,
+            budget=options.budget,
+            benchmark=not options.no_cudnn_benchmark,
+            width=options.width,
+            scales=options.scales or scales(options.crop),
+        )
+        print(markdown(result))
+        print(f"\nwritten: {save('convolutions', result, options.output)}")
+
+
+def scales(crop: int) -> int:
+    """As many as the full network has, or as halve the crop into whole cells."""
+    return min(6, (crop & -crop).bit_length() - 1)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ python -m benchmarks.gpu                 about 8 minutes on one GPU; results in 
 python -m benchmarks.gpu --minutes 4     what matters most first, and what there was no time for by name
 python -m benchmarks.gpu --draw DIR      the table and the plot of results that are there
 
-It needs torch, numpy, h5py, pyyaml and pydantic, and makes its data where it runs. What it has is written after every
-part: a run that is cut short keeps its results.
+It needs torch, numpy, h5py, pyyaml, pydantic and tensorboard, and makes its data where it runs. What it has is written
+after every part: a run that is cut short keeps its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import convolutions, ladder, ledger, loaders, peaks
-from benchmarks.common import RESULTS, this_machine
+from benchmarks.common import RESULTS, Parser, positive, positive_float, settings, this_machine
 from benchmarks.ladder import Machine
 from utils.distributed import World
 from utils.errors import UserError, one_line_errors
@@ -47,7 +47,7 @@ class Run:
         self.deadline = self.started + 60 * options.minutes
         self.results: dict[str, Any] = {
             "provenance": provenance(world),
-            "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+            "settings": settings(options),
             "seconds": {},
             "skipped": {},
         }
@@ -56,7 +56,6 @@ class Run:
     def everything(self) -> None:
         parts: dict[str, Callable[[float], Any]] = {
             "peaks": self.peaks,
-            "data": self.data,
             "ladder": self.ladder,
             "duels": self.duels,
             "ledger": self.ledger,
@@ -97,9 +96,6 @@ class Run:
     def peaks(self, budget: float) -> dict[str, Any]:
         return peaks.measure(self.world.device, min(1.0, budget / 12))
 
-    def data(self, budget: float) -> None:
-        ladder.settle(self.options)
-
     def ladder(self, budget: float) -> list[dict[str, Any]]:
         def note(rungs: list[dict[str, Any]]) -> None:
             self.results["ladder"] = rungs
@@ -121,7 +117,7 @@ class Run:
             raise UserError("no rung of the ladder was measured")
         return best["state"]
 
-    def duels(self, budget: float) -> dict[str, Any]:
+    def duels(self, budget: float) -> dict[str, Any] | None:
         """Pairs in turn, in one process: a graph against the plain step, and the best against the original's best."""
         best, results = self.best(), {}
         original = next((e for e in self.results["ladder"] if e["rung"] == ladder.ORIGINAL_BEST and "state" in e), None)
@@ -143,7 +139,7 @@ class Run:
                 continue
             results[name] = ladder.duel(self.machine, pair)
             self.machine.free()
-        return results
+        return results or None
 
     def ledger(self, budget: float) -> dict[str, Any]:
         """Where the best rung's step spends its time."""
@@ -164,7 +160,7 @@ class Run:
             budget=budget,
             peaks={name: measured[name]["median"] for name in names if name in measured},
             width=options.width,
-            scales=ladder.scales(options.crop),
+            scales=convolutions.scales(options.crop),
         )
 
     def loaders(self, budget: float) -> dict[str, Any]:
@@ -287,7 +283,7 @@ def markdown(results: dict[str, Any]) -> str:
     if results["skipped"]:
         lines = [f"- {name}: {reason}" for name, reason in results["skipped"].items()]
         parts.append("## Not measured\n\n" + "\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def slug(name: str) -> str:
@@ -296,27 +292,29 @@ def slug(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     ladder.add_options(parser)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it")
-    parser.add_argument("--output", type=Path, help="directory of the results (benchmarks/results/<gpu>)")
-    parser.add_argument("--loader_batches", type=int, default=20, help="timed batches of a loader's trial")
+    parser.set_defaults(output=None)
+    parser.add_argument("--minutes", type=positive_float, default=8.0, help="for all of it")
+    parser.add_argument("--loader_batches", type=positive, default=20, help="timed batches of a loader's trial")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="write the page and the plot of DIR/results.json anew")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: to see that all parts run")
     parser.add_argument("--tests", nargs="+", metavar="PYTEST_ARGUMENT", help="instead of -m gpu")
-    options = parser.parse_args()
     with one_line_errors():
+        options = parser.parse_args()
         if options.draw:
             path = options.draw / "results.json"
             try:
                 results = json.loads(path.read_text())
             except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {path}: {error}") from None
+                raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
             write(results, options.draw)
+            print(f"written: {options.draw}")
             return
         world = this_machine()
         if world.device.type != "cuda" and not options.rehearse:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
+        ladder.settle(options)
         run = Run(options, world, options.output or RESULTS / slug(provenance(world)["device"]))
         run.everything()
         print((run.directory / "README.md").read_text())

@@ -27,14 +27,17 @@ import torch
 
 import train
 from benchmarks import peaks
-from benchmarks.common import RESULTS, save, summary, this_machine
+from benchmarks.common import Parser, positive, positive_float, save, settings, summary, this_machine
+from benchmarks.convolutions import scales
 from benchmarks.loaders import endless, make_file, twins_of
+from networks import build_network
 from utils import config as configs
 from utils.cli import SWITCHES
 from utils.config import Config
 from utils.data import Loaders, build_loaders, offer_next_batch
 from utils.data.feeder import DEVICE_SLOTS, Batch
 from utils.distributed import World
+from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.flops import counted
 from utils.logs import device_name
 from utils.steps import Step
@@ -122,7 +125,7 @@ class Machine:
             "data_size": options.crop,
             "local_batch_size": options.batch,
             "network.width": options.width,
-            "network.scales": scales(options.crop),
+            "network.scales": scales(options.crop) or 1,
             "Nsamples_val": options.batch,
             "device": self.world.device.type,
             **twins,
@@ -156,11 +159,6 @@ class Machine:
     def wait(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
-
-
-def scales(crop: int) -> int:
-    """Six, or as many as a small crop can be halved."""
-    return min(6, int(math.log2(crop)))
 
 
 @dataclass
@@ -369,7 +367,7 @@ def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) ->
         "% of matmul peak",
         "kept",
     ]
-    titles.append("loss")
+    titles.append(f"loss after {LOSS_STEPS} steps")
     predicted = any("predicted for an H200" in entry for entry in results)
     if predicted:
         titles.append("predicted for an H200")
@@ -445,49 +443,65 @@ def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--batch", type=int, default=64 if on_gpu else 4)
-    parser.add_argument("--crop", type=int, default=64)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--box", type=int, default=512 if on_gpu else 128)
-    parser.add_argument("--valid_box", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=1.0 if on_gpu else 4.0, help="of a trial")
-    parser.add_argument("--warmup_steps", type=int, default=30 if on_gpu else 2)
-    parser.add_argument("--budget", type=float, default=240.0 if on_gpu else 480.0, help="seconds for all rungs")
-    parser.add_argument("--data", type=Path, help="HDF5 file (default: data/benchmark_<box>.h5, made if missing)")
+    parser.add_argument("--batch", type=positive, default=64 if on_gpu else 4)
+    parser.add_argument("--crop", type=positive, default=64)
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--box", type=positive, default=512 if on_gpu else 128)
+    parser.add_argument("--valid_box", type=positive, default=128)
+    parser.add_argument("--seconds", type=positive_float, default=1.0 if on_gpu else 4.0, help="of a trial")
+    parser.add_argument("--warmup_steps", type=positive, default=30 if on_gpu else LOSS_STEPS)
+    parser.add_argument("--budget", type=positive_float, default=240.0 if on_gpu else 500.0, help="seconds for all")
+    parser.add_argument("--data", type=Path, help="HDF5 file of <box> cells (data/benchmark_<box>.h5, made if missing)")
 
 
 def settle(options: argparse.Namespace) -> None:
-    """Makes the files that are missing."""
-    options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
+    """Checks the sizes, and makes the files that are missing; UserError for what can't be."""
+    with value_errors_for_users():
+        build_network("unet", options.crop, width=1, scales=scales(options.crop))
+    if options.crop > min(options.box, options.valid_box):
+        raise UserError(f"crops of {options.crop} cells do not fit into boxes of {options.box} and {options.valid_box}")
+    if options.data is None:
+        options.data = Path(f"data/benchmark_{options.box}.h5")
+        make_file(options.data, options.box)
+    elif not options.data.exists():
+        raise UserError(f"no such file: {options.data}; leave --data out, and one is made")
     options.valid_data = Path(f"data/benchmark_{options.valid_box}.h5")
-    make_file(options.data, options.box)
     make_file(options.valid_data, options.valid_box)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_options(parser)
-    options = parser.parse_args()
-    settle(options)
+    with one_line_errors():
+        options = parser.parse_args()
+        settle(options)
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Climbs the ladder of this machine, tells it and draws it."""
     world = this_machine()
     started = time.perf_counter()
     measured = peaks.measure(world.device)["matmul_tflops"]
     peak = {name: value["median"] for name, value in measured.items()}
     machine = Machine(options, world)
     rungs = GPU_RUNGS if world.device.type == "cuda" else CPU_RUNGS
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     name = "ladder_gpu" if world.device.type == "cuda" else "ladder"
+    told = {"settings": settings(options), "matmul_peak_tflops": peak, "unit": "samples/s"}
 
     def keep(results: list[dict[str, Any]]) -> None:
-        save(name, {"settings": settings, "matmul_peak_tflops": peak, "unit": "samples/s", "rungs": results})
+        save(name, {**told, "rungs": results}, options.output)
 
     with closing(machine):
         results = climb(machine, rungs, started + options.budget, keep)
+    if best_of(results) is None:
+        reasons = {entry.get("failed") or entry.get("skipped") or "" for entry in results}
+        raise UserError(f"no rung could be measured: {'; '.join(sorted(reasons))}")
     keep(results)
     print(markdown(results, peak))
-    device = device_name(world.device)
-    draw(results, f"{device}, {options.crop}³ crops, batch {options.batch}", RESULTS / f"{name}.png")
-    print(f"written: {RESULTS / name}.json, .png; {time.perf_counter() - started:.0f} s")
+    picture = options.output / f"{name}.png"
+    draw(results, f"{device_name(world.device)}, {options.crop}³ crops, batch {options.batch}", picture)
+    print(f"written: {picture.with_suffix('.json')}, {picture}; {time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

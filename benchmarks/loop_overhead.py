@@ -12,12 +12,13 @@ from collections.abc import Generator
 
 import torch
 
-from benchmarks.common import interleaved, save, summary, this_machine
+from benchmarks.common import Parser, interleaved, positive, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
 from utils.checkpoint import NoCheckpoint
 from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch
+from utils.errors import one_line_errors, value_errors_for_users
 from utils.logs import SilentLogs
 from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
@@ -46,15 +47,20 @@ class OneBatch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--scales", type=int, default=4)
-    parser.add_argument("--crop", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--trials", type=int, default=60, help="pairs; many short ones outlast a restless machine")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; several measure the scheduler, too")
-    options = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--width", type=positive, default=16)
+    parser.add_argument("--scales", type=positive, default=4)
+    parser.add_argument("--crop", type=positive, default=32)
+    parser.add_argument("--batch", type=positive, default=4)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--trials", type=positive, default=60, help="pairs; many short ones outlast a restless machine")
+    parser.add_argument("--threads", type=positive, default=1, help="torch threads; several measure the scheduler, too")
+    with one_line_errors(), value_errors_for_users():
+        measure(parser.parse_args())
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Pairs of the bare loop and the trainer's, and what lies between them."""
     torch.set_num_threads(options.threads)
     world = this_machine()
     shape = (options.batch, 4, *(options.crop,) * 3)
@@ -113,7 +119,7 @@ def main() -> None:
     overheads = [own / plain - 1 for plain, own in zip(values["bare"], values["trainer"], strict=True)]
     halves = statistics.quantiles(overheads, n=4)
     result = {
-        "settings": vars(options),
+        "settings": settings(options),
         "seconds a step": {name: summary(trials) for name, trials in values.items()},
         "overhead": {**summary(overheads), "quartiles": [halves[0], halves[2]]},
     }
@@ -121,7 +127,7 @@ def main() -> None:
         f"overhead of the loop: median {100 * statistics.median(overheads):.2f} % of n = {options.trials} pairs, "
         f"quartiles {100 * halves[0]:.2f} and {100 * halves[2]:.2f} %"
     )
-    print(f"written: {save('loop_overhead', result)}")
+    print(f"written: {save('loop_overhead', result, options.output)}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m benchmarks.peaks
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import save, this_machine
+from benchmarks.common import Parser, positive, positive_float, save, this_machine
+from utils.errors import one_line_errors
 
 # tf32 is float32 multiplied by the matrix units; a CPU, which has no such mode, computes float32 for both.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32, "float32": torch.float32}
@@ -153,14 +153,15 @@ def _float32_products(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each ceiling")
-    parser.add_argument("--size", type=int, help="side of the matrices")
-    options = parser.parse_args()
-    device = this_machine().device
-    result = measure(device, options.seconds, options.size)
-    print(markdown(result))
-    print(f"written: {save('peaks', result)}")
+    parser = Parser(__doc__)
+    parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each ceiling")
+    parser.add_argument("--size", type=positive, help="side of the matrices")
+    with one_line_errors():
+        options = parser.parse_args()
+        device = this_machine().device
+        result = measure(device, options.seconds, options.size)
+        print(markdown(result))
+        print(f"written: {save('peaks', result, options.output)}")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from utils.progress import format_duration
 
 TOP = Path(__file__).resolve().parent.parent
 MEASURED = ("IO", "SYNTHETIC", "FULL")
+STOPPED = "stopped: not done"
 START, COMPARE, KEPT = "start", "compare", "kept"
 NOISE = 0.02  # medians closer than this are told apart by no trial's minimum alone
 ROUNDS = 2  # of start and winner in turn, at the end
@@ -148,6 +149,8 @@ def search(
                 expected = result.seconds
         if best.result.fault and len(trials) > tried:
             break  # what is wrong will be wrong with all the others, too
+    if best.result.fault.startswith(STOPPED):
+        raise UserError("no time to measure the config as it is, even once; give more --minutes")
     if best.result.fault:
         raise UserError(f"nothing to tune, the config does not run here: {best.result.fault}")
     if best is start:
@@ -453,7 +456,7 @@ def why_it_failed(code: int | None, output: str, limit: float = 0) -> str:
     if code == 0:
         return ""
     if code is None:
-        return f"stopped: not done after {limit:.0f} s"
+        return f"{STOPPED} after {limit:.0f} s"
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in output.splitlines()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)", line)]
@@ -493,12 +496,18 @@ def conclusion(found: Found, name: str, tuned: str) -> str:
     pairs = found.pairs or [(found.start, found.best)]
     before, after = ([pair[number] for pair in pairs] for number in (0, 1))
     how = (
-        f"{len(pairs)} runs of each, in turn, {sum(len(trial.result.rates['FULL']) for trial in before)} trials each"
+        f"{len(pairs)} {'run' if len(pairs) == 1 else 'runs'} of each, in turn, "
+        f"{sum(len(trial.result.rates['FULL']) for trial in before)} trials each, median and range"
         if found.pairs
         else "measured once each, at different times: no time was left to measure them in turn"
     )
-    rates = f"FULL {_rate(before):.1f} -> {_rate(after):.1f} samples/s"
+    rates = f"FULL {_rate(before):.1f} ({_range(before)}) -> {_rate(after):.1f} ({_range(after)}) samples/s"
     return f"{tuned} is {found.gain:.2f} times {name}: {rates} ({how})"
+
+
+def _range(trials: Sequence[Trial]) -> str:
+    rates = [rate for trial in trials for rate in trial.result.rates["FULL"]]
+    return f"{min(rates):.1f} to {max(rates):.1f}"
 
 
 def _full(trial: Trial) -> str:

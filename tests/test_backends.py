@@ -9,6 +9,7 @@ import torch
 
 import train
 from utils.config import Config
+from utils.distributed import Launch, World
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -37,6 +38,27 @@ def test_the_drivers_variable_wins_and_is_named(monkeypatch) -> None:
 
 def test_on_a_cpu_there_is_nothing_to_tell() -> None:
     assert train.set_backends(Config(), CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "says"),
+    [
+        ({}, 1, []),
+        ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect: there is no GPU"]),
+        ({"static_graph": True}, 1, ["static_graph: no effect, since no gradients are exchanged"]),
+        ({"static_graph": True, "gradient_compression": "bfloat16"}, 2, []),
+        (
+            {"static_graph": True, "gradient_compression": "bfloat16", "noddp": True},
+            2,
+            ["gradient_compression and static_graph: no effect, since no gradients are exchanged"],
+        ),
+        ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
+    ],
+)
+def test_what_has_no_effect_is_told(changes: dict, ranks: int, says: list[str]) -> None:
+    notes = train.without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
+    assert len(notes) == len(says)
+    assert all(note.startswith(words) for note, words in zip(notes, says, strict=True))
 
 
 @pytest.mark.gpu

@@ -15,9 +15,11 @@ from torch import nn
 from utils import benchmark
 from utils.benchmark import Benchmark, Settings, read_settings
 from utils.data.synthetic import SyntheticLoader
-from utils.distributed import World
+from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.logs import SilentLogs
+
+ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 class CountingStep:
@@ -32,6 +34,9 @@ class CountingStep:
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         (self.seen if self._exchanging else self.alone).append(len(inputs))
         return torch.zeros(())
+
+    def describe(self) -> list[str]:
+        return ["how it computes"]
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (self.network(inputs) - targets).abs().mean()
@@ -84,6 +89,7 @@ def test_ranks_measure_print_and_write(tmp_path, ranks: int, exchanges: bool) ->
     output = tmp_path / "rates.json"
     names = ("IO", "SYNTHETIC", "FULL", "NO-COMM") if exchanges else ("IO", "SYNTHETIC", "FULL")
     for lines, steps, alone in run_ranks(measure, ranks, str(output), exchanges):
+        assert "how it computes" in lines
         assert steps == 2 * 4 * 5, "SYNTHETIC and FULL take steps, IO takes none"
         assert alone == (4 * 5 if exchanges else 0)
         summary = [line for line in lines if "average trial throughput" in line]
@@ -116,12 +122,12 @@ def test_ranks_measure_print_and_write(tmp_path, ranks: int, exchanges: bool) ->
 def test_settings_come_from_the_named_file_and_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("BENCHY_CONFIG_FILE", raising=False)
     monkeypatch.delenv("BENCHY_OUTPUT", raising=False)
-    assert read_settings().output == "benchy.json"
+    assert read_settings(ALONE).output == "benchy.json"
     conf = tmp_path / "conf.yaml"
     conf.write_text("IO: {batches: 2, trials: 3, warmup_trials: 0}\n")
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
     monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
-    settings = read_settings()
+    settings = read_settings(ALONE)
     assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
 
 
@@ -131,7 +137,14 @@ def test_bad_settings_are_one_line(tmp_path, monkeypatch, text: str) -> None:
     conf.write_text(text)
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
     with pytest.raises(UserError, match=r"conf\.yaml"):
-        read_settings()
+        read_settings(ALONE)
+
+
+@pytest.mark.parametrize("name", ["/proc/none/x", "/tmp", "/tmp/", "none/x.json"])
+def test_an_output_that_cannot_be_written_is_one_line_before_anything_is_measured(monkeypatch, name: str) -> None:
+    monkeypatch.setenv("BENCHY_OUTPUT", name)
+    with pytest.raises(UserError, match=rf"^cannot write {name}"):
+        read_settings(ALONE)
 
 
 def test_shipped_settings_name_every_measurement() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -371,3 +372,37 @@ def test_rank_whose_peers_do_not_come_says_so_in_a_line() -> None:
     assert len(lines) == 1
     assert lines[0].startswith(f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} (")
     assert "Traceback" not in run.stderr
+
+
+# --- leaving -------------------------------------------------------------------------------------------------------
+
+ENDINGS = {
+    "print('done', end='')": (0, "done", ""),
+    "sys.exit()": (0, "", ""),
+    "sys.exit(75)": (75, "", ""),
+    "sys.exit('told')": (1, "", "told\n"),
+    "raise ValueError('broken')": (1, "", "ValueError: broken\n"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_leaves_with_its_code_and_all_it_has_written(ending: str, ranks: int) -> None:
+    """One of several ranks without Python's own end, in which a thread of its process group may abort it."""
+    code = f"""
+import os, sys
+from utils import distributed
+class Last:
+    def __del__(self): os.write(1, b" taken down")
+sys.modules["last"] = Last()
+def main(): {ending}
+distributed.run_script(main)
+"""
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **(variables if ranks > 1 else {})}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    returned, output, error = ENDINGS[ending]
+    assert result.returncode == returned
+    assert result.stdout == output + (" taken down" if ranks == 1 else "")
+    assert result.stderr.endswith(error)
+    assert bool(result.stderr) is bool(error)

@@ -50,8 +50,23 @@ class Settings(Section):
     output: str = "benchy.json"
 
 
-def read_settings() -> Settings:
-    """Of the file that BENCHY_CONFIG_FILE names, else the shipped one; BENCHY_OUTPUT overrides the output's name."""
+def read_settings(world: World) -> Settings:
+    """Of the file that BENCHY_CONFIG_FILE names, else the shipped one; BENCHY_OUTPUT overrides the output's name.
+
+    Every rank calls it; UserError, too, where the first one could not write the output in the end.
+    """
+    settings = _read()
+    with world.agreed():
+        if world.is_root:
+            path = Path(settings.output)
+            if path.is_dir() or settings.output.endswith("/"):
+                raise UserError(f"cannot write {settings.output}: it is a directory; set BENCHY_OUTPUT to a file")
+            if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+                raise UserError(f"cannot write {settings.output}: {path.parent} is no directory that can be written to")
+    return settings
+
+
+def _read() -> Settings:
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     try:
         values = parse_value(path.read_text(encoding="utf-8"), str(path)) or {}
@@ -67,7 +82,9 @@ def read_settings() -> Settings:
     name = os.environ.get("BENCHY_OUTPUT")
     if not name:
         return settings
-    return settings.model_copy(update={"output": name if name.endswith(".json") else f"{name}.json"})
+    if not name.endswith(".json") and not os.path.isdir(name):
+        name += ".json"
+    return settings.model_copy(update={"output": name})
 
 
 class Benchmark:
@@ -128,6 +145,8 @@ class Benchmark:
                     results[name]["TFLOP/s a rank"] = teraflops
                     results[name]["share of matmul peak"] = teraflops / peak["TFLOP/s"]
         endless.close()
+        for line in self._step.describe():
+            self._logs.line(line)
         for name in plan:
             self._tell(name, results[name])
         if "NO-COMM" in plan:

@@ -48,13 +48,13 @@ SWITCHES = {
     "enable_amp": "mixed precision",
     "enable_apex": "apex's fused Adam where it is installed, else torch's",
     "enable_jit": "compile the network and the loss",
-    "enable_benchy": "measure IO, SYNTHETIC and FULL throughput, and end",
+    "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, and end",
     "enable_manual_profiling": "profile a window of steps",
     "disable_broadcast_buffers": "DDP: do not broadcast buffers",
     "noddp": "do not exchange gradients",
 }
 VALUES: dict[str, tuple[type, str]] = {
-    "data_loader_config": (str, "synthetic, inmem, lowmem or dali-lowmem"),
+    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic or auto"),
     "local_batch_size": (int, "samples a step a rank; the global batch is this times the ranks"),
     "num_epochs": (int, "epochs to train"),
     "num_data_workers": (int, "loader threads a rank"),

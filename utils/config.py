@@ -216,6 +216,8 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} must be triples of different channels")
             if used and max(used) >= channels:
                 raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
+        if len(set(self.network.rewritten)) < len(self.network.rewritten):
+            raise ValueError(f"network.rewritten {self.network.rewritten} names a layer twice")
         if self.static_graph and self.accumulation_steps > 1:
             raise ValueError("static_graph needs accumulation_steps 1; turn one of them off")
         return self

@@ -37,7 +37,7 @@ def report(
     yield f"network: {config.network.name}, {memory.parameters:,} parameters; crop {config.data_size}³ fits"
     build_optimizer(config.optimizer, [nn.Parameter(torch.zeros(1))], config.lr_schedule.start_lr)
     if config.enable_benchy:
-        read_settings()
+        read_settings(World(Launch("preflight"), torch.device("cpu")))
     yield from _memory(memory)
     yield from _rates(config)
     yield f"run directory: {_writable(directory)}"

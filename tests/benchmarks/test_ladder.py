@@ -14,6 +14,7 @@ import torch
 from benchmarks import gpu, ladder
 from benchmarks.common import this_machine
 from benchmarks.ladder import CPU_RUNGS, GPU_RUNGS, Machine, Rung, best_of, climb, command, duel, markdown
+from benchmarks.loaders import make_file
 from utils import cli
 from utils import config as configs
 
@@ -24,6 +25,7 @@ def options(folder: Path, **changes) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     ladder.add_options(parser)
     small = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=3"]
+    make_file(folder / "benchmark_16.h5", 16)
     parsed = parser.parse_args([*small, f"--data={folder / 'benchmark_16.h5'}"])
     return argparse.Namespace(**{**vars(parsed), **changes})
 
@@ -181,6 +183,38 @@ def test_without_a_gpu_one_line_says_what_to_run(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "error: torch sees no CUDA device; on a CPU run make bench-cpu\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batch=0"], "argument --batch: '0' is no whole number above zero; see --help"),
+        (["--seconds=nan"], "argument --seconds: 'nan' is no number above zero; see --help"),
+        (["--crop=17"], "a U-Net needs at least one scale, not 0"),
+        (["--crop=256"], "crops of 256 cells do not fit into boxes of 128 and 128"),
+        (["--data=none.h5"], "no such file: none.h5; leave --data out, and one is made"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys, flags, says) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ladder.sys, "argv", ["ladder", f"--output={tmp_path / 'out'}", "--box=128", *flags])
+    with pytest.raises(SystemExit) as stop:
+        ladder.main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {says}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_rung_can_be_measured_earlier_results_stay(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ladder.json").write_text("earlier")
+    monkeypatch.setattr(ladder.peaks, "measure", lambda _: {"matmul_tflops": {}})
+    monkeypatch.setattr(ladder, "climb", lambda *_: [{"rung": "a", "failed": "no memory"}])
+    monkeypatch.setattr(ladder.sys, "argv", ["ladder", "--box=16", "--valid_box=16", "--crop=8", "--output=."])
+    with pytest.raises(SystemExit):
+        ladder.main()
+    assert capsys.readouterr().err == "error: no rung could be measured: no memory\n"
+    assert (tmp_path / "ladder.json").read_text() == "earlier"
+
+
 def rehearsal(folder: Path, **changes) -> gpu.Run:
     parts = {"minutes": 2.0, "loader_batches": 2, "tests": ["--version"], "rehearse": True, **changes}
     settings = options(folder, **parts)
@@ -214,7 +248,7 @@ def test_when_time_is_up_the_rest_is_named(tmp_path, monkeypatch) -> None:
     run = rehearsal(tmp_path, minutes=0.0)
     run.everything()
     assert set(run.results["skipped"]) == {
-        "peaks", "data", "ladder", "duels", "ledger", "convolutions", "loaders", "tests",
+        "peaks", "ladder", "duels", "ledger", "convolutions", "loaders", "tests",
     }  # fmt: skip
 
 
@@ -222,7 +256,7 @@ def test_when_time_is_up_the_rest_is_named(tmp_path, monkeypatch) -> None:
 def test_all_parts_run_on_a_cpu(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ladder, "CPU_RUNGS", CPU_RUNGS[:3])
-    flags = ["--rehearse", "--minutes=2", f"--output={tmp_path / 'out'}", f"--data={tmp_path / 'benchmark_16.h5'}"]
+    flags = ["--rehearse", "--minutes=2", f"--output={tmp_path / 'out'}"]
     flags += ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=2"]
     monkeypatch.setattr(gpu.sys, "argv", ["gpu", *flags, "--loader_batches=2", "--tests=--version"])
     gpu.main()

@@ -139,8 +139,9 @@ def test_comparison_goes_without_a_run_of_the_start_that_fails() -> None:
 def test_gain_is_of_the_runs_in_turn() -> None:
     found = find(Machine({"": [50.0, 100.0, 100.0], "a": [200.0, 110.0, 110.0]}), "a")
     assert found.gain == pytest.approx(1.1)
-    assert "1.10 times demo: FULL 100.0 -> 110.0 samples/s (2 runs of each, in turn" in tune.conclusion(
-        found, "demo", "tuned"
+    assert (
+        "1.10 times demo: FULL 100.0 (100.0 to 100.0) -> 110.0 (110.0 to 110.0) samples/s (2 runs of each, in turn"
+        in tune.conclusion(found, "demo", "tuned")
     )
 
 
@@ -448,7 +449,10 @@ def test_table_config_and_record_are_written(
     tune.main(tuning("--set=seed=7", "--only=memory_format,compile", "--set=expdir=/elsewhere"))
     printed = capsys.readouterr()
     assert "  1 channels_last=true" in printed.out
-    assert "tuned is 1.30 times test: FULL 100.0 -> 130.0 samples/s (2 runs of each, in turn" in printed.out
+    assert (
+        "tuned is 1.30 times test: FULL 100.0 (100.0 to 100.0) -> 130.0 (130.0 to 130.0) samples/s (2 runs of each, in turn"
+        in printed.out
+    )
     assert "global_batch_size stays 8, 8 a rank" in printed.out
     assert "left: channels_last=true: 130.0 samples/s, kept" in printed.err
     config, start = load(str(tmp_path / "UNet.yaml"), "tuned"), load(str(tmp_path / "UNet.yaml"), "test")

@@ -197,7 +197,8 @@ def describe_on_ranks(world: World) -> list[tuple[list[str], float]]:
 
 def test_the_log_tells_the_buckets_that_gradients_travel_in() -> None:
     first, second = run_ranks(describe_on_ranks, 2)
-    (line,), norm = first[0]
+    (how, line), norm = first[0]
+    assert how == "Step: no autocast"
     total = sum(parameter.numel() for parameter in make().network.parameters()) * 4 / 1e6
     found = re.fullmatch(
         r"DistributedDataParallel: (\d+) buckets of gradients, ([\d.]+) MB: ([\d., ]+) MB; sent as float32", line
@@ -206,9 +207,9 @@ def test_the_log_tells_the_buckets_that_gradients_travel_in() -> None:
     sizes = [float(size) for size in found[3].split(", ")]
     assert len(sizes) == int(found[1]) > 1
     assert sum(sizes) == pytest.approx(float(found[2]), rel=0.01) == pytest.approx(total, rel=0.01)
-    assert first[1][0][0].startswith("DistributedDataParallel: 1 buckets")
-    assert first[1][0][0].endswith("sent as bfloat16")
-    assert first[2][0] == [], "nothing is exchanged"
+    assert first[1][0][1].startswith("DistributedDataParallel: 1 bucket of gradients")
+    assert first[1][0][1].endswith("sent as bfloat16")
+    assert len(first[2][0]) == 1, "nothing is exchanged"
     for index in (0, 1):
         assert first[index][1] == second[index][1], "the ranks agree, also on what was rounded"
     assert first[1][1] == pytest.approx(norm, rel=1e-3)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import train
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
 from utils.data.feeder import Batch, Fills, StreamFeeder
@@ -77,7 +78,7 @@ def test_on_a_cpu_one_line_says_why_and_what_to_use(data_flags, tmp_path) -> Non
     command = [sys.executable, "train_graph.py", "--config=test", *data_flags, f"--set=expdir={tmp_path}"]
     result = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
-    *_, line = result.stderr.splitlines()
+    (line,) = result.stderr.splitlines()
     assert line == (
         "error: the step cannot become a CUDA graph: the run's device is cpu, and only CUDA has them; "
         "use train.py, which takes the same flags"
@@ -95,6 +96,13 @@ def test_train_graph_takes_every_flag_of_train() -> None:
     assert second == first
 
 
+def test_the_preflight_says_so_too(data_flags, capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--config=test", *data_flags, "--preflight"], make_step=GraphStep)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: the step cannot become a CUDA graph: the run's device is cpu")
+
+
 @pytest.mark.parametrize(
     ("size", "noddp", "backends", "words"),
     [
@@ -106,7 +114,7 @@ def test_train_graph_takes_every_flag_of_train() -> None:
 )
 def test_ranks_that_talk_through_gloo_have_no_graphs(monkeypatch, size, noddp, backends, words) -> None:
     monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
-    reason = obstacle(world(size=size), StepOptions(noddp=noddp))
+    reason = obstacle(world(size=size), noddp)
     assert reason is None if words is None else words in (reason or "")
 
 

@@ -59,6 +59,10 @@ class EagerStep:
     # Where others may leave work for the step to take along.
     beside: SideWork | None = None
 
+    @classmethod
+    def check(cls, world: World, noddp: bool) -> None:
+        """Raises UserError where this kind of step cannot be, before anything is read or built."""
+
     def __init__(
         self,
         network: nn.Module,
@@ -135,17 +139,24 @@ class EagerStep:
 
     def describe(self) -> list[str]:
         """Lines for the log, once a step has been made."""
+        amp, name = self._options.enable_amp, self._options.compiler
+        how = f"{self._options.precision} autocast" if amp else "no autocast"
+        if self._options.enable_jit:
+            how += f", {'compiled by' if self.compiled else 'not compiled:'} {name}{'' if self.compiled else ' failed'}"
+        lines = [f"Step: {how}"]
         if not isinstance(self._objective, DistributedDataParallel):
-            return []
+            return lines
         # PyTorch forms the buckets anew, in the order in which gradients came, after the first exchange.
         data: Any = self._objective._get_ddp_logging_data()
         listed = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
         sizes = [int(size) / 1e6 for size in listed.split(", ") if size]
         sent = "float32" if self._options.gradient_compression == "none" else self._options.gradient_compression
-        return [
-            f"DistributedDataParallel: {len(sizes)} buckets of gradients, {sum(sizes):.3g} MB: "
+        noun = "bucket" if len(sizes) == 1 else "buckets"
+        lines.append(
+            f"DistributedDataParallel: {len(sizes)} {noun} of gradients, {sum(sizes):.3g} MB: "
             f"{', '.join(f'{size:.3g}' for size in sizes)} MB; sent as {sent}"
-        ]
+        )
+        return lines
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,7 @@ class GraphStep(EagerStep):
         world: World,
         options: StepOptions | None = None,
     ) -> None:
-        reason = obstacle(world, options or StepOptions())
-        if reason is not None:
-            raise UserError(f"the step cannot become a CUDA graph: {reason}; {REMEDY}")
+        self.check(world, options is not None and options.noddp)
         self._device = world.device
         # Autograd runs a parameter's gradient on the stream on which it first met the parameter: all of training,
         # DistributedDataParallel's construction included, must see the one stream on which graphs are recorded.
@@ -79,6 +77,12 @@ class GraphStep(EagerStep):
         self._made = 0
         # Said of the plain steps before the first graph.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+
+    @classmethod
+    def check(cls, world: World, noddp: bool) -> None:
+        reason = obstacle(world, noddp)
+        if reason is not None:
+            raise UserError(f"the step cannot become a CUDA graph: {reason}; {REMEDY}")
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         with self._on_stream():
@@ -167,10 +171,10 @@ class GraphStep(EagerStep):
         caller.wait_stream(self._stream)
 
 
-def obstacle(world: World, options: StepOptions) -> str | None:
+def obstacle(world: World, noddp: bool) -> str | None:
     """Why this world has no use for CUDA graphs; None where it can try."""
     if world.device.type != "cuda":
         return f"the run's device is {world.device.type}, and only CUDA has them"
-    if world.size > 1 and not options.noddp and "nccl" not in dist.get_backend_config():
+    if world.size > 1 and not noddp and "nccl" not in dist.get_backend_config():
         return "the ranks exchange CUDA tensors through gloo, which computes on the host; NCCL is needed"
     return None
