@@ -4,8 +4,9 @@ python -m benchmarks.ladder                      the rungs that mean something o
 python -m benchmarks.ladder --budget 300 --width 16 --crop 32
 
 A rung is a training as `train.py --enable_benchy` runs it: SYNTHETIC steps on one batch, FULL steps on real ones, in
-interleaved trials. It keeps what the best rung before it had and changes one thing. After as many warm-up steps on the
-same samples every rung tells its loss: speed counts only where that is the same.
+interleaved trials. It keeps what the best rung before it had and changes one thing. Every rung tells loss and gradient
+norm after as many steps on the same samples (random numbers, of which nothing can be learnt): speed counts only where
+they are the same.
 """
 
 from __future__ import annotations
@@ -96,8 +97,7 @@ CPU_RUNGS = (
     Rung("float32", always=True),
     Rung("bfloat16", {"enable_amp": True}),
     Rung("channels last", {"channels_last": True}),
-    Rung("down1 rewritten", {"network.rewritten": ["down1"]}),
-    Rung("last rewritten", {"network.rewritten": ["last"]}),
+    Rung("down1 and last rewritten", {"network.rewritten": ["down1", "last"]}),
     Rung("TorchScript", {"enable_jit": True, "compiler": "torchscript"}),
     Rung("torch.compile", {"enable_jit": True, "compiler": "inductor"}),
     Rung("volume in memory", {"data_loader_config": "resident"}),
@@ -170,7 +170,8 @@ class Built:
     fixed: Batch
     batches: Generator[Batch, None, None]
     flops_per_sample: float
-    losses: list[float]
+    losses: list[float]  # of the warm-up steps
+    gradient_norms: list[float]
 
     def synthetic(self) -> object:
         return self.step(*self.fixed, RATE)
@@ -197,14 +198,17 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
         raise RuntimeError("the compiler failed: its warning says why")
     # A graph's first steps are plain ones, and then it is recorded for each of the loader's buffers.
     least = WARMUP_STEPS + DEVICE_SLOTS + 1 if graph else LOSS_STEPS
-    losses, end = [step(first.inputs, first.targets, RATE).clone()], time.perf_counter() + WARMUP_SECONDS
-    while len(losses) < warmup_steps and (len(losses) < least or time.perf_counter() < end):
+    losses, norms, end = [], [], time.perf_counter() + WARMUP_SECONDS
+    inputs, targets = first
+    while True:
+        losses.append(float(step(inputs, targets, RATE)))
+        norms.append(float(step.gradient_norm))
+        if len(losses) >= warmup_steps or (len(losses) >= least and time.perf_counter() > end):
+            break
         inputs, targets = next(batches)
-        losses.append(step(inputs, targets, RATE).clone())
-        machine.wait()
     step(fixed.inputs, fixed.targets, RATE)
     machine.wait()
-    return Built(config, step, fixed, batches, flops.training / len(fixed.inputs), [float(loss) for loss in losses])
+    return Built(config, step, fixed, batches, flops.training / len(fixed.inputs), losses, norms)
 
 
 def rate_of(machine: Machine, action: Callable[[], object], steps: int, batch: int) -> float:
@@ -247,6 +251,7 @@ def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
         "steps a trial": steps,
         "ready after seconds": ready,
         "loss of the warm-up steps": built.losses,
+        "gradient norm of the warm-up steps": built.gradient_norms,
     }
     if device.type == "cuda":
         result["device GiB"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -367,7 +372,7 @@ def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) ->
         "% of matmul peak",
         "kept",
     ]
-    titles.append(f"loss after {LOSS_STEPS} steps")
+    titles.append(f"loss, gradient norm of step {LOSS_STEPS}")
     predicted = any("predicted for an H200" in entry for entry in results)
     if predicted:
         titles.append("predicted for an H200")
@@ -392,7 +397,9 @@ def _measured(entry: Mapping[str, Any], peak: Mapping[str, float]) -> list[str]:
         f"{entry['TFLOP/s']:.4g}",
         "" if ceiling is None else f"{100 * entry['TFLOP/s'] / ceiling:.1f}",
         "yes" if entry["kept"] else "no",
-        f"{entry['loss of the warm-up steps'][:LOSS_STEPS][-1]:.4f}",
+        ", ".join(
+            f"{entry[f'{name} of the warm-up steps'][:LOSS_STEPS][-1]:.4f}" for name in ("loss", "gradient norm")
+        ),
     ]
 
 

@@ -450,7 +450,7 @@ def test_table_config_and_record_are_written(
     printed = capsys.readouterr()
     assert "  1 channels_last=true" in printed.out
     assert (
-        "tuned is 1.30 times test: FULL 100.0 (100.0 to 100.0) -> 130.0 (130.0 to 130.0) samples/s (2 runs of each, in turn"
+        "tuned is 1.30 times test: FULL 100.0 (100.0 to 100.0) -> 130.0 (130.0 to 130.0) samples/s (2 runs of each, "
         in printed.out
     )
     assert "global_batch_size stays 8, 8 a rank" in printed.out
