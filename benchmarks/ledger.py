@@ -146,10 +146,10 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines.append(f"| gaps | {gaps['ms']:.3f} | {gaps['ms']:.3f} | {gaps['percent']:.1f} | |")
     lines += ["", "| kernel | category | ms | runs |", "|---|---|---:|---:|"]
     lines += [_line(entry) for entry in result["top"]]
-    if result["device"] == "cpu":
+    if result.get("device") == "cpu":
         lines.append(
-            "\nOn a CPU operators are timed under the profiler, which slows the many small ones: the gaps, which are what "
-            "is left of a step without it, may be below zero."
+            "\nOn a CPU operators are timed under the profiler, which slows the many small ones: the gaps, which are "
+            "what is left of a step without it, may be below zero."
         )
     if not result["kernels"]:
         lines.append("\nThe profiler saw no kernels: the gaps above are the whole step.")
