@@ -120,13 +120,14 @@ class Run:
     def duels(self, budget: float) -> dict[str, Any] | None:
         """Pairs in turn, in one process: a graph against the plain step, and the best against the original's best."""
         best, results = self.best(), {}
-        original = next((e for e in self.results["ladder"] if e["rung"] == ladder.ORIGINAL_BEST and "state" in e), None)
+        measured = [entry for entry in self.results["ladder"] if "state" in entry]
+        original = next((entry for entry in measured if entry["rung"] == ladder.ORIGINAL_BEST), measured[0])
         end = time.perf_counter() + budget
         changes, graph = best["changes"], best["graph"]
         pairs: dict[str, dict[str, tuple[Any, bool]]] = {}
-        if original is not None:
-            pairs["best against the original's best"] = {
-                original["rung"]: (original["state"]["changes"], False),
+        if original["state"] != best:
+            pairs["best against an earlier rung"] = {
+                original["rung"]: (original["state"]["changes"], original["state"]["graph"]),
                 "best": (changes, graph),
             }
         if self.world.device.type == "cuda":
