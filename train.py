@@ -193,7 +193,9 @@ def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> N
     if launch.rank > 0:
         return
     ranks = options.preflight_ranks or launch.world_size
-    make_step.check(World(distributed.Launch("preflight"), distributed.choose_device(config.device, 0)), config.noddp)
+    if make_step.capturable:  # a plain step is at home on every device, and a login node may have another than the run
+        here = World(distributed.Launch("preflight"), distributed.choose_device(config.device, 0))
+        make_step.check(here, config.noddp)
     config = config.for_world(ranks)
     named = configs.read_file(options.yaml_config)
     base = configs.load(options.yaml_config, "base") if "base" in named else None
@@ -212,8 +214,8 @@ def without_effect(config: Config, world: World) -> list[str]:
             "channels_last is false": not config.channels_last,
             "the compiler fuses by itself": config.enable_jit,
         }
-        if any(reasons.values()):
-            why = next(reason for reason, holds in reasons.items() if holds)
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None:
             notes.append(f"fused_pointwise has no effect: {why}")
     if world.size == 1 or config.noddp:
         asked = [

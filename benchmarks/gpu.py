@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,16 @@ class Run:
                 self.skip(f"rung {entry['rung']}", entry.get("skipped") or f"failed: {entry['failed']}")
         return results
 
+    def best_rung(self) -> Mapping[str, Any] | None:
+        """The best at the batch asked for: larger batches are rungs of their own."""
+        return ladder.best_of([e for e in self.results.get("ladder", []) if not e["rung"].startswith("batch ")])
+
     def best(self) -> dict[str, Any]:
-        """Config changes of the best rung at the batch asked for: larger batches are rungs of their own."""
-        best = ladder.best_of(
-            [e for e in self.results.get("ladder", []) if not e["rung"].startswith("batch ") and "state" in e]
-        )
-        if best is None:
+        """Config changes of the best rung, and whether it is a graph."""
+        rung = self.best_rung()
+        if rung is None:
             raise UserError("no rung of the ladder was measured")
-        return best["state"]
+        return rung["state"]
 
     def duels(self, budget: float) -> dict[str, Any] | None:
         """Pairs in turn, in one process: a graph against the plain step, and the best against the original's best."""
@@ -182,7 +184,7 @@ class Run:
         if self.world.device.type == "cuda":
             seconds = loaders.gather_seconds(loaders.Sources(options), options)
             told = {"seconds a batch": seconds}
-            best = next((e for e in self.results.get("ladder", []) if e.get("state") == self.best()), None)
+            best = self.best_rung()
             if best is not None:
                 step = self.options.batch / best["SYNTHETIC"]["median"]
                 told["share of a step of the best rung"] = seconds / step
@@ -315,8 +317,8 @@ def main() -> None:
         world = this_machine()
         if world.device.type != "cuda" and not options.rehearse:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
-        ladder.settle(options)
         run = Run(options, world, options.output or RESULTS / slug(provenance(world)["device"]))
+        ladder.settle(options)  # within the run's time
         run.everything()
         print((run.directory / "README.md").read_text())
         print(f"written: {run.directory}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.library import custom_op
 from torch.nn import functional as F
 
 
@@ -107,13 +108,13 @@ def _from_fine(
     return _plain(fine_x, fine_weight, *geometry)
 
 
-_finely = torch.library.custom_op(
+_finely = custom_op(
     "networks::convolve_finely",
     _from_fine,
     mutates_args=(),
     schema=f"(Tensor x, Tensor weight, Tensor fine_x, Tensor fine_weight, {_GEOMETRY}) -> Tensor",
 )
-_backward = torch.library.custom_op(
+_backward = custom_op(
     "networks::convolve_finely_backward",
     _gradients,
     mutates_args=(),

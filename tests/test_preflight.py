@@ -82,6 +82,15 @@ def test_auto_tells_what_it_would_take_here(preflight) -> None:
     assert "data_loader_config auto: on this machine lowmem, the files lie in one piece and are mapped" in printed
 
 
+def test_a_login_node_may_lack_the_runs_device(preflight) -> None:
+    """The plain step runs on every device; only a CUDA graph's preflight asks for one here."""
+    if torch.cuda.is_available():
+        pytest.skip("has a CUDA device")
+    code, output, _ = preflight("--set=device=cuda")
+    assert code == 0
+    assert output.endswith("all checks passed\n")
+
+
 def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)

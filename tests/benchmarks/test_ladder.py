@@ -241,6 +241,7 @@ def test_a_part_that_fails_leaves_the_others_and_the_page(tmp_path, monkeypatch)
     assert results["skipped"]["convolutions"] == "failed: cuDNN is not well"
     assert results["skipped"]["ledger"] == "failed: no rung of the ladder was measured"
     assert results["tests"]["ended"] == "exit code 0"
+    assert run.best_rung() is None, "of what was skipped or failed"
     page = (tmp_path / "results/README.md").read_text()
     assert "## Not measured" in page
     assert "- rung a: no time left" in page

@@ -84,13 +84,15 @@ class EagerStep:
         self._exchanging = True
         self._bare = Objective(network, loss)
         compiler = options.compiler if options.enable_jit else "none"
-        self._objective: nn.Module = Traced(self._bare) if compiler == "torchscript" else self._bare
-        self._compiler: nn.Module | None = self._objective if compiler == "torchscript" else None
+        self._compiler: Compiled | Traced | None = None
+        self._objective: nn.Module = self._bare
+        if compiler == "torchscript":
+            self._objective = self._compiler = Traced(self._bare)
         if world.size > 1 and not options.noddp:
             self._objective = _data_parallel(self._objective, world, options)
-        self._forward = Compiled(self._objective) if compiler == "inductor" else self._objective
+        self._forward: nn.Module = self._objective
         if compiler == "inductor":
-            self._compiler = self._forward
+            self._forward = self._compiler = Compiled(self._objective)
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
@@ -126,7 +128,7 @@ class EagerStep:
     @property
     def compiled(self) -> bool:
         """Whether a compiler has been asked for, and has not failed."""
-        return isinstance(self._compiler, Compiled | Traced) and self._compiler.works is not False
+        return self._compiler is not None and self._compiler.works is not False
 
     @contextlib.contextmanager
     def without_exchange(self) -> Iterator[None]:
