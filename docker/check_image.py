@@ -1,0 +1,74 @@
+"""Does the image hold what the code needs? The build ends with this; run it again where there is a GPU:
+
+python /opt/nbody-unet/check_image.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+FILES = ("from_image.txt", "requirements.txt")
+# Where the module has another name than the package. DALI's and apex's own modules may be there and not load.
+MODULES = {"pyyaml": "yaml", "nvidia-dali-cuda130": "nvidia.dali.fn", "apex": "apex.optimizers"}
+# Comes with PyTorch, under changing package names.
+OTHER_MODULES = ("triton",)
+
+
+def requirements(file: Path) -> list[Requirement]:
+    lines = (line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def problem(requirement: Requirement) -> str:
+    """What is wrong with it here; empty where nothing is."""
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return f"{requirement} is not there"
+    # NVIDIA builds PyTorch shortly before the release: 2.13.0a0 is its 2.13.
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement} is not satisfied by {version}"
+    print(f"{requirement.name:22}{version}")
+    return import_problem(MODULES.get(requirement.name, requirement.name))
+
+
+def import_problem(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return ""
+
+
+def tensorboard_problem() -> str:
+    """NVIDIA's TensorBoard listens on all interfaces by default; empty where this one does not."""
+    from tensorboard.plugins.core.core_plugin import CorePluginLoader
+
+    parser = argparse.ArgumentParser()
+    CorePluginLoader().define_flags(parser)
+    everywhere = parser.get_default("bind_all")
+    return "tensorboard listens on all interfaces unless it is told otherwise" if everywhere else ""
+
+
+def main() -> int:
+    here = Path(__file__).parent
+    problems = [problem(requirement) for name in FILES for requirement in requirements(here / name)]
+    problems += [import_problem(module) for module in OTHER_MODULES]
+    if not any(problems):
+        problems.append(tensorboard_problem())
+        import torch
+
+        print("GPUs:", [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] or "none in sight")
+    for text in filter(None, problems):
+        print(f"check_image: {text}", file=sys.stderr)
+    return 1 if any(problems) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

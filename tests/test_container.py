@@ -1,0 +1,130 @@
+"""docker/: what the image is built from agrees with pyproject.toml. No container engine is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+TOP = Path(__file__).parent.parent
+DOCKER = TOP / "docker"
+sys.path.insert(0, str(DOCKER))
+
+import check_image  # noqa: E402
+
+CACHES = ("TRITON_HOME", "MPLCONFIGDIR", "CUDA_CACHE_PATH")
+
+
+def listed(file: str) -> dict[str, Requirement]:
+    return {canonicalize_name(entry.name): entry for entry in check_image.requirements(DOCKER / file)}
+
+
+def project_lists(name: str) -> dict[str, Requirement]:
+    """A list of requirements in pyproject.toml, which Python 3.10 has no parser for."""
+    found = re.search(rf"^{name} = \[(.*?)\]\s*$", (TOP / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert found, name
+    entries = [Requirement(text) for text in re.findall(r'"([^"]+)"', found[1])]
+    return {canonicalize_name(entry.name): entry for entry in entries}
+
+
+@pytest.fixture(scope="module")
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's instructions and their arguments, comments and line ends removed."""
+    lines = [line for line in (DOCKER / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def test_every_dependency_is_pinned_or_comes_with_the_image() -> None:
+    pinned, brought = listed("requirements.txt"), listed("from_image.txt")
+    assert not set(pinned) & set(brought)
+    missing = set(project_lists("dependencies")) - set(pinned) - set(brought)
+    assert not missing, f"add {missing} to docker/requirements.txt, or to docker/from_image.txt where the image has it"
+
+
+def test_pins_are_exact_and_within_the_project_s_bounds() -> None:
+    bounds = project_lists("dependencies")
+    for name, entry in listed("requirements.txt").items():
+        (pin,) = entry.specifier
+        assert pin.operator == "=="
+        assert bounds[name].specifier.contains(pin.version), entry
+
+
+def test_the_image_is_held_to_the_project_s_bounds() -> None:
+    brought = listed("from_image.txt")
+    for name, entry in project_lists("dependencies").items():
+        if name in brought and name != "torch":  # pyproject.toml says why torch has none
+            assert brought[name].specifier == entry.specifier, name
+    (dali,) = project_lists("dali").values()
+    assert brought["nvidia-dali-cuda130"].specifier == dali.specifier
+    assert "runs on torch 2.11 and later" in (TOP / "pyproject.toml").read_text()
+    assert str(brought["torch"].specifier) == ">=2.11.0a0"
+
+
+def test_the_base_image_is_one_release(instructions: list[tuple[str, str]]) -> None:
+    (base,) = [argument for name, argument in instructions if name == "FROM"]
+    assert base == "nvcr.io/nvidia/pytorch:${PYTORCH_TAG}"
+    assert re.fullmatch(r"PYTORCH_TAG=\d\d\.\d\d-py3", instructions[0][1])
+
+
+def test_nothing_of_the_base_image_is_replaced(instructions: list[tuple[str, str]]) -> None:
+    commands = " && ".join(argument for name, argument in instructions if name == "RUN").split("&&")
+    installs = [command for command in commands if re.search(r"\b(pip|apt-get|conda|uv)\b", command)]
+    assert len(installs) == 1
+    assert {"--no-deps", "--no-cache-dir", "--requirement"} <= set(installs[0].split())
+    assert not {"USER", "ENTRYPOINT", "CMD", "ADD"} & {name for name, _ in instructions}
+
+
+def test_what_is_copied_is_there(instructions: list[tuple[str, str]]) -> None:
+    (copied,) = [argument for name, argument in instructions if name == "COPY"]
+    *files, target = copied.split()
+    assert target == "/opt/nbody-unet/"
+    assert set(files) == {path.name for path in DOCKER.iterdir() if path.is_file()} - {"Dockerfile"}
+
+
+def test_the_check_names_what_is_wrong() -> None:
+    assert check_image.problem(Requirement("numpy>=1.24")) == ""
+    assert "numpy>=99 is not satisfied by" in check_image.problem(Requirement("numpy>=99"))
+    assert check_image.problem(Requirement("no-such-thing")) == "no-such-thing is not there"
+    assert "ModuleNotFoundError" in check_image.import_problem("no_such_thing")
+    assert check_image.tensorboard_problem() == ""
+
+
+def caches(home: Path, tmp: Path, **variables: str) -> dict[str, str]:
+    """What a Python that starts with writable_caches has in its environment."""
+    code = "import os, writable_caches; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')"
+    inherited = {name: value for name, value in os.environ.items() if name not in CACHES}
+    environment = {**inherited, "PYTHONPATH": str(DOCKER), "HOME": str(home), "TMPDIR": str(tmp), **variables}
+    command = [sys.executable, "-B", "-c", code]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return {name: value for name, _, value in (line.partition("=") for line in output.splitlines()) if name in CACHES}
+
+
+def test_caches_stay_in_a_home_that_can_be_written_to(tmp_path: Path) -> None:
+    assert caches(tmp_path, tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_caches_have_a_place_without_a_home(tmp_path: Path) -> None:
+    folder = tmp_path / f"nbody-unet-{os.getuid()}"
+    expected = {"TRITON_HOME": f"{folder}/triton", "MPLCONFIGDIR": "/mine", "CUDA_CACHE_PATH": f"{folder}/cuda"}
+    for _ in range(2):  # the ranks of a node share it
+        assert caches(Path("/nonexistent"), tmp_path, MPLCONFIGDIR="/mine") == expected
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_caches_are_not_taken_from_others(tmp_path: Path) -> None:
+    folder = tmp_path / f"nbody-unet-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert caches(Path("/nonexistent"), tmp_path) == {}
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert caches(Path("/nonexistent"), tmp_path) == {}
