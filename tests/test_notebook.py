@@ -1,0 +1,159 @@
+"""start_tensorboard.ipynb: a clean notebook, whose cells start TensorBoard on localhost, show its page, and stop it.
+
+Jupyter is not needed: the cells are executed in one namespace, as a kernel does, with IPython's display replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import types
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parent.parent / "start_tensorboard.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict[str, dict[str, Any]]:
+    return {cell["id"]: cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]}
+
+
+class Kernel:
+    """A namespace that cells are executed in, and what they displayed."""
+
+    def __init__(self, cells: dict[str, dict[str, Any]]) -> None:
+        self.cells, self.names, self.shown = cells, {"__name__": "__main__"}, []
+
+    def run(self, cell: str) -> None:
+        exec(compile("".join(self.cells[cell]["source"]), f"cell {cell}", "exec"), self.names)
+
+
+@pytest.fixture
+def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    """In a directory with an empty directory of runs."""
+    kernel = Kernel(cells)
+    module: Any = types.ModuleType("IPython.display")
+    module.display = kernel.shown.append
+    module.HTML = str
+    module.IFrame = lambda url, width, height: f"frame of {url}"
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr("atexit.register", lambda function: function)
+    monkeypatch.delenv("JUPYTERHUB_SERVICE_PREFIX", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    yield kernel
+    if "stop" in kernel.names:
+        kernel.run("stop")
+
+
+def write_metrics(run: str, *lines: str) -> None:
+    directory = Path("runs") / run
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(lines))
+
+
+def test_the_notebook_is_valid_and_cleared(cells: dict[str, dict[str, Any]]) -> None:
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert set(notebook) == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    assert len(cells) == len(notebook["cells"])  # an id may come once
+    for name, cell in cells.items():
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name)
+        assert cell["metadata"] == {}
+        assert all(isinstance(line, str) for line in cell["source"])
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+        if cell["cell_type"] == "code":
+            assert set(cell) == {"cell_type", "execution_count", "id", "metadata", "outputs", "source"}
+            assert cell["execution_count"] is None
+            assert cell["outputs"] == []
+        else:
+            assert set(cell) == {"cell_type", "id", "metadata", "source"}
+            assert cell["cell_type"] == "markdown"
+
+
+def test_runs_are_listed_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [
+        '{"step": 0, "Loss/valid": 0.2}\n',
+        '{"step": 50, "Step/loss": 0.1}\n',
+        '{"step": 50, "Loss/valid": 0.05}\n',
+    ]
+    write_metrics("demo/2GPU/good", *losses, '{"step": 60, "Loss/va')
+    write_metrics("demo/2GPU/bad", '{"step": 7, "Loss/valid": 0.3}\n')
+    write_metrics("demo/1GPU/broken", '{"step": 3, "Loss/valid": NaN}\n')
+    write_metrics("demo/1GPU/begun")
+    kernel.run("runs")
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["Loss/valid", "step", "run"]
+    assert rows == [
+        ["0.050000", "50", "demo/2GPU/good"],
+        ["0.300000", "7", "demo/2GPU/bad"],
+        ["nan", "3", "demo/1GPU/broken"],
+        ["-", "-", "demo/1GPU/begun"],
+    ]
+
+
+def test_a_missing_directory_of_runs_is_said(kernel: Kernel) -> None:
+    Path("runs").rmdir()
+    with pytest.raises(FileNotFoundError, match="set runs to where the runs are"):
+        kernel.run("runs")
+
+
+def test_it_starts_shows_and_stops(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter("runs/demo/1GPU/00/logs") as writer:
+        writer.add_scalar("Loss/valid", 0.1, 0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing answers there
+    kernel.run("runs")
+    kernel.run("start")
+    process, port = kernel.names["server"]
+    address = f"http://127.0.0.1:{port}/"
+
+    link, frame = kernel.shown
+    assert f'href="{address}"' in link
+    assert frame == f"frame of {address}"
+    assert f"ssh -L {port}:127.0.0.1:{port}" in capsys.readouterr().out
+    assert process.args[-4:] == ["--host", "127.0.0.1", "--port", str(port)]
+
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    assert b"TensorBoard" in direct.open(address, timeout=5).read()
+    deadline = time.monotonic() + 10
+    while not (names := json.load(direct.open(address + "data/runs", timeout=5))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert names == ["demo/1GPU/00/logs"]
+
+    # Under a JupyterHub the page has another address; what runs already is not started again.
+    monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
+    kernel.run("start")
+    assert kernel.names["server"] == (process, port)
+    assert f'href="/user/ada/proxy/{port}/"' in kernel.shown[2]
+    assert kernel.shown[3] == f"frame of /user/ada/proxy/{port}/"
+
+    kernel.run("stop")
+    assert process.poll() is not None
+    with pytest.raises(urllib.error.URLError):
+        direct.open(address, timeout=5)
+    kernel.run("stop")  # once more does no harm
+
+
+def test_a_tensorboard_that_does_not_start_is_reported(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel.run("runs")
+    program = Path("python-without-tensorboard")
+    program.write_text("#!/bin/sh\necho No module named tensorboard >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program.resolve()))
+    with pytest.raises(RuntimeError, match="TensorBoard did not start:\nNo module named tensorboard"):
+        kernel.run("start")
+    assert kernel.names["server"] is None
