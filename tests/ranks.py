@@ -49,7 +49,11 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
     torch.set_num_threads(1)
     try:
         with distributed.connect(device="cpu", rendezvous_seconds=60, collective_seconds=60) as world:
-            answer = (True, function(world, *arguments))
+            try:
+                answer = (True, function(world, *arguments))
+            except BaseException:
+                # Not let out: it would end the other ranks, which have answers of their own.
+                answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
     except BaseException:
         answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
     results.put((rank, answer))

@@ -16,14 +16,15 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from utils.errors import LocalError, UserError
+from utils.errors import LocalError, Stopped, UserError
+from utils.watch import Watch, join
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 DEFAULT_PORT = 29500
@@ -100,6 +101,12 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         raise LocalError(f"{name} must be a whole number, not {text!r}; start through torchrun or srun") from None
 
 
+def restarted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the launcher has started this very job before; both kinds count how often."""
+    env = os.environ if environment is None else environment
+    return any(env.get(name, "0") not in ("", "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+
+
 def first_host(nodelist: str) -> str:
     """First name in Slurm's compressed list: 'nid[001004-001007,2]' -> 'nid001004', 'r[1-2]n[3,5]-ib' -> 'r1n3-ib'."""
     first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodelist)
@@ -120,6 +127,7 @@ class World:
 
     launch: Launch
     device: torch.device
+    watch: Watch = field(default_factory=lambda: Watch(0), compare=False)  # one that is not started sees nothing
 
     @property
     def rank(self) -> int:
@@ -251,14 +259,18 @@ def choose_together(name: str, launch: Launch, store: dist.Store) -> torch.devic
 
 
 @contextlib.contextmanager
-def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_seconds: float = 1800) -> Iterator[World]:
+def connect(
+    device: str = "auto", rendezvous_seconds: float = 600, collective_seconds: float = 1800, hang_seconds: float = 600
+) -> Iterator[World]:
     """The world for the length of a run; joins the process group where there are several ranks.
 
     Gloo carries CPU tensors and objects, NCCL carries CUDA tensors.
     """
     launch = read_launch()
     if launch.world_size == 1:
-        yield World(launch, choose_device(device, launch.local_rank))
+        watch = join(0, 1, launch.master_addr, None, hang_seconds)
+        with _watched(watch):
+            yield World(launch, choose_device(device, launch.local_rank), watch)
         return
     os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
     address = f"{launch.master_addr}:{launch.master_port}"
@@ -273,23 +285,41 @@ def connect(device: str = "auto", rendezvous_seconds: float = 600, collective_se
         store, rank, size = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=rendezvous_seconds))
         )
-        world = World(launch, choose_together(device, launch, store))
+        chosen = choose_together(device, launch, store)
     except (dist.DistError, TimeoutError) as error:
         raise LocalError(
             f"rank {launch.rank} of {launch.world_size} could not meet the others at {address} "
             f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks were started"
         ) from None
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=collective_seconds),
-    )
-    try:
-        yield world
-    finally:
+    watch = join(rank, size, launch.master_addr, store, hang_seconds, rendezvous_seconds)
+    with _watched(watch):
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=collective_seconds),
+        )
+        try:
+            yield World(launch, chosen, watch)
+        except LocalError:
+            raise
+        except (UserError, Stopped):  # on all ranks; where one is gone, leaving the group could take for ever
+            dist.destroy_process_group()
+            raise
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _watched(watch: Watch) -> Iterator[None]:
+    """This rank ends in order, or says what it ends of; where another rank is the cause, it does not come back."""
+    try:
+        yield
+    except BaseException as error:
+        if not watch.failed(error):
+            os._exit(watch.exit_code)
+        raise
+    watch.leave()
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
+EXIT_AGAIN = 75  # BSD's EX_TEMPFAIL: the state is saved, and the same command goes on from there
+EXIT_HANG = 76  # a rank made no progress
 EXIT_INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 GRACE_SECONDS = 10.0
 
@@ -19,6 +21,10 @@ class UserError(ValueError):
 
 class LocalError(UserError):
     """A UserError that the other ranks may not have met: whichever rank meets it prints it."""
+
+
+class Stopped(Exception):
+    """A signal asked the training to stop, all ranks have agreed, and what there is to save is saved."""
 
 
 def launched_rank() -> int:
@@ -33,7 +39,7 @@ def launched_rank() -> int:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a UserError into one line on stderr and exit code 2; rank 0 prints it for all.
+    """Turns a UserError into one line on stderr, from rank 0 for all, and exit code 2; Stopped into exit code 75.
 
     A UserError comes to every rank: each reads the same command line, and what depends on the machine is agreed upon
     before it is raised (`World.agreed`).
@@ -49,6 +55,8 @@ def one_line_errors() -> Iterator[None]:
             # A launcher that sees one rank end stops the others: rank 0 must have had the time to print.
             time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None
+    except Stopped:
+        raise SystemExit(EXIT_AGAIN) from None
     except KeyboardInterrupt:
         if launched_rank() == 0:
             sys.stderr.write("interrupted\n")
