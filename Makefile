@@ -1,5 +1,6 @@
 # make demo    simulate two boxes, train on them, show what came out
 # make test    the test suite          make check    linters, types, shell files
+# make soak N=100   kills ranks at random moments, starts them again, compares bits: about 5 s a kill
 # make bench-cpu   the optimisation ladder and the loop's overhead on this machine's CPU: about 9 minutes
 # make bench-gpu   all that a GPU has to tell, 8 minutes; takes the python3 that is there if make install was not run
 #                  (BENCH="--minutes 4" and the like: arguments of benchmarks/gpu.py)
@@ -17,16 +18,17 @@ READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-test
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
-SHELL_FILES := .ci/run $(wildcard *.sh)
+SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
+N ?= 100
 
-.PHONY: demo test check bench-cpu bench-gpu install clean
+.PHONY: demo test check soak bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The demo's batch of 8 is divided evenly.
 	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
 	threads=$$(( $(CORES) / ranks > 0 ? $(CORES) / ranks : 1 )); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} \
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo --resume=no
 
 data/demo_train.h5: SEED = 1
 data/demo_val.h5: SEED = 2
@@ -42,6 +44,10 @@ check: $(READY)
 	$(BIN)/python -m mypy
 	PATH="$(BIN):$$PATH" shellcheck $(SHELL_FILES)
 	PATH="$(BIN):$$PATH" shfmt -d -i 2 $(SHELL_FILES)
+	PATH="$(BIN):$$PATH" hadolint docker/Dockerfile
+
+soak: $(TEST_READY)
+	$(BIN)/python tests/soak.py $(N)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.ladder

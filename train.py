@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from networks import build_loss, build_network, initialise
-from utils import cli, distributed, logs, preflight, profiling, report
+from utils import cli, distributed, logs, preflight, profiling, report, resume
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
-from utils.checkpoint import NoCheckpoint, WeightsFile
+from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
 from utils.data import build_loaders, offer_next_batch
 from utils.distributed import World
@@ -29,38 +29,47 @@ from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, StepOptions
-from utils.trainer import Trainer
+from utils.stopping import NoSignals, StopSignals
+from utils.trainer import SaveOften, Trainer
 
 
 def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerStep) -> None:
-    """Reads the command line and trains; bad input ends in one line and exit code 2."""
+    """Reads the command line and trains; bad input ends in one line and exit code 2, a stop signal in exit code 75."""
     with one_line_errors():
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)
         if options.preflight:
             check(options, config, make_step)
             return
-        with distributed.connect(config.device, config.timeouts.rendezvous, config.timeouts.collective) as world:
+        signals = NoSignals() if config.enable_benchy else StopSignals(config.stop_signal)
+        seconds = config.timeouts
+        with signals, distributed.connect(config.device, seconds.rendezvous, seconds.collective, seconds.hang) as world:
             logs.configure_logging(world.is_root)
             config = config.for_world(world.size)
             with out_of_memory_for_users():
-                run(options, config, world, make_step)
+                run(options, config, world, make_step, signals)
 
 
-def run(options: cli.Options, config: Config, world: World, make_step: type[EagerStep]) -> None:
+def run(options: cli.Options, config: Config, world: World, make_step: type[EagerStep], signals: StopSignals) -> None:
     """Assembles one training, or benchmark, and carries it out."""
     make_step.check(world, config.noddp)
     backends = set_backends(config, world.device)
     settings = read_settings(world) if config.enable_benchy else None
+    torch.manual_seed(config.seed)  # for weights that are torch's own choice, the same on every rank
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
+    saved = resume.find(directory, options.resume, world) if settings is None else None
+    changed = resume.changes(saved, config) if saved else []
     profiler = build_profiler(config, world, directory)
     loaders = build_loaders(config, world, lambda: training_memory(config, lambda: build_model(config)).reserve)
     step = build_step(config, world, network, loss, make_step)
     offer_next_batch(loaders.train, step.beside)
     schedule = build_schedule(config)
-    with closing(logs.open_run(config, options.config, directory, world)) as run_logs:
+    torch.manual_seed(config.seed + world.rank)
+    position = begin(step, saved, options, world)
+    resumed = position.step if saved else None
+    with closing(logs.open_run(config, options.config, directory, world, resumed)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
         for note in (*backends, *loaders.notes, *without_effect(config, world)):
             run_logs.line(note)
@@ -79,29 +88,80 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             )
             benchmark.run(logs.provenance(world))
         else:
+            if world.is_root and resume.starts_anew(options.resume):
+                resume.discard(directory)
+            for line in how_it_begins(options, config, saved, changed, position):
+                run_logs.line(line)
+            kept = resume.comparable(config)
             trainer = Trainer(
                 step=step,
                 loaders=loaders,
                 schedule=schedule,
                 world=world,
                 logs=run_logs,
-                checkpoint=WeightsFile(directory, config.model_dump()) if world.is_root else NoCheckpoint(),
+                saving=Saving(directory / FOLDER, kept, config.checkpoint.keep_last) if world.is_root else NoSaving(),
                 profiler=profiler,
                 num_epochs=config.num_epochs,
                 global_batch_size=config.global_batch_size,
                 log_interval=config.log_interval,
+                signals=signals,
+                position=position,
+                save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
+                max_skipped_updates=config.max_skipped_updates,
             )
+            complete = position.epoch >= config.num_epochs
             result = trainer.fit()
-            run_logs.hparams(config, {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss})
+            if not complete:
+                final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
+                run_logs.hparams(config, final)
             baselines = report.baseline_losses(loaders.valid, world) if config.report_baselines else {}
             with world.agreed():
                 if world.is_root:
-                    pictures = report.draw(step, loaders.valid, directory, run_logs, result.steps)
+                    pictures = []
+                    try:
+                        if not complete:
+                            pictures = report.draw(step, loaders.valid, directory, run_logs, result.steps)
+                    except OSError as error:  # what counts is done
+                        run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
                     table = report.closing_table(result, baselines, directory)
                     run_logs.line("\n  ".join(["Result:", *table, *(f"picture: {path}" for path in pictures)]))
         loaders.train.close()
         loaders.valid.close()
         logging.getLogger().info("DONE ---- rank %d", world.rank)
+
+
+def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: World) -> Position:
+    """Gives the step what it starts with, and says where that is; raises UserError where it does not fit."""
+    source: object = saved.path if saved else options.init_from
+    try:
+        if saved is not None:
+            step.load_state({"network": saved.weights["network"], **saved.training})
+            resume.restore_random(saved, world)
+            return saved.position
+        if options.init_from is not None:
+            with world.agreed():
+                step.load_weights(read_weights(Path(options.init_from))["network"])
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{source} does not fit this training: {error}; give it a --run_num of its own") from None
+    return Position()
+
+
+def how_it_begins(
+    options: cli.Options, config: Config, saved: Saved | None, changed: list[str], position: Position
+) -> list[str]:
+    """Lines for the log."""
+    if saved is None:
+        return [f"Weights of {options.init_from}"] if options.init_from else []
+    lines = [f"Going on from {saved.path}, after step {position.step}"]
+    if changed:
+        lines.append(f"Changed since: {', '.join(changed)}")
+    if options.init_from:
+        lines.append("--init_from has no effect: this training has a checkpoint of its own")
+    if position.epoch >= config.num_epochs:
+        lines.append("This training is complete; raise num_epochs, start anew with --resume=no, or give a --run_num")
+    return lines
 
 
 def build_step(
@@ -202,7 +262,8 @@ def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> N
     directory = logs.run_directory(config, options.config, options.run_num, ranks)
     with value_errors_for_users():
         build_objective(config)
-        preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config)))
+        anew = resume.starts_anew(options.resume)
+        preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config), anew))
 
 
 def without_effect(config: Config, world: World) -> list[str]:

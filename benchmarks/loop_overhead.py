@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.common import Parser, interleaved, positive, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
-from utils.checkpoint import NoCheckpoint
+from utils.checkpoint import NoSaving, Position
 from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
         schedule=CosineSchedule(RATE, RATE, 0, options.steps),
         world=world,
         logs=SilentLogs(),
-        checkpoint=NoCheckpoint(),
+        saving=NoSaving(),
         profiler=NoProfiler(),
         num_epochs=1,
         global_batch_size=options.batch,
@@ -108,9 +108,10 @@ def measure(options: argparse.Namespace) -> None:
     )
 
     def trainer_loop() -> float:
+        trainer.at = Position()
         wait()
         started = time.perf_counter()
-        trainer._train_epoch(0)
+        trainer._train_epoch()
         wait()
         return (time.perf_counter() - started) / options.steps
 

@@ -395,7 +395,8 @@ def _kernels() -> Any:
         output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
         difference = output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32)
         share = tl.load(gradient).to(tl.float32) / count
-        signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0))
+        # The last is 0, or NaN with a loss that is: by the comparisons alone a NaN would pass for no difference.
+        signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0 * share))
         tl.store(outputs_gradient + place, signed.to(outputs_gradient.dtype.element_ty), mask=inside)
 
     return _Kernels(bias_activation, activation_backward, l1, l1_backward)

@@ -7,6 +7,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; subprocesses inherit it
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,13 +67,16 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's and no benchmark's environment; logging is afterwards as it was before."""
+    """No launcher's and no benchmark's environment; logging and signals are afterwards as they were before."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
     root = logging.getLogger()
     handlers, level, benchmark = list(root.handlers), root.level, torch.backends.cudnn.benchmark
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
     yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
     root.handlers[:] = handlers
     root.setLevel(level)
     torch.backends.cudnn.benchmark = benchmark

@@ -21,7 +21,7 @@ import yaml
 import train
 from networks import build_network
 from utils import cli
-from utils.checkpoint import read_weights
+from utils.checkpoint import Position, Saving, newest, read_weights
 from utils.config import load
 from utils.convert_to_npy import convert
 from utils.data import sample_plan
@@ -237,19 +237,32 @@ def test_a_full_device_is_one_line(refuse: Callable[..., str], monkeypatch: pyte
     refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", "--data_loader_config=lowmem")
 
 
+def save_at(folder: Path) -> None:
+    """A checkpoint of some other training, at step 1."""
+    state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
+    Saving(folder, {}, 2).save(state, Position(step=1), is_best=False, last_chance=True)
+
+
 def test_bad_input_leaves_the_records_of_an_earlier_run(
     data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
     directory.mkdir(parents=True)
-    for name in ("out.log", "config.yaml", "metrics.jsonl", "weights_last.pt", "weights_best.pt"):
+    save_at(directory / "checkpoints")
+    for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
-    before = {path.name: (path.read_text(), path.stat().st_mtime_ns) for path in directory.iterdir()}
+
+    def found() -> dict[Path, tuple[bytes, int]]:
+        files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    before = found()
+    assert len(before) == 6
     for flag in ("--set=train_path=/nowhere.h5", "--set=num_epoch=3", "--set=data_size=6", "--set=loss=l7"):
         with pytest.raises(SystemExit):
-            train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", flag])
-    assert {path.name: (path.read_text(), path.stat().st_mtime_ns) for path in directory.iterdir()} == before
+            train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
+    assert found() == before
 
 
 def holed_volume(path: Path, volume_file: Any) -> tuple[Path, int, int]:
@@ -268,22 +281,43 @@ def holed_volume(path: Path, volume_file: Any) -> tuple[Path, int, int]:
 
 
 def nan_line(step: int, rank: int) -> str:
+    """What is told of that step."""
     config = load(str(TOP / "config" / "UNet.yaml"), "test")
     rate = build_schedule(config.for_world(1))(step - 1)
-    return f"error: loss is nan at step {step} on rank {rank}, learning rate {rate:.3e}: training stops; "
+    return f"loss nan on rank {rank}, gradient norm nan, learning rate {rate:.3e}"
 
 
-def test_nan_in_the_data_stops_training_naming_step_rank_and_rate(
+def test_nan_in_the_data_costs_its_updates_alone(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(TOP)
     path, step, _ = holed_volume(tmp_path / "holed.h5", volume_file)
+    train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
+    told = [line for line in capsys.readouterr().err.splitlines() if " WARNING - " in line]
+    assert re.sub(LOG_LINE, "", told[0]) == f"Step {step}: {nan_line(step, 0)}: no update (left out so far: 1)"
+    assert len(told) < 8
+    assert told[-1].endswith(f"no update (left out so far: {len(told)})")
+    saved = newest(tmp_path / "runs/test/1GPU/00/checkpoints")
+    assert saved is not None
+    assert (saved.position.step, saved.position.skipped) == (16, len(told))
+    assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
+
+
+def test_nan_in_too_many_steps_stops_training_naming_step_rank_and_rate(
+    data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(TOP)
+    path, step, _ = holed_volume(tmp_path / "holed.h5", volume_file)
+    flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}", "--set=max_skipped_updates=1"]
     with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
+        train.main(["--config=test", *data_flags, *flags, "--set=checkpoint.every_steps=1"])
     assert stop.value.code == 2
     line = check_error(capsys.readouterr().err, "check the data with --preflight")
-    assert line.startswith(nan_line(step, 0))
-    assert not list(tmp_path.rglob("weights_*.pt")), "no weights that are no numbers"
+    start = f"error: no update for 1 steps in a row, the last is step {step}: {nan_line(step, 0)}: training stops; "
+    assert line.startswith(start)
+    saved = newest(tmp_path / "runs/test/1GPU/00/checkpoints")
+    assert saved is not None
+    assert saved.position.step == step - 1
 
 
 def test_nan_in_the_validation_data_stops_the_run_before_training(
@@ -379,9 +413,10 @@ def test_nan_on_one_rank_stops_all_naming_it(data_flags: list[str], tmp_path: Pa
     path, step, sample = holed_volume(tmp_path / "holed.h5", volume_file)
     assert sample % 2 == 1
     flags = [*data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"]
-    run = command(["--config=test", *flags], 2)
+    run = command(["--config=test", *flags, "--set=max_skipped_updates=1"], 2)
     assert run.returncode != 0
-    assert check_error(run.stderr).startswith(nan_line(step, 1))
+    start = f"error: no update for 1 steps in a row, the last is step {step}: {nan_line(step, 1)}: training stops; "
+    assert check_error(run.stderr).startswith(start)
 
 
 @pytest.fixture(scope="module")
@@ -471,7 +506,8 @@ def test_valid_input_leaves_its_provenance(trained: Any) -> None:
 
 def test_valid_input_leaves_weights_and_pictures(trained: Any) -> None:
     _, _, directory = trained
-    content = read_weights(directory / "weights_last.pt")
+    assert sorted(os.listdir(directory / "checkpoints")) == ["best", "step_00000008", "step_00000016"]
+    content = read_weights(directory / "checkpoints" / "step_00000016")
     assert (content["epoch"], content["step"]) == (2, 16)
     network = build_network("unet", 8, width=4, scales=2)
     network.load_state_dict(content["network"])
@@ -481,4 +517,7 @@ def test_valid_input_leaves_weights_and_pictures(trained: Any) -> None:
         assert data.startswith(b"\x89PNG\r\n")
         assert len(data) > 5000
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert content["valid_loss"] == metrics[-1]["Loss/valid"]
+    assert content["final_loss"] == metrics[-1]["Loss/valid"]
+    losses = {record["step"]: record["Loss/valid"] for record in metrics if "Loss/valid" in record}
+    best = min((8, 16), key=lambda step: losses[step])
+    assert read_weights(directory / "checkpoints" / "best")["step"] == best

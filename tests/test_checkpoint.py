@@ -1,102 +1,270 @@
-"""Weights on disk: whole or not at all, and read without running code."""
+"""Checkpoints on disk: whole or skipped, read without running code, and no fault of the disk ends a training."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import multiprocessing
 import os
 import pickle
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from disks import remount, small_disk
 
-from utils.checkpoint import BEST, LAST, NoCheckpoint, WeightsFile, read_weights, write_atomically
+from utils import checkpoint
+from utils.checkpoint import (
+    BEST,
+    DIGESTS,
+    TRAINING,
+    WEIGHTS,
+    DamagedCheckpoint,
+    NoSaving,
+    Position,
+    Saving,
+    newest,
+    place,
+    read_weights,
+    saved_steps,
+    verify,
+)
 from utils.config import Config
 from utils.errors import UserError
+from utils.files import recover
+
+FILES = (WEIGHTS, TRAINING, DIGESTS)
 
 
-def network(value: float) -> nn.Module:
-    """Its weights are all `value`; it has a buffer, too."""
-    layers = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2))
-    for parameter in layers.parameters():
-        nn.init.constant_(parameter, value)
-    return layers
+def state(value: float, numbers: int = 40) -> dict[str, Any]:
+    """Of a training whose every number is `value`."""
+    moments = {0: {"step": torch.tensor(value), "exp_avg": torch.full((numbers,), value)}}
+    return {
+        "network": {"weight": torch.full((numbers,), value), "count": torch.tensor(3)},
+        "optimizer": {"kind": "Adam", "state": moments, "param_groups": [{"lr": 1e-3, "params": [0]}]},
+        "scaler": {},
+        "random": [[torch.get_rng_state()]],
+    }
 
 
-def test_round_trip_of_weights_buffers_and_record(tmp_path: Path) -> None:
+def save(saving: NoSaving, step: int, is_best: bool = False, numbers: int = 40) -> None:
+    """One whose numbers are its step, written when this returns."""
+    saving.save(state(float(step), numbers), Position(step=step), is_best=is_best, last_chance=True)
+
+
+def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
+    saving = Saving(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
+    for step in steps:
+        save(saving, step)
+    return tmp_path / "checkpoints"
+
+
+def assert_whole(folder: Path, step: int) -> None:
+    """The newest is the one of `step`, with what was saved at it."""
+    saved = newest(folder)
+    assert saved is not None
+    assert (saved.path, saved.position.step) == (place(folder, step), step)
+    assert torch.equal(saved.weights["network"]["weight"], torch.full_like(saved.weights["network"]["weight"], step))
+    assert saved.training["optimizer"]["state"][0]["step"] == step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def rewrite_digests(directory: Path) -> None:
+    """As the files are now."""
+    lines = (f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in (WEIGHTS, TRAINING))
+    (directory / DIGESTS).write_text("".join(lines))
+
+
+# --- what is saved ---------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_of_tensors_config_and_position(tmp_path: Path) -> None:
     config = Config(num_epochs=3).model_dump()
-    saved = network(0.25)
-    saved[1].running_mean += 1.5
-    WeightsFile(tmp_path, config).save(saved, epoch=2, step=17, valid_loss=0.125)
-    content = read_weights(tmp_path / LAST)
-    assert (content["epoch"], content["step"], content["valid_loss"]) == (2, 17, 0.125)
-    assert Config.model_validate(content["config"]) == Config(num_epochs=3)
-    assert content["network"].keys() == saved.state_dict().keys()
-    for name, value in saved.state_dict().items():
-        assert torch.equal(content["network"][name], value), name
-    network(0).load_state_dict(content["network"])  # strict
+    position = Position(epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9)
+    content = state(0.25)
+    content["network"]["turned"] = torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
+    Saving(tmp_path, config, 2).save(content, position, is_best=True, last_chance=True)
+    saved = newest(tmp_path)
+    assert saved is not None
+    assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
+    assert [saved.weights[key] for key in ("epoch", "step", "final_loss")] == [2, 17, 0.125]
+    assert saved.weights["network"].keys() == content["network"].keys()
+    for name, tensor in content["network"].items():
+        assert torch.equal(saved.weights["network"][name], tensor), name
+    assert saved.weights["network"]["turned"].stride() == content["network"]["turned"].stride()
+    assert torch.equal(saved.training["random"][0][0], content["random"][0][0])
+    # Two NaN are not equal, but written alike.
+    assert repr(saved.position) == repr(position)
 
 
-def test_last_is_the_last_epoch_and_best_the_lowest_loss(tmp_path: Path) -> None:
-    weights = WeightsFile(tmp_path, {})
-    for epoch, loss in enumerate((0.5, 0.2, 0.3), start=1):
-        weights.save(network(epoch), epoch=epoch, step=epoch, valid_loss=loss)
-    assert read_weights(tmp_path / LAST)["epoch"] == 3
-    best = read_weights(tmp_path / BEST)
-    assert (best["epoch"], best["valid_loss"]) == (2, 0.2)
-    assert torch.equal(best["network"]["0.bias"], torch.full((2,), 2.0))
-    assert sorted(os.listdir(tmp_path)) == sorted([BEST, LAST])
+def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, monkeypatch: Any) -> None:
+    """The write starts only after they have changed; and the next save writes what is new, in the same memory."""
+    may_write, write = threading.Event(), checkpoint.write
+
+    def wait_and_write(*arguments: Any) -> None:
+        assert may_write.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", wait_and_write)
+    saving, content = Saving(tmp_path, {}, 2), state(1.0)
+    began = time.monotonic()
+    saving.save(content, Position(step=1), is_best=False, last_chance=False)
+    assert time.monotonic() - began < 1, "it does not wait for the write"
+    assert saved_steps(tmp_path) == []
+    content["network"]["weight"] += 1
+    content["optimizer"]["state"][0]["step"] += 1
+    may_write.set()
+    saving.close()
+    assert_whole(tmp_path, 1)
+    saving.save(content, Position(step=2), is_best=False, last_chance=True)
+    assert_whole(tmp_path, 2)
 
 
-def test_disk_that_fills_up_leaves_the_earlier_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write itself fails, half-way: a limit on file sizes stands for the full disk."""
-    resource = pytest.importorskip("resource")
-    path = tmp_path / LAST
-    write_atomically({"epoch": 1}, path)
-    before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=rf"^cannot write {path}: File too large$"):
-            write_atomically({"epoch": 2, "network": torch.zeros(100_000)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [LAST]
-
-
-@pytest.mark.parametrize("stage", ["fsync", "replace"])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_interrupted_save_leaves_the_earlier_file_and_no_partial_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_no_numbers_are_never_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: torch.dtype
 ) -> None:
-    path = tmp_path / LAST
-    write_atomically({"epoch": 1}, path)
+    saving, content = Saving(tmp_path, {}, 2), state(1.0)
+    content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
+    saving.save(content, Position(step=1), is_best=False, last_chance=True)
+    assert saved_steps(tmp_path) == [1], "large ones are numbers"
+    content["network"]["half"][69_999] = value
+    saving.save(content, Position(step=2), is_best=False, last_chance=True)
+    assert saved_steps(tmp_path) == [1]
+    assert "No checkpoint at step 2: the network's weights are not all numbers" in caplog.text
+    content["network"]["half"][69_999] = 0
+    saving.save(content, Position(step=3), is_best=False, last_chance=True)
+    assert saved_steps(tmp_path) == [3, 1]
 
-    def fail(*_: object) -> None:
-        raise error
 
-    monkeypatch.setattr(os, stage, fail)
-    with pytest.raises(UserError if isinstance(error, OSError) else KeyboardInterrupt):
-        write_atomically({"epoch": 2}, path)
-    assert read_weights(path) == {"epoch": 1}
-    assert os.listdir(tmp_path) == [LAST]
+def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
+    if shutil.which("sha256sum") is None:
+        pytest.skip("has no sha256sum")
+    directory = place(folder_of(tmp_path), 2)
+    command = ["sha256sum", "-c", "--strict", DIGESTS]
+    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"{WEIGHTS}: OK\n{TRAINING}: OK\n"), result.stderr
+    flip(directory / TRAINING, 50)
+    assert subprocess.run(command, cwd=directory, capture_output=True).returncode != 0
 
 
-def test_earlier_file_is_there_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / LAST
-    write_atomically({"epoch": 1}, path)
-    seen = []
-    fsync = os.fsync
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
+def test_file_modes_follow_the_umask(tmp_path: Path, mask: int) -> None:
+    """Files that a temporary name made 0600 could not be read by colleagues."""
+    before = os.umask(mask)
+    try:
+        folder = folder_of(tmp_path)
+    finally:
+        os.umask(before)
+    for path in (folder, *folder.rglob("*")):
+        expected = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == expected & ~mask, path
 
-    def look(descriptor: int) -> None:
-        fsync(descriptor)
-        seen.append(read_weights(path)["epoch"])
 
-    monkeypatch.setattr(os, "fsync", look)
-    write_atomically({"epoch": 2}, path)
-    assert seen[0] == 1, "the new file takes the name only when it is on the disk"
-    assert read_weights(path)["epoch"] == 2
+def test_ranks_other_than_the_first_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(NoSaving(), 1)
+    assert names(tmp_path) == []
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 0x20]))  # what makes a small letter of a capital one, the least that can be
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_byte_counts(tmp_path: Path, name: str) -> None:
+    """All of the file's: zip headers, pickle, tensors, the end, and every letter of the digests."""
+    directory = place(folder_of(tmp_path), 2)
+    path = directory / name
+    for index in range(path.stat().st_size):
+        flip(path, index)
+        with pytest.raises(DamagedCheckpoint):
+            verify(directory)
+        flip(path, index)
+    verify(directory)
+
+
+def flipped(where: float) -> Callable[[Path], None]:
+    return lambda path: flip(path, int(where * (path.stat().st_size - 1)))
+
+
+def truncated(where: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(where * path.stat().st_size))
+
+
+def directory_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    **{f"flipped at {where}": flipped(where) for where in (0.0, 0.01, 0.3, 0.5, 0.7, 0.99, 1.0)},
+    **{
+        f"cut at {where:.3f}": truncated(where)
+        for where in random.Random(0).choices([k / 997 for k in range(997)], k=20)
+    },
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "removed": lambda path: path.unlink(),
+    "a directory": directory_instead,
+    "a link to itself": link_to_itself,
+    "foreign": lambda path: path.write_bytes(b"\x89PNG\r\n" * 100),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_skipped_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    folder = folder_of(tmp_path)
+    DAMAGE[damage](place(folder, 2) / name)
+    assert_whole(folder, 1)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert warning.startswith(f"Checkpoint {place(folder, 2)} is skipped: ")
+    assert name in warning or name == DIGESTS, "it names the file, too, unless the digests themselves are wrong"
+    DAMAGE[damage](place(folder, 1) / name)
+    with pytest.raises(UserError) as caught:
+        newest(folder)
+    line = str(caught.value)
+    assert says_what_to_do(line, folder, [2, 1])
+
+
+def says_what_to_do(line: str, folder: Path, steps: list[int]) -> bool:
+    """It names the skipped ones, newest first, and says what to do."""
+    named = [line.index(f"{place(folder, step).name} (") for step in steps]
+    return (
+        "\n" not in line
+        and line.startswith(f"no usable checkpoint in {folder}: ")
+        and named == sorted(named)
+        and line.endswith("start anew with --resume=no, which removes them, or with another --run_num")
+    )
 
 
 class Bomb:
@@ -104,35 +272,412 @@ class Bomb:
         return os.mkdir, ("went-off",)
 
 
-def test_code_in_a_weights_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def resave(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes one file's content; the digests are right afterwards."""
+
+    def make(directory: Path) -> None:
+        torch.save(change(torch.load(directory / name, weights_only=True)), directory / name)
+        rewrite_digests(directory)
+
+    return make
+
+
+def swap(directory: Path) -> None:
+    for old, new in ((WEIGHTS, "kept"), (TRAINING, WEIGHTS), ("kept", TRAINING)):
+        os.rename(directory / old, directory / new)
+    rewrite_digests(directory)
+
+
+def plain_pickle(directory: Path) -> None:
+    (directory / TRAINING).write_bytes(pickle.dumps(Bomb(), protocol=2))
+    rewrite_digests(directory)
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: {name: value for name, value in content.items() if name != key}
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "format 2": (
+        resave(WEIGHTS, lambda content: {**content, "format": 2}),
+        "weights.pt is of format 2, this program reads format 1",
+    ),
+    "training of format 2": (resave(TRAINING, lambda content: {**content, "format": 2}), "training.pt is of format 2"),
+    "no format": (resave(WEIGHTS, without("format")), "weights.pt is of format None, this program reads format 1"),
+    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt is of format None"),
+    "a bomb": (resave(WEIGHTS, lambda content: {**content, "network": Bomb()}), "weights.pt: "),
+    "a pickled bomb": (plain_pickle, "training.pt: "),
+    "swapped": (swap, ""),
+    "no position": (resave(TRAINING, without("position")), ""),
+    "no network": (resave(WEIGHTS, without("network")), ""),
+    "no config": (resave(WEIGHTS, without("config")), ""),
+    "no random numbers": (resave(TRAINING, without("random")), ""),
+    "no optimizer": (resave(TRAINING, without("optimizer")), ""),
+    "an unknown place": (resave(TRAINING, lambda content: {**content, "position": {"stride": 1}}), ""),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_one_with_right_digests_that_is_not_this_programs_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Another version's, or a stranger's; no code in it is run."""
     monkeypatch.chdir(tmp_path)
-    torch.save({"network": Bomb()}, "saved.pt")
-    Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
-    for name in ("saved.pt", "pickled.pt"):
-        with pytest.raises(UserError, match=f"^cannot read {name}: "):
-            read_weights(Path(name))
+    make, says = FOREIGN[kind]
+    folder = folder_of(tmp_path)
+    make(place(folder, 2))
+    verify(place(folder, 2))
+    assert_whole(folder, 1)
+    assert f"Checkpoint {place(folder, 2)} is skipped: {says}" in caplog.text
+    shutil.rmtree(place(folder, 1))
+    with pytest.raises(UserError) as caught:
+        newest(folder)
+    assert says_what_to_do(str(caught.value), folder, [2])
     assert not Path("went-off").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no weights", None])
-def test_damaged_file_is_one_line(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / LAST
-    write_atomically({"network": torch.zeros(1000)}, path)
-    path.write_bytes(path.read_bytes()[:-500] if content is None else content)
-    with pytest.raises(UserError) as caught:
-        read_weights(path)
-    assert str(caught.value).startswith(f"cannot read {path}: ")
-    assert "\n" not in str(caught.value)
+def test_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, (1, 2, 100_000_000))
+    shutil.rmtree(place(folder, 100_000_000))
+    for name in ("step_3", "step_00000004.old", "notes", ".step_00000005.abc.partial", ".step_00000006.replaced"):
+        (folder / name).mkdir()
+    (folder / "step_00000007").write_text("a file")
+    (folder / "step_00000008").symlink_to("nowhere")
+    (folder / "step_100000000").mkdir()
+    assert saved_steps(folder) == [100_000_000, 8, 7, 2, 1]
+    assert_whole(folder, 2)
+    assert newest(tmp_path / "nowhere") is None
+    assert newest(folder / "notes") is None
 
 
-def test_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^no such file: {tmp_path / LAST}$"):
-        read_weights(tmp_path / LAST)
-    with pytest.raises(UserError, match=r"^cannot write .*: No such file or directory$"):
-        write_atomically({}, tmp_path / "nowhere" / LAST)
+# --- weights alone ---------------------------------------------------------------------------------------------------
 
 
-def test_ranks_other_than_the_first_save_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_read_from_the_file_the_checkpoint_and_the_best(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, {}, 2)
+    save(saving, 1, is_best=True)
+    save(saving, 2)
+    alone = tmp_path / "alone.pt"
+    shutil.copyfile(place(tmp_path, 2) / WEIGHTS, alone)
+    for path, step in ((tmp_path / BEST, 1), (place(tmp_path, 2), 2), (place(tmp_path, 2) / WEIGHTS, 2), (alone, 2)):
+        content = read_weights(path)
+        assert content["step"] == step
+        assert content["network"]["weight"][0] == step
+
+
+def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
+    """A copy of weights.pt and SHA256SUMS, or one whose training.pt is damaged: the weights are as written."""
+    for damage in (Path.unlink, truncated(0.5)):
+        folder = folder_of(tmp_path)
+        damage(place(folder, 2) / TRAINING)
+        assert read_weights(place(folder, 2) / WEIGHTS)["step"] == 2
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_weights_asays_what_to_do(tmp_path: Path, damage: str) -> None:
+    directory = place(folder_of(tmp_path), 2)
+    DAMAGE[damage](directory / WEIGHTS)
+    for path in (directory, directory / WEIGHTS):
+        with pytest.raises(UserError) as caught:
+            read_weights(path)
+        line = str(caught.value)
+        assert line.startswith((f"cannot read {directory / WEIGHTS}: ", f"no such file: {directory / WEIGHTS}"))
+        assert "\n" not in line
+
+
+def test_what_holds_no_weights_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    NoCheckpoint().save(network(1), epoch=1, step=1, valid_loss=1.0)
-    assert os.listdir(tmp_path) == []
+    directory = place(folder_of(tmp_path), 2)
+    torch.save({"format": 1, "network": Bomb()}, "saved.pt")
+    torch.save(torch.nn.Linear(1, 1).state_dict(), "others.pt")
+    Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
+    for path, says in (
+        (
+            directory / TRAINING,
+            f"cannot read {directory / TRAINING}: training.pt holds no network; weights.pt beside it",
+        ),
+        (Path("nowhere.pt"), "no such file: nowhere.pt"),
+        (tmp_path, f"no such file: {tmp_path / WEIGHTS}"),
+        (Path("saved.pt"), "cannot read saved.pt: "),
+        (Path("pickled.pt"), "cannot read pickled.pt: "),
+        (Path("others.pt"), "cannot read others.pt: others.pt is of format None"),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_weights(path)
+        assert str(caught.value).startswith(says)
+        assert "\n" not in str(caught.value)
+    assert not Path("went-off").exists()
+
+
+# --- rotation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_the_last_ones_stay_and_the_best(tmp_path: Path, keep_last: int) -> None:
+    saving, steps = Saving(tmp_path, {}, keep_last), list(range(1, 8))
+    for step in steps:
+        save(saving, step, is_best=step in (1, 2, 5))
+        best = max(known for known in (1, 2, 5) if known <= step)
+        assert os.readlink(tmp_path / BEST) == f"step_{best:08d}"
+        assert saved_steps(tmp_path) == sorted({*steps[:step][-keep_last:], best}, reverse=True)
+        assert names(tmp_path) == sorted([BEST, *(place(tmp_path, kept).name for kept in saved_steps(tmp_path))])
+        assert_whole(tmp_path, step)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_later_one_that_was_skipped_takes_no_others_place(tmp_path: Path, keep_last: int) -> None:
+    """The training went on from before a damaged one: what it saves now is what the next start needs."""
+    folder = folder_of(tmp_path, (4, 8))
+    flip(place(folder, 8) / WEIGHTS, 100)
+    assert_whole(folder, 4)
+    saving = Saving(folder, {"seed": 0}, keep_last)
+    for step in (5, 6, 7):
+        save(saving, step)
+        assert_whole(folder, step)
+    save(saving, 8)
+    assert_whole(folder, 8)
+    assert saved_steps(folder) == [8, 7, 6][:keep_last]
+
+
+def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    """A training that is stopped in a validation saves at its step again and again."""
+    saving = Saving(tmp_path, {}, 2)
+    save(saving, 1, is_best=True)
+    saving.save(state(5.0), Position(step=1), is_best=False, last_chance=True)
+    saved = newest(tmp_path)
+    assert saved is not None
+    assert saved.weights["network"]["weight"][0] == 5
+    assert names(tmp_path) == [BEST, "step_00000001"]
+
+
+# --- faults while saving ---------------------------------------------------------------------------------------------
+
+
+def assert_one_fault(folder: Path, caplog: pytest.LogCaptureFixture, reason: str, fails: Any, mended: Any) -> None:
+    """A save under `fails` costs one warning and itself; the one before stays; after `mended` the next succeeds."""
+    saving = Saving(folder, {}, 2)
+    save(saving, 1, is_best=True)
+    with fails:
+        save(saving, 2, is_best=True, numbers=100_000)
+        (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        start = f"Cannot write checkpoint {place(folder, 2)}: "
+        assert warning == f"{start}{reason}; training goes on, earlier ones stay"
+        assert_whole(folder, 1)
+        assert names(folder) == [BEST, "step_00000001"], "nothing partial is left"
+        assert os.readlink(folder / BEST) == "step_00000001"
+    mended()
+    save(saving, 3, is_best=True, numbers=100_000)
+    assert_whole(folder, 3)
+    assert names(folder) == [BEST, "step_00000001", "step_00000003"]
+    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The write itself fails, half-way."""
+    resource = pytest.importorskip("resource")
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert_one_fault(tmp_path / "checkpoints", caplog, "File too large", limited(), nothing)
+
+
+def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", "200k") as disk:
+
+        def grow() -> None:
+            remount(disk, "size=20m")
+
+        reason = "No space left on device"
+        assert_one_fault(disk / "checkpoints", caplog, reason, contextlib.nullcontext(), grow)
+
+
+def test_a_disk_that_becomes_read_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", "20m") as disk:
+
+        @contextlib.contextmanager
+        def read_only() -> Iterator[None]:
+            remount(disk, "ro")
+            yield
+            remount(disk, "rw")
+
+        assert_one_fault(disk / "checkpoints", caplog, "Read-only file system", read_only(), nothing)
+
+
+@pytest.mark.parametrize("function", ["fsync", "rename", "mkdir"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no memory")])
+def test_whatever_fails_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any, function: str, error: Exception
+) -> None:
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        def fail(*_: object, **__: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, fail)
+            yield
+
+    reason = getattr(error, "strerror", None) or repr(error)
+    assert_one_fault(tmp_path / "checkpoints", caplog, reason, failing(), nothing)
+
+
+@pytest.mark.parametrize("function", ["symlink", "replace"])
+def test_a_link_that_cannot_be_made_leaves_the_checkpoint_and_the_earlier_link(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any, function: str
+) -> None:
+    saving = Saving(tmp_path, {}, 2)
+    save(saving, 1, is_best=True)
+
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")  # a FAT file system says so
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, fail)
+        save(saving, 2, is_best=True)
+    assert "Operation not permitted" in caplog.text
+    assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
+    assert os.readlink(tmp_path / BEST) == "step_00000001"
+    assert_whole(tmp_path, 2)
+
+
+def test_replacing_that_fails_half_way_leaves_the_earlier_one(tmp_path: Path, monkeypatch: Any) -> None:
+    """The one of the same step has been moved aside, and the new one cannot take its place."""
+    folder, rename, calls = folder_of(tmp_path, (1,)), os.rename, []
+
+    def fail_second(source: Any, target: Any) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    saving = Saving(folder, {}, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_second)
+        saving.save(state(5.0), Position(step=1), is_best=False, last_chance=True)
+    assert len(calls) >= 2
+    assert_whole(folder, 1)
+
+
+def test_a_folder_that_is_gone_comes_again(tmp_path: Path) -> None:
+    saving = Saving(tmp_path / "run" / "checkpoints", {}, 2)
+    save(saving, 1, is_best=True)
+    shutil.rmtree(tmp_path / "run")
+    save(saving, 2)
+    save(saving, 3)
+    assert_whole(tmp_path / "run" / "checkpoints", 3)
+
+
+def test_a_folder_that_goes_in_the_midst_of_a_save_costs_that_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    saving, fsync = Saving(tmp_path / "run" / "checkpoints", {}, 2), os.fsync
+
+    def remove_it(descriptor: int) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", remove_it)
+        save(saving, 1)
+    assert "No such file or directory; training goes on" in caplog.text
+    save(saving, 2)
+    assert_whole(tmp_path / "run" / "checkpoints", 2)
+
+
+def test_a_save_that_hangs_is_told_of_and_the_next_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    saving, release, write = Saving(tmp_path, {}, 3), threading.Event(), checkpoint.write
+    monkeypatch.setattr(Saving, "CLOSING_SECONDS", 0.3)
+    monkeypatch.setattr(Saving, "PATIENCE_SECONDS", 0.5)
+    save(saving, 1)
+
+    def hang(*arguments: Any) -> None:
+        assert release.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", hang)
+    saving.save(state(2.0), Position(step=2), is_best=False, last_chance=False)
+    began = time.monotonic()
+    for _ in range(5):
+        saving.save(state(3.0), Position(step=3), is_best=False, last_chance=False)
+    assert 0.5 <= time.monotonic() - began < 1.5, "training goes on: five of them have waited 0.5 s, all together"
+    warning = "No checkpoint at step 3: that of step 2 is still being written, for "
+    assert caplog.text.count(warning) == 5
+    save(saving, 4)
+    saving.close()
+    assert "No checkpoint at step 4: that of step 2 is still being written" in caplog.text
+    assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
+    assert_whole(tmp_path, 1)
+    release.set()
+    monkeypatch.setattr(Saving, "CLOSING_SECONDS", 20.0)
+    saving.close()
+    assert_whole(tmp_path, 2)
+    save(saving, 5)
+    assert_whole(tmp_path, 5)
+
+
+# --- kill -9 in the midst of a save ----------------------------------------------------------------------------------
+
+
+def killed_at(folder: str, step: int, function: str, call: int) -> None:
+    """Saves at `step` with other numbers, and is killed at that call of os's function."""
+    real, calls = getattr(os, function), []
+
+    def die(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **keywords)
+
+    setattr(os, function, die)
+    saving = Saving(Path(folder), {}, 2)
+    content = saving._copy.take(state(5.0))[1]
+    content["position"] = {"step": step}
+    saving._write(step, {"network": content.pop("network"), "config": {}}, content, True)
+
+
+@pytest.mark.parametrize(
+    ("step", "function", "call", "left"),
+    [
+        (3, "fsync", 1, 2),  # all is written, nothing is on the disk
+        (3, "fsync", 4, 2),
+        (3, "rename", 1, 2),
+        (2, "rename", 1, 2),  # one of this step is there
+        (2, "rename", 2, 2),  # it has been moved aside
+        (3, "fsync", 5, 3),  # the new one has its name
+        (3, "symlink", 1, 3),
+        (3, "replace", 1, 3),  # the new link has not taken the old one's name
+        (3, "rmdir", 1, 3),  # an old one is being removed
+    ],
+)
+def test_killed_in_the_midst_of_a_save(tmp_path: Path, step: int, function: str, call: int, left: int) -> None:
+    """The newest is whole at once, or after the next start's tidying, and nothing of the rest is left."""
+    folder = folder_of(tmp_path)
+    checkpoint.point_to(folder / BEST, "step_00000002")
+    process = multiprocessing.get_context("fork").Process(target=killed_at, args=(str(folder), step, function, call))
+    process.start()
+    process.join(20)
+    assert process.exitcode == -signal.SIGKILL
+    before = names(folder)
+    recover(folder)
+    saved = newest(folder)
+    assert saved is not None
+    assert saved.position.step == left, before
+    assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
+    assert names(folder) == sorted([BEST, *(place(folder, kept).name for kept in saved_steps(folder))]), before
+    save(Saving(folder, {}, 2), 4, is_best=True)
+    assert_whole(folder, 4)
+    assert os.readlink(folder / BEST) == "step_00000004"

@@ -116,6 +116,9 @@ def test_later_set_wins_over_an_earlier_one_and_over_a_flag() -> None:
         (["--num_epochs", "1.5"], "--num_epochs: invalid int value: '1.5'"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["word"], "unrecognized arguments: word"),
+        (["--init_from"], "--init_from: expected one argument; see --help"),
+        (["--init"], "unrecognized arguments: --init; did you mean --init_from?"),
+        (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", ""], "--run_num '' must be a plain name"),
         (["--run_num", ".."], r"--run_num '\.\.' must be a plain name"),
@@ -127,6 +130,30 @@ def test_later_set_wins_over_an_earlier_one_and_over_a_flag() -> None:
 def test_what_cannot_be_read_is_a_users_error(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         cli.parse(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "resume"),
+    [
+        ([], "auto"),
+        (["--resume"], "auto"),
+        (["--resume=auto"], "auto"),
+        (["--resume", "no"], "no"),
+        (["--resume=no"], "no"),
+        (["--resume=runs/test/2GPU/00"], "runs/test/2GPU/00"),
+        (["--resume", "--init_from=w.pt"], "auto"),
+    ],
+)
+def test_resume_is_auto_no_or_a_directory(flags: list[str], resume: str) -> None:
+    options = cli.parse(flags)
+    assert options.resume == resume
+    assert options.overrides == {}
+
+
+def test_init_from_is_a_file() -> None:
+    assert cli.parse([]).init_from is None
+    assert cli.parse(["--init_from=a/weights.pt"]).init_from == "a/weights.pt"
+    assert cli.parse(["--init_from", "a/weights.pt", "--resume=no"]).init_from == "a/weights.pt"
 
 
 def test_preflight_with_and_without_a_number_of_ranks() -> None:

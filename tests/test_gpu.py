@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import h5py
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import train
+from utils import checkpoint
+from utils.checkpoint import FOLDER, HostCopy
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.dali import DaliLoader
@@ -25,7 +28,8 @@ from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
-from utils.steps.graph import GraphStep
+from utils.steps.graph import WARMUP_STEPS, GraphStep
+from utils.stopping import NoSignals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -222,3 +226,109 @@ def test_training_by_cuda_graphs_follows_the_plain_one(tmp_path, volume_file, mo
             assert "CUDA graph 1 recorded" in (expdir / "test/1GPU/00/out.log").read_text()
     assert len(losses[GraphStep]) == 4 + 24
     assert losses[GraphStep] == pytest.approx(losses[EagerStep], rel=0.02 if switches else 1e-3)
+
+
+# --- saving and going on ---------------------------------------------------------------------------------------------
+
+
+def test_a_copy_for_a_checkpoint_is_of_the_moment_and_in_pinned_memory() -> None:
+    """Kernels before it are in it, those queued after it are not, and the next copy takes the same memory."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    weights = torch.zeros(64, 64, device="cuda")
+    odd = torch.zeros(2, 4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last_3d)
+    host, places = HostCopy(), []
+    for number in (1.0, 2.0):
+        for _ in range(50):
+            busy = busy @ busy / 4096
+        weights.fill_(number)
+        finite, copied = host.take({"network": {"weights": weights, "odd": odd}, "optimizer": {"step": weights[0, 0]}})
+        weights.fill_(-1.0)
+        host.wait()
+        assert finite
+        assert torch.equal(copied["network"]["weights"], torch.full((64, 64), number))
+        assert float(copied["optimizer"]["step"]) == number
+        for tensor in copied["network"].values():
+            assert tensor.device.type == "cpu"
+            assert tensor.is_pinned()
+        assert copied["network"]["odd"].stride() == odd.stride()
+        places.append(copied["network"]["weights"].data_ptr())
+    assert places[0] == places[1]
+    weights[3, 3] = float("nan")
+    assert not host.take({"network": {"weights": weights}})[0]
+
+
+class Interrupted(NoSignals):
+    """A signal comes during the step of that number in this process."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.received = "SIGTERM"
+
+
+class InterruptedStep(EagerStep):
+    signals: ClassVar[Interrupted]
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+        self.signals.step()
+        return super().__call__(inputs, targets, rate)
+
+
+class InterruptedGraphStep(GraphStep):
+    signals: ClassVar[Interrupted]
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+        self.signals.step()
+        return super().__call__(inputs, targets, rate)
+
+
+@pytest.mark.parametrize("loader", ["resident", "lowmem"])
+@pytest.mark.parametrize(
+    ("kind", "switches"),
+    [
+        (InterruptedStep, []),
+        (InterruptedStep, ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
+        (InterruptedStep, ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9"]),
+        (InterruptedGraphStep, []),
+    ],
+)
+def test_on_the_device_an_interrupted_training_ends_like_one_that_was_not(
+    tmp_path, volume_file, monkeypatch, kind, switches, loader
+) -> None:
+    """Plain steps bit for bit; graphs are recorded anew after plain steps that they were not before."""
+    monkeypatch.chdir(TOP)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
+    flags = ["--config=test", f"--set=train_path={train_path}", f"--set=val_path={val_path}", "--num_epochs=3"]
+    flags += [
+        "--set=report_baselines=false",
+        "--set=cudnn_benchmark=false",
+        f"--data_loader_config={loader}",
+        *switches,
+    ]
+    ends = {}
+    for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
+        for after in parts:
+            signals = kind.signals = Interrupted(after)
+            monkeypatch.setattr(train, "StopSignals", lambda name, signals=signals: signals)
+            if after:
+                with pytest.raises(SystemExit) as stop:
+                    train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=kind)
+                assert stop.value.code == 75
+            else:
+                train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=kind)
+        saved = checkpoint.newest(tmp_path / name / "test/1GPU/00" / FOLDER)
+        assert saved is not None
+        assert saved.position.step == 24
+        ends[name] = saved
+    for name, value in ends["whole"].weights["network"].items():
+        other = ends["parts"].weights["network"][name]
+        if kind is InterruptedStep:
+            assert torch.equal(value, other), name
+        else:
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+    assert ends["whole"].training["scaler"] == ends["parts"].training["scaler"]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from disks import fill, small_disk
 
 from utils import config as configs
 from utils import logs
@@ -60,3 +66,189 @@ def test_ctrl_c_is_one_line_and_exit_code_130() -> None:
     code = "from utils.errors import one_line_errors\nwith one_line_errors(): raise KeyboardInterrupt"
     result = subprocess.run([sys.executable, "-c", code], cwd=TOP, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+# --- records that go on ----------------------------------------------------------------------------------------------
+
+
+def record(logs_: logs.SilentLogs, steps: Any) -> None:
+    for step in steps:
+        logs_.scalars({"Loss/train": float(step)}, step)
+
+
+def recorded(directory: Path) -> list[int]:
+    """Steps in metrics.jsonl, each of whose lines is valid JSON, and which ends with a whole one."""
+    text = (directory / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
+
+
+def shown(directory: Path) -> list[int]:
+    """Steps of TensorBoard's curve."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory / "logs"), size_guidance={"scalars": 0}).Reload()
+    assert all(event.value == event.step for event in events.Scalars("Loss/train"))
+    return [event.step for event in events.Scalars("Loss/train")]
+
+
+def assert_records(directory: Path, steps: Any) -> None:
+    assert recorded(directory) == list(steps)
+    assert shown(directory) == list(steps)
+
+
+def start(directory: Path, resumed: int | None = None) -> logs.RunLogs:
+    return logs.RunLogs(directory, resumed)
+
+
+def test_a_new_training_replaces_the_records_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    for resumed, steps, kept in (
+        (None, range(0, 10), range(0, 10)),
+        (6, range(7, 12), range(0, 12)),  # 7 to 9 were made by a process that was killed before it saved
+        (6, range(7, 9), range(0, 9)),
+        (8, range(9, 9), range(0, 9)),  # complete: nothing more is recorded
+        (8, range(9, 11), range(0, 11)),
+        (0, range(1, 4), range(0, 4)),
+        (None, range(0, 2), range(0, 2)),
+    ):
+        run = start(tmp_path, resumed)
+        record(run, steps)
+        run.close()
+        assert_records(tmp_path, kept)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ['{"step": 4, "sec', '{"step": 4', "{", "null\n", "[1]\n", "\n", '{"step": 2, "Loss/train": 2.0}', "\udcff\n"],
+)
+def test_a_half_written_line_is_left_out(tmp_path: Path, rest: str) -> None:
+    """The last one, too, that lacks nothing but its end: the next would be written behind it."""
+    run = start(tmp_path)
+    record(run, range(4))
+    run.close()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(rest.encode(errors="surrogateescape"))
+    again = start(tmp_path, 3)
+    record(again, range(4, 6))
+    again.close()
+    assert sorted(set(recorded(tmp_path))) == list(range(6))
+
+
+def test_trimming_leaves_kept_lines_as_they_were(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    record(run, range(6))
+    run.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    again = start(tmp_path, 3)
+    record(again, [4])
+    again.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:4] == lines[:4]
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = start(tmp_path)
+    run.scalars({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": 2}, 3)
+    run.scalars({"a": math.nan}, 4)
+    run.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert [{key: value for key, value in line.items() if key != "seconds"} for line in lines] == [
+        {"step": 3, "d": 1.5, "e": 2},
+        {"step": 4},
+    ]
+    events = EventAccumulator(str(tmp_path / "logs")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["d", "e"]
+
+
+def test_several_starts_within_a_second_are_shown_in_their_order(tmp_path: Path) -> None:
+    """TensorBoard sorts a run's files by a name that tells the second, then host and process: it would mix them up."""
+    for number in range(3):
+        run = start(tmp_path, None if number == 0 else 2 * number)
+        record(run, range(2 * number + (number > 0), 2 * number + 5))
+        run.close()
+    assert_records(tmp_path, range(9))
+    seconds = [path.name.split(".")[3] for path in (tmp_path / "logs").iterdir()]
+    assert len(set(seconds)) == 3
+
+
+def test_a_clock_far_behind_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"events.out.tfevents.{int(time.time()) + 1000}.other.1.0").write_bytes(b"")
+    (tmp_path / "logs" / "events.out.tfevents.notes").write_bytes(b"")
+    began = time.monotonic()
+    run = start(tmp_path, 0)
+    record(run, [1])
+    run.close()
+    assert time.monotonic() - began < 10
+
+
+def test_flushed_points_outlive_a_kill(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    record(run, range(5))
+    run.flush()
+    assert_records(tmp_path, range(5))
+    run.close()
+
+
+def test_a_flush_opens_nothing(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.flush()
+    run.close()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "out.log"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_scalars_survive_a_full_disk_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """metrics.jsonl goes on as soon as there is room, TensorBoard's curves with the next start; all can be read."""
+    logging.getLogger().setLevel(logging.INFO)
+    with small_disk(tmp_path / "run", "200k") as directory:
+        run = start(directory)
+        record(run, range(5))
+        run.flush()
+        filler = fill(directory)
+        for step in range(5, 400):
+            record(run, [step])
+            run.line("a line of the log")
+            if step % 50 == 0:
+                run.flush()
+                time.sleep(0.02)
+        os.remove(filler)
+        record(run, range(400, 425))
+        run.line("after it")
+        run.close()
+        assert "after it" in (directory / "out.log").read_text()
+        again = start(directory, 424)
+        record(again, range(425, 430))
+        again.close()
+        warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+        assert warnings == [f"Cannot record scalars in {directory}: No space left on device; training goes on"]
+        assert "Traceback" not in capfd.readouterr().err
+        for found, after in ((recorded(directory), range(401, 430)), (shown(directory), range(425, 430))):
+            assert found == sorted(set(found))
+            assert found[:5] == list(range(5))
+            assert found[-len(after) :] == list(after)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_a_disk_that_stays_full_ends_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger().setLevel(logging.INFO)
+    with small_disk(tmp_path / "run", "200k") as directory:
+        run = start(directory)
+        record(run, range(5))
+        run.flush()
+        fill(directory)
+        for step in range(5, 100):
+            record(run, [step])
+            run.line("a line of the log")
+        run.close()
+        assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 1
+        assert "Traceback" not in capfd.readouterr().err
+        assert shown(directory)[:5] == list(range(5))
+        start(directory, 4).close()

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from ranks import run_ranks
 
 from utils.distributed import Launch, World
-from utils.metrics import LossRecorder, NonFiniteLoss, WeightedMean
+from utils.metrics import LossRecorder, StepRecord, WeightedMean
 
 ALONE = World(Launch("test"), torch.device("cpu"))
+NAN, INF = float("nan"), float("inf")
 
 
 def test_recorder_gives_each_step_and_starts_anew() -> None:
     recorder = LossRecorder(3, ALONE)
+    assert recorder.read() == []
     for value in (1.0, 2.0):
         recorder.record(torch.tensor(value), torch.tensor(10 * value))
-    assert not recorder.full
-    assert recorder.read() == ([1.0, 2.0], [10.0, 20.0])
+    assert len(recorder) == 2
+    assert recorder.read() == [StepRecord(1.0, 10.0), StepRecord(2.0, 20.0)]
+    assert len(recorder) == 0
     for value in (3.0, 4.0, 5.0):
         recorder.record(torch.tensor(value), torch.tensor(value))
-    assert recorder.full
-    assert recorder.read()[0] == [3.0, 4.0, 5.0]
+    assert len(recorder) == 3
+    assert [record.loss for record in recorder.read()] == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "bad_rank", "updated"),
+    [
+        (1.0, 2.0, None, True),
+        (NAN, 2.0, 0, False),
+        (-INF, 2.0, 0, False),
+        (1.0, INF, None, False),
+        (1.0, NAN, None, False),
+    ],
+)
+def test_a_step_whose_loss_or_norm_is_no_number_counts_as_left_out(loss, norm, bad_rank, updated) -> None:
+    recorder = LossRecorder(2, ALONE)
+    recorder.record(torch.tensor(loss), torch.tensor(norm))
+    recorder.record(torch.tensor(1.0), torch.tensor(1.0))
+    record, after = recorder.read()
+    assert (str(record.loss), str(record.gradient_norm)) == (str(loss), str(norm))
+    assert (record.bad_rank, record.updated) == (bad_rank, updated)
+    assert after.updated
 
 
 def record_on_rank(world: World) -> tuple:
@@ -29,24 +54,23 @@ def record_on_rank(world: World) -> tuple:
     for value in (1.0, 2.0):
         recorder.record(torch.tensor(value + world.rank), torch.tensor(value * (1 + world.rank)))
     good = recorder.read()
-    # Rank 1 fails first; by the next step its gradients have spoiled both.
-    for step in range(4):
-        bad = step == 2 if world.rank == 1 else step == 3
-        recorder.record(torch.tensor(float("nan") if bad else 0.5), torch.tensor(1.0))
-    try:
-        recorder.read()
-    except NonFiniteLoss as error:
-        return good, (error.steps_ago, error.rank, str(error.explained(12, 1e-3)))
-    return good, None
+    losses = [(0.5, NAN), (NAN, NAN), (INF, -INF), (0.5, 0.5)]
+    norms = [(1.0, NAN), (1.0, 1.0), (1.0, 1.0), (INF, 1.0)]
+    for loss, norm in zip(losses, norms, strict=True):
+        recorder.record(torch.tensor(loss[world.rank]), torch.tensor(norm[world.rank]))
+    return good, [(r.bad_rank, r.updated, math.isfinite(r.loss), str(r.gradient_norm)) for r in recorder.read()]
 
 
-def test_two_ranks_average_and_agree_on_the_first_bad_step() -> None:
+def test_ranks_average_and_agree_on_the_first_bad_rank() -> None:
+    """The loss is a mean, the norm the largest; one that is no number on any rank is so on all."""
     for good, bad in run_ranks(record_on_rank, 2):
-        assert good == ([1.5, 2.5], [2.0, 4.0])
-        assert bad is not None
-        steps_ago, rank, line = bad
-        assert (steps_ago, rank) == (-2, 1)
-        assert line.startswith("loss is nan at step 12 on rank 1, learning rate 1.000e-03: training stops")
+        assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
+        assert bad == [
+            (1, False, False, "nan"),
+            (0, False, False, "1.0"),
+            (0, False, False, "1.0"),
+            (None, False, True, "inf"),
+        ]
 
 
 def mean_on_rank(world: World) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import h5py
 import pytest
@@ -113,16 +114,22 @@ def test_synthetic_data_need_no_files(preflight) -> None:
     assert "data: synthetic, no files are read" in printed
 
 
+@pytest.mark.parametrize("flags", [[], ["--resume=no"]])
 def test_present_run_directory_is_announced_and_kept(
-    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, flags: list[str]
 ) -> None:
+    """It says what a training with these flags would do: go on, or replace what is there."""
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
-    directory.mkdir(parents=True)
-    (directory / "weights_last.pt").write_text("precious")
-    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"])
-    assert f"run directory: {directory} exists: its logs and weights will be replaced" in capsys.readouterr().out
-    assert (directory / "weights_last.pt").read_text() == "precious"
+    weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("precious")
+    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight", *flags])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "run directory" in line)
+    assert line.startswith(f"preflight: run directory: {directory} exists: ")
+    assert ("replaced" in line) == bool(flags), line
+    assert weights.read_text() == "precious"
+    assert [path.name for path in directory.iterdir()] == ["checkpoints"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

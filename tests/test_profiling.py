@@ -22,6 +22,7 @@ from utils.config import Config, Profile, load
 from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.profiling import NoProfiler, Nsys, TorchProfiler, WindowProfiler, annotate
+from utils.stopping import NoSignals
 
 TOP = Path(__file__).parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -260,7 +261,7 @@ def train_with_both(world: World, flags: list[str]) -> None:
     for ranks in ("root", "all"):
         options = cli.parse([*flags, f"--set=profile.ranks={ranks}", f"--run_num={ranks}"])
         config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-        train.run(options, config, world, train.EagerStep)
+        train.run(options, config, world, train.EagerStep, NoSignals())
 
 
 def test_rank_0_writes_one_profile_and_all_ranks_one_each(tmp_path, data_flags, monkeypatch) -> None:

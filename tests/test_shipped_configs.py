@@ -124,7 +124,7 @@ def changed_value(key: str, old: Any) -> Any:
         candidates = [[0.5, 0.75], [256, 128], [[0, 1, 2]], ["down1"]]
     else:
         candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "cpu"]
-        candidates += ["torchscript", "bfloat16", "all", "torch"]
+        candidates += ["torchscript", "bfloat16", "all", "torch", "SIGUSR2"]
     for candidate in candidates:
         text = yaml.safe_dump(candidate, default_flow_style=True).removesuffix("...\n").strip()
         try:
@@ -155,5 +155,6 @@ def test_help_names_every_flag_and_ends_well(capsys: pytest.CaptureFixture[str])
     assert stop.value.code == 0
     output = capsys.readouterr()
     assert output.err == ""
-    for flag in ("yaml_config", "config", "run_num", *cli.SWITCHES, *cli.VALUES, "set", "preflight"):
+    flags = ("yaml_config", "config", "run_num", "resume", "init_from", "set", "preflight")
+    for flag in (*flags, *cli.SWITCHES, *cli.VALUES):
         assert f"--{flag}" in output.out

@@ -1,16 +1,24 @@
-"""The loop: order of events, what is logged when, and how often the host waits for the device."""
+"""The loop: order of events, what is logged and saved when, how it stops and goes on, and how often the host waits."""
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 import re
 import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import nn
 
 from networks import build_loss, build_network, initialise
-from utils.checkpoint import NoCheckpoint
+from utils import trainer as trainers
+from utils.checkpoint import FOLDER, NoSaving, Position, Saving, newest
 from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch
@@ -18,44 +26,64 @@ from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder
 from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
 from utils.schedule import CosineSchedule
 from utils.steps.eager import EagerStep
-from utils.trainer import Trainer
+from utils.stopping import NoSignals
+from utils.trainer import SaveOften, Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
 SPLITS = ("train", "valid")
+NAN, INF = float("nan"), float("inf")
 
 
 class RecordedStep:
-    """A step whose loss is scripted; notes every call."""
+    """A step whose loss is scripted, 1/n at step n; notes every call.
 
-    def __init__(self, bad_step: int | None = None) -> None:
+    `bad_steps` have the loss, or the loss and the norm, given there; `after` is called with each event's number.
+    """
+
+    def __init__(
+        self,
+        bad_steps: Mapping[int, float | tuple[float, float]] | None = None,
+        done: int = 0,
+        after: Callable[[int], None] = lambda event: None,
+    ) -> None:
         self.network = nn.Linear(1, 1)
         self.gradient_norm = torch.tensor(2.0)
         self.rates: list[float] = []
         self.events: list[str] = []
-        self._bad_step = bad_step
+        self._bad_steps, self._done, self._after = bad_steps or {}, done, after
+
+    def _note(self, event: str) -> None:
+        self.events.append(event)
+        self._after(len(self.events))
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        self.events.append("step")
         self.rates.append(rate)
-        return torch.tensor(float("nan") if len(self.rates) == self._bad_step else 1.0 / len(self.rates))
+        self._done += 1
+        self._note("step")
+        bad = self._bad_steps.get(self._done, 1.0 / self._done)
+        loss, norm = bad if isinstance(bad, tuple) else (bad, 2.0)
+        self.gradient_norm = torch.tensor(norm)
+        return torch.tensor(loss)
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.events.append(f"warm up on {float(inputs.mean())}")
-        time.sleep(0.1)
+        self._note(f"warm up on {float(inputs.mean())}")
 
     def describe(self) -> list[str]:
         return [f"described after {len(self.rates)} steps"]
 
+    def state(self) -> dict[str, Any]:
+        return {"network": self.network.state_dict(), "steps": self._done}
+
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        self.events.append("evaluate")
+        self._note("evaluate")
         self.network(inputs.flatten()[:1])
         return inputs.mean()
 
@@ -81,55 +109,94 @@ class CountingLoader:
 class KeptLogs(SilentLogs):
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.warnings: list[str] = []
         self.points: list[tuple[int, dict]] = []
+        self.flushed = 0  # points that were there at the last flush
 
     def line(self, text: str) -> None:
         self.lines.append(text)
 
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
     def scalars(self, values, step: int) -> None:
         self.points.append((step, dict(values)))
 
+    def flush(self) -> None:
+        self.flushed = len(self.points)
+
     def curve(self, name: str) -> dict[int, float]:
-        return {step: values[name] for step, values in self.points if name in values}
+        found = [(step, values[name]) for step, values in self.points if name in values]
+        assert len(dict(found)) == len(found), f"{name}: a point twice"
+        return dict(found)
 
 
-class KeptCheckpoint(NoCheckpoint):
-    def __init__(self) -> None:
-        self.saved: list[dict] = []
+class KeptSaving(NoSaving):
+    """Keeps positions as they were, and what had been logged by then."""
 
-    def save(self, network: nn.Module, **record) -> None:
-        self.saved.append(record)
+    def __init__(self, logs: KeptLogs) -> None:
+        self.logs = logs
+        self.positions: list[Position] = []
+        self.states: list[dict] = []
+        self.best: list[int] = []
+        self.last_chances: list[int] = []
+        self.logged: list[set[int]] = []  # ends of the intervals that had been logged
+        self.closed = False
+
+    def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
+        assert self.logs.flushed == len(self.logs.points), "points reach the disk before the checkpoint after them"
+        self.positions.append(copy.deepcopy(position))
+        self.states.append(dict(state))
+        self.best += [position.step] if is_best else []
+        self.last_chances += [position.step] if last_chance else []
+        self.logged.append(set(self.logs.curve("Step/loss")))
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def steps(self) -> list[int]:
+        return [position.step for position in self.positions]
 
 
 def batch(value: float, size: int = BATCH) -> Batch:
     return Batch(torch.full((size, 1, 1, 1, 1), value), torch.zeros(size, 1, 1, 1, 1))
 
 
-def make(step: RecordedStep, log_interval: int = 2) -> tuple[Trainer, KeptLogs, KeptCheckpoint, Loaders]:
+def make(
+    step: RecordedStep,
+    log_interval: int = 2,
+    world: World = ALONE,
+    validation: list[Batch] | None = None,
+    **options: Any,
+) -> tuple[Trainer, KeptLogs, KeptSaving, Loaders]:
     # The last validation batch is smaller: its loss counts by its samples.
-    loaders = Loaders(
-        CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), CountingLoader([batch(1.0, 2), batch(4.0, 1)])
-    )
-    logs, checkpoint = KeptLogs(), KeptCheckpoint()
+    if validation is None:
+        validation = [batch(1.0, 2), batch(4.0, 1)]
+    loaders = Loaders(CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), CountingLoader(validation))
+    logs = KeptLogs()
+    saving = KeptSaving(logs)
     trainer = Trainer(
         step=step,
         loaders=loaders,
         schedule=CosineSchedule(1.0, 0.0, 0, STEPS * EPOCHS),
-        world=ALONE,
+        world=world,
         logs=logs,
-        checkpoint=checkpoint,
+        saving=saving,
         profiler=NoProfiler(),
         num_epochs=EPOCHS,
         global_batch_size=BATCH,
         log_interval=log_interval,
+        **options,
     )
-    return trainer, logs, checkpoint, loaders
+    return trainer, logs, saving, loaders
 
 
 def test_order_of_events() -> None:
     step = RecordedStep()
-    trainer, _, _, loaders = make(step)
+    trainer, _, saving, loaders = make(step)
     trainer.fit()
+    assert saving.closed
     untrained = ["evaluate"] * 3  # one training batch and the validation set
     assert step.events == untrained + ["warm up on 7.0"] + (["step"] * STEPS + ["evaluate"] * 2) * EPOCHS
     assert loaders.train.epochs == [0, 0, 1, 2], "the first training batch is looked at before training"
@@ -146,7 +213,7 @@ def test_rates_follow_the_schedule_to_its_end() -> None:
 
 
 def test_losses_are_logged_at_step_0_and_after_each_epoch() -> None:
-    trainer, logs, checkpoint, _ = make(RecordedStep())
+    trainer, logs, saving, _ = make(RecordedStep())
     result = trainer.fit()
     assert logs.curve("Loss/valid") == {step: pytest.approx(2.0) for step in (0, 5, 10, 15)}
     train = logs.curve("Loss/train")
@@ -154,7 +221,11 @@ def test_losses_are_logged_at_step_0_and_after_each_epoch() -> None:
     assert train[5] == pytest.approx(sum(1 / n for n in range(1, 6)) / 5)
     assert train[15] == pytest.approx(sum(1 / n for n in range(11, 16)) / 5)
     assert set(logs.curve("Avg iters per sec")) == {5, 10, 15}
-    assert [record["step"] for record in checkpoint.saved] == [5, 10, 15]
+    assert [(at.step, at.epoch, at.batch, at.losses) for at in saving.positions] == [
+        (5, 1, 0, []),
+        (10, 2, 0, []),
+        (15, 3, 0, []),
+    ]
     assert (result.steps, result.initial_loss, result.final_loss) == (15, pytest.approx(2.0), pytest.approx(2.0))
 
 
@@ -179,8 +250,10 @@ def test_log_lines_are_the_contracts() -> None:
     assert len(re.findall(r"^  Total validation time: \S+ sec$", text, re.M)) == 4
 
 
-def test_the_warm_up_is_timed_by_itself_before_the_first_epoch() -> None:
-    trainer, logs, _, _ = make(RecordedStep())
+def test_the_warm_up_is_timed_by_itself_before_the_first_epoch(monkeypatch) -> None:
+    step = RecordedStep()
+    monkeypatch.setattr(step, "warm_up", lambda *batch: time.sleep(0.1))
+    trainer, logs, _, _ = make(step)
     trainer.fit()
     (place,) = (index for index, line in enumerate(logs.lines) if line.startswith("Warm-up"))
     found = re.fullmatch(r"Warm-up, first forward and backward pass: (\d+\.\d{3}) sec", logs.lines[place])
@@ -223,24 +296,399 @@ def test_training_is_bit_for_bit_the_one_without_a_warm_up(volume_file, tmp_path
 
 
 def test_the_device_is_read_once_per_interval(monkeypatch) -> None:
+    """And saving at an interval's end reads nothing again."""
     reads = []
     original = LossRecorder.read
-    monkeypatch.setattr(LossRecorder, "read", lambda self: (reads.append(1), original(self))[1])
+    monkeypatch.setattr(LossRecorder, "read", lambda self: (reads.append(len(self)), original(self))[1])
     trainer, logs, _, _ = make(RecordedStep(), log_interval=2)
     trainer.fit()
-    assert len(reads) == EPOCHS * 3, "five steps are two whole intervals and a rest"
+    assert [count for count in reads if count] == [2, 2, 1] * EPOCHS, "five steps are two whole intervals and a rest"
     assert set(logs.curve("Step/loss")) == {2, 4, 5, 7, 9, 10, 12, 14, 15}
     assert set(logs.curve("Step/gradient norm").values()) == {2.0}
     for name in ("Step/samples per sec", "Step/data wait fraction"):
         assert len(logs.curve(name)) == 9
 
 
-@pytest.mark.parametrize(("bad_step", "taken"), [(1, 2), (8, 9), (15, 15)])
-def test_training_stops_at_a_loss_that_is_no_number(bad_step: int, taken: int) -> None:
-    step = RecordedStep(bad_step)
-    trainer, _, checkpoint, _ = make(step)
-    with pytest.raises(UserError, match=f"loss is nan at step {bad_step} on rank 0, learning rate") as caught:
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        (None, [5, 10, 15]),
+        (1, list(range(1, 16))),
+        (2, [2, 4, 5, 6, 8, 10, 12, 14, 15]),
+        (3, [3, 5, 6, 9, 10, 12, 15]),
+        (5, [5, 10, 15]),
+        (100, [5, 10, 15]),
+    ],
+)
+@pytest.mark.parametrize("log_interval", [1, 2, 4, 7])
+def test_a_position_holds_what_was_logged_before_it(every: int | None, steps: list[int], log_interval: int) -> None:
+    """Saves come once a step at most, and each step's loss is in its position: as logged, or as still to be logged."""
+    trainer, logs, saving, _ = make(RecordedStep(), log_interval, save_often=SaveOften(every))
+    trainer.fit()
+    assert saving.steps == steps
+    assert saving.best == [], "none is better than the untrained network"
+    assert saving.last_chances == [15]
+    for at, logged, state in zip(saving.positions, saving.logged, saving.states, strict=True):
+        assert state["steps"] == at.step, "the state of after that step"
+        assert len(state["random"]) == 1
+        if at.step % STEPS == 0:
+            assert (at.epoch, at.batch, at.losses, at.interval) == (at.step // STEPS, 0, [], [])
+            continue
+        first = at.epoch * STEPS
+        assert at.batch == at.step - first
+        told = max(logged | {first})
+        assert at.losses == pytest.approx([1 / n for n in range(first + 1, told + 1)])
+        assert at.interval == [(pytest.approx(1 / n), 2.0) for n in range(told + 1, at.step + 1)]
+    plain_trainer, plain, _, _ = make(RecordedStep(), log_interval)
+    plain_trainer.fit()
+    for name in ("Step/loss", "Loss/train", "Loss/valid"):
+        assert logs.curve(name) == plain.curve(name), "saves change nothing of what is told"
+
+
+def test_saves_by_the_clock_count_from_the_save_before(monkeypatch) -> None:
+    """Twenty seconds a step, and more than a minute between two saves; an epoch's end is one, too."""
+    clock = [0.0]
+    monkeypatch.setattr(trainers, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def pass_time(event: int) -> None:
+        clock[0] += 20.0 if step.events[-1] == "step" else 0.0
+
+    step = RecordedStep(after=pass_time)
+    trainer, _, saving, _ = make(step, save_often=SaveOften(every_minutes=1.0))
+    result = trainer.fit()
+    assert saving.steps == [4, 5, 9, 10, 14, 15]
+    assert [at.seconds for at in saving.positions] == [20.0 * at.step for at in saving.positions]
+    assert result.seconds == 300.0
+
+
+def test_the_best_checkpoint_is_the_one_with_the_lowest_validation_loss() -> None:
+    values = iter([5.0, 3.0, 4.0, 2.0])  # untrained, and after each epoch
+    step = RecordedStep()
+    validation = [batch(0.0)]
+    trainer, _, saving, loaders = make(step, validation=validation)
+    loaders.valid.epoch = lambda epoch, first_batch=0: iter_closing([batch(next(values))])
+    result = trainer.fit()
+    assert saving.best == [5, 15]
+    assert [(at.best_loss, at.best_step, at.final_loss) for at in saving.positions] == [
+        (3.0, 5, 3.0),
+        (3.0, 5, 4.0),
+        (2.0, 15, 2.0),
+    ]
+    assert (result.initial_loss, result.final_loss, result.best_loss) == (5.0, 2.0, 2.0)
+
+
+def iter_closing(batches: list[Batch]):
+    yield from batches
+
+
+# --- stopping and going on -------------------------------------------------------------------------------------------
+
+
+class Told(NoSignals):
+    def receive(self) -> None:
+        self.received = "SIGTERM"
+
+
+CLOCKS = {"Step/samples per sec", "Step/TFLOP per sec per rank", "Step/data wait fraction", "Avg iters per sec"}
+EVENTS = 3 + (STEPS + 2) * EPOCHS + 1  # the warm-up, too
+
+
+def record(logs: KeptLogs) -> tuple[list[tuple[int, dict]], list[str]]:
+    """Points and lines, but for what clocks say and for what each process says once."""
+    points = [
+        (step, {key: value for key, value in values.items() if key not in CLOCKS}) for step, values in logs.points
+    ]
+    once = re.compile("Before|Warm-up|described|Stopping|  Total|  Avg val loss")
+    lines = [re.sub(r", [^,]* samples/s?.*?, rate|is .*", "", line) for line in logs.lines if not once.match(line)]
+    return points, [re.sub(r"data wait.*", "", line) for line in lines]
+
+
+def run_in_parts(
+    events: list[int], log_interval: int = 2, bad_steps: dict | None = None, **options: Any
+) -> tuple[list[KeptLogs], Position, list[RecordedStep]]:
+    """A training told to stop in the event of each number, by then in another process each time; then left to end."""
+    position, parts, steps = Position(), [], []
+    for number in [*events, 0]:
+        signals = Told()
+        step = RecordedStep(
+            bad_steps, position.step, lambda event, n=number, s=signals: s.receive() if event == n else None
+        )
+        trainer, logs, saving, _ = make(
+            step, log_interval, signals=signals, position=copy.deepcopy(position), **options
+        )
+        parts.append(logs)
+        steps.append(step)
+        if number == 0:
+            trainer.fit()
+        else:
+            with pytest.raises(Stopped):
+                trainer.fit()
+            stopped = [line for line in logs.lines if line.startswith("Stopping")]
+            done = position.step + len(step.rates)
+            assert stopped == [f"Stopping after step {done}: SIGTERM"]
+            assert saving.last_chances == ([done] if done else []), "nothing to save before the first step"
+            assert all(event.startswith("warm up") for event in step.events[number:-1]), "no further step or batch"
+            assert saving.closed
+        position = saving.positions[-1] if saving.positions else position
+    return parts, position, steps
+
+
+def assert_told_once(parts: list[KeptLogs], log_interval: int = 2, bad_steps: dict | None = None, **options) -> None:
+    trainer, whole, _, _ = make(RecordedStep(bad_steps), log_interval, **options)
+    trainer.fit()
+    points, lines = ([*itertools.chain(*kind)] for kind in zip(*map(record, parts), strict=True))
+    assert points == record(whole)[0]
+    assert lines == record(whole)[1]
+
+
+@pytest.mark.parametrize("event", range(1, EVENTS + 1))
+def test_a_training_stops_after_any_step_and_validation_batch_and_goes_on(event: int) -> None:
+    """Nothing is told twice and nothing is left out; a signal in a warm-up waits for the first step."""
+    parts, position, steps = run_in_parts([event])
+    assert_told_once(parts)
+    assert len(steps[0].events) == {1: 2, 4: 5}.get(event, event)
+    assert sum(len(step.rates) for step in steps) == STEPS * EPOCHS
+    assert (position.step, position.epoch, position.batch) == (15, 3, 0)
+
+
+@pytest.mark.parametrize("log_interval", [1, 3, 5, 100])
+@pytest.mark.parametrize("often", [SaveOften(), SaveOften(1), SaveOften(4)], ids=str)
+def test_many_stops_leave_the_records_of_none(log_interval: int, often: SaveOften) -> None:
+    # Events of a process that goes on: a look at a batch, the warm-up, then steps.
+    parts, position, _ = run_in_parts([5, 3, 3, 5, 3, 4], log_interval, save_often=often)
+    assert_told_once(parts, log_interval, save_often=often)
+    assert position.step == STEPS * EPOCHS
+
+
+def test_a_stop_before_the_first_step_saves_nothing() -> None:
+    signals = Told()
+    signals.receive()
+    step = RecordedStep()
+    trainer, logs, saving, _ = make(step, signals=signals)
+    with pytest.raises(Stopped):
         trainer.fit()
-    assert f"{trainer.schedule(bad_step - 1):.3e}" in str(caught.value)
+    assert (step.events, saving.positions, logs.points) == (["evaluate"] * 2, [], [])
+    assert logs.lines == ["Before training:", "Stopping after step 0: SIGTERM"]
+
+
+def test_a_training_that_is_complete_makes_no_step() -> None:
+    _, end, _ = run_in_parts([])
+    step = RecordedStep(done=15)
+    trainer, logs, saving, _ = make(step, position=end)
+    result = trainer.fit()
+    assert (step.events, logs.lines, logs.points, saving.positions) == ([], [], [], [])
+    assert (result.steps, result.final_loss, result.initial_loss) == (15, pytest.approx(2.0), pytest.approx(2.0))
+    assert saving.closed
+
+
+def test_times_are_those_of_all_processes(monkeypatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(trainers, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    position = Position(step=7, epoch=1, batch=2, seconds=70.0, epoch_seconds=5.0, losses=[0.5, 0.5], best_loss=2.0)
+    step = RecordedStep(done=7, after=lambda event: clock.__setitem__(0, clock[0] + 1.0))
+    trainer, _, _, _ = make(step, position=position)
+    result = trainer.fit()
+    assert result.seconds == 70.0 + 2 + 3 + 2 + 5 + 2, "a look at a batch, the warm-up, steps, and validations"
+    assert result.steps == 15
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_the_log_interval_may_change_in_mid_interval(interval: int) -> None:
+    """Three steps had been made since the last line, of four; the next line comes with the next step."""
+    position = Position(step=3, batch=3, interval=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
+    trainer, logs, _, _ = make(RecordedStep(done=3), interval, position=position)
+    trainer.fit()
+    assert next(iter(logs.curve("Step/loss"))) == 4
+    assert logs.curve("Loss/train")[5] == pytest.approx(sum(1 / n for n in range(1, 6)) / 5)
+
+
+# --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def stop_on_ranks(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
+    """Per case, the rank and the event in which the signal comes to it: what this rank made of it."""
+    answers = []
+    for rank, event in cases:
+        signals = Told()
+        step = RecordedStep(
+            after=lambda n, r=rank, e=event, s=signals: s.receive() if (n, world.rank) == (e, r) else None
+        )
+        # Rank 0 has a validation batch less than the last one has.
+        validation = [batch(float(n + 1)) for n in range(world.rank + 1)]
+        trainer, logs, saving, _ = make(step, world=world, validation=validation, signals=signals)
+        try:
+            trainer.fit()
+            how = "complete"
+        except Stopped:
+            how = "stopped"
+        position = saving.positions[-1] if saving.positions else Position()
+        answers.append((how, len(step.rates), saving.steps, position.step, position.batch, logs.lines[-1]))
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_stop_after_the_same_step_whichever_the_signal_comes_to(ranks: int) -> None:
+    """In any step, in a validation that other ranks are through with, and too late to matter; none hangs."""
+    signalled = [(rank, event) for rank in {0, ranks - 1} for event in range(3, 21)]
+    cases = [*signalled, (ranks - 1, 10_000)]
+    results = run_ranks(stop_on_ranks, ranks, cases)
+    for index, (case, *answers) in enumerate(zip(cases, *results, strict=True)):
+        for answer in answers:
+            assert answer[:5] == answers[0][:5], f"{case}: {answers}"
+        how, made, saved, step, _, _ = answers[0]
+        assert how == ("stopped" if index < len(signalled) else "complete"), case
+        assert made == step, "the last save is of the last step"
+        assert saved.count(step) <= 1 or step % STEPS == 0
+        if how == "stopped":
+            for rank, answer in enumerate(answers):
+                why = "SIGTERM" if rank == case[0] else "a signal to another rank"
+                assert answer[5] == f"Stopping after step {made}: {why}", case
+
+
+def save_by_rank_0(world: World) -> list[int]:
+    """Its clock alone tells that it is time."""
+    clock = [0.0]
+    trainers.time = SimpleNamespace(perf_counter=lambda: clock[0])
+    try:
+
+        def pass_time(event: int) -> None:
+            clock[0] += 20.0 if world.is_root and step.events[-1] == "step" else 0.001
+
+        step = RecordedStep(after=pass_time)
+        trainer, _, saving, _ = make(step, world=world, save_often=SaveOften(every_minutes=1.0))
+        trainer.fit()
+    finally:
+        trainers.time = time
+    return saving.steps
+
+
+def test_ranks_save_after_the_same_step_when_rank_0s_clock_says_so() -> None:
+    """One step later than a rank alone would: the others hear of it with the next exchange."""
+    first, second = run_ranks(save_by_rank_0, 2)
+    assert first == second
+    assert {5, 10, 15} < set(first)
+    assert len(first) <= 7
+
+
+def skip_on_ranks(world: World) -> tuple:
+    """Rank 1 has a bad loss at steps 3, 6, 7, 8."""
+    step = RecordedStep(dict.fromkeys((3, 6, 7, 8), NAN) if world.rank == 1 else None)
+    trainer, logs, saving, _ = make(step, world=world, max_skipped_updates=3)
+    with pytest.raises(UserError) as caught:
+        trainer.fit()
+    return str(caught.value), logs.warnings, saving.steps, trainer.at.skipped, len(step.rates)
+
+
+def test_updates_left_out_are_told_of_on_every_rank_alike() -> None:
+    first, second = run_ranks(skip_on_ranks, 2)
+    assert first == second
+    line, warnings, saved, skipped, made = first
+    assert line.startswith(
+        "no update for 3 steps in a row, the last is step 8: loss nan on rank 1, gradient norm 2.0, "
+    )
+    assert [warning.split(",")[0] for warning in warnings] == [f"Step {n}: loss nan on rank 1" for n in (3, 6, 7, 8)]
+    assert (saved, skipped) == ([5], 4)
+    assert made == 9, "the end of the interval"
+
+
+# --- updates left out ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_an_update_is_told_of_and_left_out_of_the_means() -> None:
+    trainer, logs, saving, _ = make(RecordedStep({1: NAN, 4: (0.25, INF), 15: (-INF, NAN)}))
+    result = trainer.fit()
+    rates = {n: f"{trainer.schedule(n - 1):.3e}" for n in (1, 4, 15)}
+    assert logs.warnings == [
+        f"Step 1: loss nan on rank 0, gradient norm 2.0, learning rate {rates[1]}: no update (left out so far: 1)",
+        f"Step 4: loss 0.25, gradient norm inf, learning rate {rates[4]}: no update (left out so far: 2)",
+        f"Step 15: loss -inf on rank 0, gradient norm nan, learning rate {rates[15]}: no update (left out so far: 3)",
+    ]
+    train = logs.curve("Loss/train")
+    assert train[5] == pytest.approx((1 / 2 + 1 / 3 + 1 / 5) / 3)
+    assert train[15] == pytest.approx(sum(1 / n for n in range(11, 15)) / 4)
+    steps = logs.curve("Step/loss")
+    assert (steps[2], steps[4]) == (pytest.approx(1 / 2), pytest.approx(1 / 3))
+    assert math.isnan(steps[15])
+    assert logs.curve("Step/updates left out") == {2: 1, 4: 2, **dict.fromkeys((5, 7, 9, 10, 12, 14), 2), 15: 3}
+    assert [(at.skipped, at.skipped_in_a_row) for at in saving.positions] == [(2, 0), (2, 0), (3, 1)]
+    assert result.steps == 15
+
+
+def test_an_epoch_without_any_update_has_no_mean() -> None:
+    trainer, logs, saving, _ = make(RecordedStep(dict.fromkeys(range(6, 11), NAN)))
+    trainer.fit()
+    assert math.isnan(logs.curve("Loss/train")[10])
+    assert logs.curve("Loss/train")[15] == pytest.approx(sum(1 / n for n in range(11, 16)) / 5)
+    assert "  Avg train loss=nan" in logs.lines
+    assert [at.skipped_in_a_row for at in saving.positions] == [0, 5, 0]
+
+
+@pytest.mark.parametrize(("first", "taken"), [(1, 4), (4, 7), (13, 15)])
+def test_training_ends_after_too_many_steps_in_a_row_without_an_update(first: int, taken: int) -> None:
+    step = RecordedStep({first - 2: NAN, **dict.fromkeys(range(first, 20), NAN)})
+    trainer, logs, saving, _ = make(step, max_skipped_updates=3)
+    with pytest.raises(
+        UserError, match=f"^no update for 3 steps in a row, the last is step {first + 2}: loss nan on ra"
+    ):
+        trainer.fit()
+    assert len(logs.warnings) == 3 + (first > 2)
     assert len(step.rates) == taken, "at the end of the interval at the latest"
-    assert all(record["step"] < bad_step for record in checkpoint.saved)
+    assert saving.steps == [5] * (first > 3) + [10] * (first > 10)
+    assert saving.closed
+
+
+def test_a_step_with_an_update_ends_the_row() -> None:
+    bad = {n: NAN for n in range(1, 16) if n % 3}
+    trainer, logs, _, _ = make(RecordedStep(bad), max_skipped_updates=3)
+    trainer.fit()
+    assert len(logs.warnings) == len(bad)
+
+
+@pytest.mark.parametrize("events", [[6], [5, 3], [5, 3, 3]], ids=str)
+def test_updates_left_out_are_counted_on_across_a_resume(events: list[int]) -> None:
+    """Steps 2, 3 and 5 to 8, told to stop in between: the same warnings and records, and the same limit."""
+    bad = dict.fromkeys((2, 3, 5, 6, 7, 8), NAN)
+    parts, position, _ = run_in_parts(events, 4, bad, max_skipped_updates=5)
+    assert_told_once(parts, 4, bad, max_skipped_updates=5)
+    trainer, whole, _, _ = make(RecordedStep(bad), 4, max_skipped_updates=5)
+    trainer.fit()
+    assert [line for part in parts for line in part.warnings] == whole.warnings
+    assert (position.skipped, len(whole.warnings)) == (6, 6)
+    with pytest.raises(UserError, match=r"^no update for 4 steps in a row, the last is step 8"):
+        run_in_parts(events, 4, bad, max_skipped_updates=4)
+
+
+def test_a_lower_limit_is_in_force_after_a_resume() -> None:
+    position = Position(step=5, epoch=1, skipped=5, skipped_in_a_row=5, initial_loss=2.0)
+    step = RecordedStep(dict.fromkeys(range(1, 16), NAN), done=5)
+    trainer, _, _, _ = make(step, position=position, max_skipped_updates=3)
+    with pytest.raises(UserError, match=r"^no update for 6 steps in a row"):
+        trainer.fit()
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path, caplog) -> None:
+    """Whatever it was that spoilt them: the checkpoint before stays the newest, and training goes on."""
+    step = RecordedStep(after=lambda event: step.network.weight.data.fill_(NAN) if event == 12 else None)
+    trainer, _, _, _ = make(step)
+    trainer.saving = Saving(tmp_path / FOLDER, {}, keep_last=3)
+    assert trainer.fit().steps == 15
+    saved = newest(tmp_path / FOLDER)
+    assert saved is not None
+    assert saved.position.step == 5
+    assert all(value.isfinite().all() for value in saved.weights["network"].values())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"No checkpoint at step {step}: the network's weights are not all numbers" for step in (10, 15)
+    ]
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_training_ends_at_a_validation_loss_that_is_no_number(value: float) -> None:
+    values = iter([5.0, 3.0, value])
+    trainer, _, saving, loaders = make(RecordedStep(), validation=[batch(0.0)])
+    loaders.valid.epoch = lambda epoch, first_batch=0: iter_closing([batch(next(values))])
+    with pytest.raises(UserError, match=rf"^the validation loss is {value} after step 10, learning rate"):
+        trainer.fit()
+    assert saving.steps == [5], "the epoch before is the last checkpoint"

@@ -22,6 +22,8 @@ class Options:
     overrides: dict[str, Any]
     preflight: bool
     preflight_ranks: int | None
+    resume: str = "auto"
+    init_from: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,6 +75,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
     parser.add_argument("--config", help="name of the config (base, or the only one there is)")
     parser.add_argument("--run_num", default="00", help="tag of the run, the last part of its directory (%(default)s)")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        default="auto",
+        metavar="auto|no|DIR",
+        help="go on from the run directory's newest checkpoint if there is one (auto), start anew and remove those "
+        "there are (no), or go on from another run's, e.g. on another number of ranks (%(default)s)",
+    )
+    parser.add_argument("--init_from", metavar="FILE", help="start a new training with a checkpoint's weights alone")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
     for name, (kind, text) in VALUES.items():
@@ -117,4 +129,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         overrides,
         arguments.preflight is not None,
         arguments.preflight or None,
+        arguments.resume,
+        arguments.init_from,
     )

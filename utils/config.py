@@ -82,10 +82,19 @@ class Profile(Section):
 
 
 class Timeouts(Section):
-    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange with them."""
+    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange, `hang` for a step; see watch.py."""
 
     rendezvous: PositiveFloat = 600.0
     collective: PositiveFloat = 1800.0
+    hang: PositiveFloat = 600.0
+
+
+class Checkpoint(Section):
+    """When checkpoints are written beside each epoch's end, and how many stay beside the best; see checkpoint.py."""
+
+    every_steps: Positive | None = None
+    every_minutes: PositiveFloat | None = 10.0
+    keep_last: Positive = 2
 
 
 class Config(Section):
@@ -148,6 +157,10 @@ class Config(Section):
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: what gradients are sent as
     device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: Profile = Profile()
+    checkpoint: Checkpoint = Checkpoint()
+    # Beside SIGTERM: save, and end with exit code 75.
+    stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
+    max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
     timeouts: Timeouts = Timeouts()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from utils.distributed import World
-from utils.errors import UserError
+
+
+class StepRecord(NamedTuple):
+    """One step over all ranks: loss, their mean; gradient norm, the largest."""
+
+    loss: float
+    gradient_norm: float
+    bad_rank: int | None = None  # the first with a loss that is no number; None also where only the norm is none
+
+    @property
+    def updated(self) -> bool:
+        """A step leaves its update out if a loss or the gradients' norm is no number on any rank."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 class LossRecorder:
@@ -27,49 +41,39 @@ class LossRecorder:
         self._values[self._count, 1].copy_(gradient_norm)
         self._count += 1
 
-    @property
-    def full(self) -> bool:
-        return self._count == len(self._values)
+    def __len__(self) -> int:
+        """Steps since the last read."""
+        return self._count
 
-    def read(self) -> tuple[list[float], list[float]]:
-        """Losses, averaged over ranks, and gradient norms, the largest of all ranks, of the steps since the last read.
-
-        Every rank calls it at the same step. Raises NonFiniteLoss, on every rank, for the first step with a loss that
-        is no number on any rank.
-        """
+    def read(self) -> list[StepRecord]:
+        """The steps since the last read. Every rank calls it at the same step, and gets the same."""
         count, self._count = self._count, 0
+        if count == 0:
+            return []
         values = self._world.gather(self._values[:count]).cpu()  # [ranks, steps, 2]; .cpu() waits for the device
-        bad = (~torch.isfinite(values[:, :, 0])).nonzero()
-        if len(bad):
-            rank, step = min(bad.tolist(), key=lambda pair: (pair[1], pair[0]))
-            raise NonFiniteLoss(step - count, rank, float(values[rank, step, 0]))
-        return values[:, :, 0].double().mean(0).tolist(), values[:, :, 1].amax(0).tolist()
-
-
-class NonFiniteLoss(Exception):
-    """A loss of NaN or infinity; `steps_ago` is negative: -1 is the step just taken."""
-
-    def __init__(self, steps_ago: int, rank: int, value: float) -> None:
-        super().__init__(f"loss is {value} on rank {rank}")
-        self.steps_ago, self.rank, self.value = steps_ago, rank, value
-
-    def explained(self, step: int, rate: float) -> UserError:
-        """The line for the user; `step` is the one with this loss, counted from 1."""
-        return UserError(
-            f"loss is {self.value} at step {step} on rank {self.rank}, learning rate {rate:.3e}: training stops; "
-            f"check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
-        )
+        records = []
+        for losses, norms in zip(values[:, :, 0].double().T, values[:, :, 1].T, strict=True):
+            bad = (~torch.isfinite(losses)).nonzero()
+            records.append(StepRecord(float(losses.mean()), float(norms.max()), int(bad[0]) if len(bad) else None))
+        return records
 
 
 @dataclass
 class Stopwatch:
-    """Wall time, and the part of it spent waiting for data."""
+    """Wall time, the part of it spent waiting for data, and the steps made in it."""
 
     started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
+    steps: int = 0
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
+
+    def lap(self) -> float:
+        """Seconds since the last lap; a new one begins."""
+        seconds = self.seconds()
+        self.started += seconds
+        return seconds
 
     def wait_fraction(self) -> float:
         return self.waited / max(self.seconds(), 1e-9)

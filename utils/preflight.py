@@ -12,6 +12,7 @@ from torch import nn
 
 from utils import config as configs
 from utils.benchmark import read_settings
+from utils.checkpoint import FOLDER, saved_steps
 from utils.config import Config
 from utils.data import SPLITS, choose, find_loader, open_split, open_split_twins
 from utils.data.dali import check_installed
@@ -25,7 +26,7 @@ from utils.schedule import build_schedule
 
 
 def report(
-    config: Config, base: Config | None, directory: Path, ranks: int, build: Callable[[], nn.Module]
+    config: Config, base: Config | None, directory: Path, ranks: int, build: Callable[[], nn.Module], anew: bool
 ) -> Iterator[str]:
     """The findings, line by line; raises UserError at the first fault. `config` is settled for `ranks` ranks."""
     assert config.local_batch_size is not None
@@ -40,7 +41,7 @@ def report(
         read_settings(World(Launch("preflight"), torch.device("cpu")))
     yield from _memory(memory)
     yield from _rates(config)
-    yield f"run directory: {_writable(directory)}"
+    yield f"run directory: {_writable(directory, anew)}"
     if config.data_loader_config == "auto":
         here = World(Launch("preflight"), choose_device(config.device, 0))
         yield "data_loader_config auto: on this machine {}, {}".format(*choose(config, here, lambda: memory.reserve))
@@ -85,14 +86,17 @@ def _rates(config: Config) -> Iterator[str]:
     yield f"learning rate: {config.lr_schedule.scaling} scaling, {kind}, peak {schedule.peak:.3e}; {curve}"
 
 
-def _writable(directory: Path) -> str:
+def _writable(directory: Path, anew: bool) -> str:
     existing = directory.absolute()
     while not os.path.exists(existing):  # unlike Path.exists, it raises nothing where a folder may not be looked into
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
-    return f"{directory} " + (
-        "exists: its logs and weights will be replaced" if os.path.exists(directory) else "is new"
+    if not os.path.exists(directory):
+        return f"{directory} is new"
+    goes_on = not anew and any(saved_steps(directory / FOLDER))
+    return f"{directory} exists: " + (
+        "training goes on from its newest checkpoint" if goes_on else "its logs and checkpoints will be replaced"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: i
     import matplotlib.pyplot as plt
 
     curves, slices = directory / "loss_curves.png", directory / "slices.png"
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(directory / "metrics.jsonl")
     figure = _curves(records, plt)
     figure.savefig(curves, dpi=120)
     plt.close(figure)
@@ -100,6 +101,15 @@ def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: i
     logs.figure("Slices", figure, steps)
     plt.close(figure)
     return [curves, slices]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """What can be read of metrics.jsonl: a full disk may have cut lines."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def _curves(records: list[dict[str, Any]], plt: Any) -> Any:

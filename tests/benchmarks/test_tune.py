@@ -564,7 +564,7 @@ def test_a_real_search_ends_in_a_config_that_trains(
     assert not any(trial["fault"] for trial in record["trials"])
     assert record["provenance"]["versions"]["torch"]
     train.main([f"--yaml_config={tmp_path / 'UNet.yaml'}", "--config=tuned", "--num_epochs=1"])
-    assert (tmp_path / "runs" / "tuned" / "1GPU" / "00" / "weights_last.pt").exists()
+    assert (tmp_path / "runs" / "tuned" / "1GPU" / "00" / "checkpoints" / "best" / "weights.pt").exists()
 
 
 @pytest.mark.slow

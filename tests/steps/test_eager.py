@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ranks import run_ranks
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_network, initialise, pointwise
 from utils.config import Optimizer
 from utils.distributed import Launch, World
 from utils.optim import OPTIMIZERS, build_optimizer
@@ -406,3 +407,307 @@ def test_the_step_never_waits_for_the_device(options: dict) -> None:
         step(inputs, targets, RATE)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# --- updates left out ------------------------------------------------------------------------------------------------
+
+
+# No number in the targets alone has gradient 0 under L1 by itself.
+SPOILT = ["nan in targets", "all targets nan", "inf in targets", "nan in inputs", "-inf in inputs"]
+SETTINGS: dict[str, dict] = {
+    "adam": {"name": "adam"},
+    "adam, weight decay": {"name": "adam", "weight_decay": 0.1},
+    "apex_adam": {"name": "apex_adam"},
+    "sgd": {"name": "sgd"},
+    "sgd, momentum": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+}
+STEP_MODES: list[dict] = [
+    {},
+    {"accumulation_steps": 4},
+    {"clip_grad_norm": 0.1, "accumulation_steps": 2},
+    {"enable_amp": True},
+    {"enable_amp": True, "precision": "float16"},
+]
+
+
+def spoilt(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch that is bad in a cell of one sample, or all over."""
+    inputs, targets = batch(seed)
+    value = float("nan") if "nan" in how else float("inf")
+    if how.startswith("all"):
+        targets.fill_(value)
+    else:
+        (targets if "targets" in how else inputs)[1, 2, 3, 4, 5] = -value if how.startswith("-") else value
+    return inputs, targets
+
+
+def build(
+    settings: dict, world: World = ALONE, loss: nn.Module | None = None, plain: bool = False, **options
+) -> EagerStep:
+    network = build_network("unet", 8, width=4, scales=2)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+    if plain:
+        built: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, foreach=False)
+    else:
+        built = build_optimizer(Optimizer(**settings), network.parameters(), RATE)
+    return EagerStep(network, loss or build_loss("l1"), built, world, StepOptions(**options))
+
+
+def kept(step: EagerStep) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, and of all that the optimizer has."""
+    found = {name: value.clone() for name, value in step.network.state_dict().items()}
+    for number, parameter in enumerate(step._parameters):
+        state = step._optimizer.state.get(parameter, {})
+        found |= {f"{key} of {number}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return found
+
+
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize("options", STEP_MODES, ids=str)
+@pytest.mark.parametrize("optimizer", SETTINGS)
+def test_a_step_without_numbers_might_as_well_not_have_been(optimizer: str, options: dict, how: str) -> None:
+    """The first step of all, and one in between; bit for bit, the optimizer's step count included."""
+    undisturbed, disturbed = (build(SETTINGS[optimizer], **options) for _ in range(2))
+    # A scaler's growth and backing off is its own; a scale that needs none of it makes them comparable.
+    for step in (undisturbed, disturbed):
+        step._scaler.load_state_dict({**step._scaler.state_dict(), "scale": 1024.0, "backoff_factor": 1.0})
+    for number in range(4):
+        if number in (0, 2):
+            before = kept(disturbed)
+            loss = disturbed(*spoilt(how), RATE)
+            assert not loss.isfinite()
+            assert not disturbed.gradient_norm.isfinite(), "how the other ranks hear of it"
+            after = kept(disturbed)
+            assert differing({name: after[name] for name in before}, before) == []
+            assert all(not value.any() for name, value in after.items() if name not in before), "new state is zero"
+        losses = [step(*batch(number), RATE) for step in (undisturbed, disturbed)]
+        assert torch.equal(*losses)
+        assert torch.isfinite(losses[0])
+        assert differing(kept(undisturbed), kept(disturbed)) == []
+    assert not torch.equal(parameters(disturbed), parameters(build(SETTINGS[optimizer])))
+
+
+def test_an_optimizer_that_is_not_fused_leaves_the_update_out_too() -> None:
+    undisturbed, disturbed = (build({}, plain=True) for _ in range(2))
+    assert not disturbed._optimizer.defaults["fused"]
+    for number in range(3):
+        disturbed(*spoilt("nan in targets"), RATE)
+        for step in (undisturbed, disturbed):
+            step(*batch(number), RATE)
+        assert differing(kept(undisturbed), kept(disturbed)) == []
+
+
+class InfiniteGradient(nn.Module):
+    """A loss that is a number, with gradients that are none."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - outputs.detach()).abs().sqrt().sum() + 1.0
+
+
+def test_gradients_that_are_no_numbers_are_enough_to_leave_the_update_out() -> None:
+    step = build(SETTINGS["adam"], loss=InfiniteGradient())
+    before = parameters(step)
+    loss = step(*batch(), RATE)
+    assert float(loss) == 1.0
+    assert not step.gradient_norm.isfinite()
+    assert torch.equal(parameters(step), before)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "torchscript"])
+@pytest.mark.parametrize("how", ["nan in targets", "all targets nan", "nan in inputs"])
+def test_a_compiled_step_leaves_its_update_out_too(compiler: str, how: str) -> None:
+    """inductor by its traced graphs, without the C++ compiler's seconds."""
+    torch._dynamo.reset()
+    undisturbed, disturbed = (build(SETTINGS["adam"], enable_jit=True, compiler=compiler) for _ in range(2))
+    if compiler == "inductor":
+        for step in (undisturbed, disturbed):
+            step._forward._compiled = torch.compile(step._objective, backend="aot_eager")
+    for number in range(2):
+        before = kept(disturbed)
+        disturbed(*spoilt(how), RATE)
+        after = kept(disturbed)
+        assert differing({name: after[name] for name in before}, before) == []
+        for step in (undisturbed, disturbed):
+            step(*batch(number), RATE)
+        # TorchScript rounds otherwise once it has seen a few calls.
+        torch.testing.assert_close(
+            kept(disturbed), kept(undisturbed), **({"rtol": 0, "atol": 0} if compiler == "inductor" else {})
+        )
+    assert disturbed.compiled
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """networks/pointwise.py's kernels in Triton's interpreter, on the CPU; the names of those that are launched."""
+    language = pytest.importorskip("triton.language")  # imported before, as without the interpreter
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+    names: list[str] = []
+    launch = pointwise._launch
+    monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(pointwise, "_launch", lambda k, *a, **b: (names.append(k.__name__), launch(k, *a, **b))[1])
+    pointwise._kernels.cache_clear()
+    yield names
+    pointwise._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_step_with_the_fused_loss_leaves_its_update_out_too(fused_kernels: list[str], how: str) -> None:
+    """Its gradient is the kernel's own, and must be no number wherever the loss is none."""
+    step = build(SETTINGS["adam"], loss=build_loss("l1", fused=True))
+    step.network.to(memory_format=torch.channels_last_3d)
+    before = parameters(step)
+    loss = step(*(part.contiguous(memory_format=torch.channels_last_3d) for part in spoilt(how)), RATE)
+    assert "l1_backward" in fused_kernels
+    assert not loss.isfinite()
+    assert not step.gradient_norm.isfinite()
+    assert torch.equal(parameters(step), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["all targets nan", "nan in inputs"])
+def test_a_step_compiled_to_machine_code_leaves_its_update_out_too(how: str) -> None:
+    torch._dynamo.reset()
+    step = build(SETTINGS["adam"], enable_jit=True)
+    step(*batch(), RATE)
+    if not step.compiled:
+        pytest.skip("no C++ compiler here")
+    before = kept(step)
+    step(*spoilt(how), RATE)
+    assert differing(kept(step), before) == []
+    step(*batch(1), RATE)
+    assert len(differing(kept(step), before)) == len(before)
+
+
+def test_float16_backs_off_by_one_half_and_takes_its_scale_along(tmp_path) -> None:
+    """State through a file: the scale, and how many good steps it has seen since."""
+    first, second = (build(SETTINGS["adam"], enable_amp=True, precision="float16") for _ in range(2))
+    scale = first._scaler.get_scale()
+    first(*spoilt("inf in targets"), RATE)
+    assert first._scaler.get_scale() == scale / 2
+    for number in range(3):
+        first(*batch(number), RATE)
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert second._scaler.state_dict() == first._scaler.state_dict()
+    assert second._scaler.state_dict()["_growth_tracker"] == 3
+    for step in (first, second):
+        step(*batch(3), RATE)
+        step(*spoilt("nan in inputs"), RATE)
+        step(*batch(4), RATE)
+    assert second._scaler.state_dict() == first._scaler.state_dict()
+    assert torch.equal(parameters(first), parameters(second))
+
+
+SKIP_CASES: list[dict] = [
+    {},
+    {"accumulation_steps": 4},  # the bad sample is not in the micro-batch after which gradients are exchanged
+    {"static_graph": True},
+    {"gradient_compression": "bfloat16"},
+    {"enable_amp": True},
+    {"enable_amp": True, "precision": "float16"},
+]
+
+
+def skip_on_ranks(world: World) -> list[tuple[list[str], bool, list[str], list[float]]]:
+    """Per case, with bad numbers on rank 1 alone: what a bad step changes, whether it is known here, what is different
+    in the end from a run without it, and the parameters."""
+    answers = []
+    for options in SKIP_CASES:
+        for how in ("nan in targets", "all targets nan", "-inf in inputs"):
+            settings = SETTINGS["sgd, momentum" if options else "adam"]
+            undisturbed, disturbed = (build(settings, world, bucket_cap_mb=0.005, **options) for _ in range(2))
+            for step in (undisturbed, disturbed):
+                step._scaler.load_state_dict({**step._scaler.state_dict(), "scale": 64.0, "backoff_factor": 1.0})
+            changed, known = [], True
+            for number in range(3):
+                before = kept(disturbed)
+                disturbed(*(spoilt(how) if world.rank == 1 else batch(50)), RATE)
+                known &= not bool(disturbed.gradient_norm.isfinite())
+                after = kept(disturbed)
+                changed += differing({name: after[name] for name in before}, before)
+                for step in (undisturbed, disturbed):
+                    step(*batch(10 * world.rank + number), RATE)
+            left = differing(kept(undisturbed), kept(disturbed))
+            answers.append((changed, known, left, parameters(disturbed).tolist()))
+    return answers
+
+
+def test_a_bad_loss_on_one_rank_leaves_the_update_out_on_all() -> None:
+    first, second = run_ranks(skip_on_ranks, 2)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        options = SKIP_CASES[index // 3]
+        assert one[:3] == other[:3] == ([], True, []), (options, index % 3)
+        assert one[3] == other[3], options
+        assert all(torch.isfinite(torch.tensor(one[3])))
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", STEP_MODES, ids=str)
+@pytest.mark.parametrize("optimizer", SETTINGS)
+def test_a_step_goes_on_from_its_state_bit_for_bit(optimizer: str, options: dict, tmp_path) -> None:
+    first, second = (build(SETTINGS[optimizer], **options) for _ in range(2))
+    for number in range(3):
+        first(*batch(number), RATE)
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    for number in range(3, 6):
+        first(*batch(number), RATE)
+        second.evaluate(*batch(0))
+        second.warm_up(*batch(0))
+        second(*batch(number), RATE)
+    assert differing(kept(first), kept(second)) == []
+    assert torch.equal(first.gradient_norm, second.gradient_norm)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    step, narrow, other = build(SETTINGS["adam"]), build(SETTINGS["adam"]), build(SETTINGS["sgd"])
+    state = narrow.state()
+    name = next(iter(state["network"]))
+    with pytest.raises(ValueError, match=rf"^its {name} has shape \(1,\), this network's has \("):
+        step.load_state({**state, "network": {**state["network"], name: torch.zeros(1)}})
+    with pytest.raises(ValueError, match=rf"^its {name} has shape None, this network's has \("):
+        step.load_weights({key: value for key, value in state["network"].items() if key != name})
+    with pytest.raises(ValueError, match=r"^its extra has shape \(2,\), this network's has None"):
+        step.load_weights({**state["network"], "extra": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"^its optimizer is SGD, this training's is Adam"):
+        step.load_state(other.state())
+
+
+def test_weights_alone_leave_the_optimizer_as_it_is() -> None:
+    trained, step = build(SETTINGS["adam"]), build(SETTINGS["adam"])
+    for number in range(3):
+        trained(*batch(number), RATE)
+    step.load_weights(trained.network.state_dict())
+    assert torch.equal(parameters(step), parameters(trained))
+    assert not step._optimizer.state
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("how", SPOILT)
+@pytest.mark.parametrize(
+    "options", [{}, {"enable_amp": True}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}], ids=str
+)
+@pytest.mark.parametrize("optimizer", SETTINGS)
+def test_on_the_device_an_update_is_left_out_without_waiting(optimizer: str, options: dict, how: str) -> None:
+    world = World(Launch("test"), torch.device("cuda", 0))
+    network = build_network("unet", 8, width=4, scales=2).cuda()
+    built = build_optimizer(Optimizer(**SETTINGS[optimizer]), network.parameters(), RATE)
+    if not built.defaults.get("fused"):
+        pytest.skip("apex's optimizer waits for the host")
+    step = EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
+    good, bad = ([part.cuda() for part in parts] for parts in (batch(), spoilt(how)))
+    step(*good, RATE)
+    before = kept(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(*bad, RATE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not step.gradient_norm.isfinite()
+    assert differing(kept(step), before) == []
+    step(*good, RATE)
+    assert len(differing(kept(step), before)) == len(before)

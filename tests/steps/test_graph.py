@@ -290,6 +290,77 @@ def test_the_crops_of_the_next_batch_are_made_in_the_graph(imitated, count: int)
     assert len(recorded._buffers) == 3
 
 
+def spoil(slot: tuple[torch.Tensor, torch.Tensor]) -> None:
+    slot[1][1, 2, 3, 4, 5] = float("nan")
+
+
+def kept(step: EagerStep) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, and of all that the optimizer has."""
+    found = {name: value.clone() for name, value in step.network.state_dict().items()}
+    for number, parameter in enumerate(step._parameters):
+        state = step._optimizer.state.get(parameter, {})
+        found |= {f"{key} of {number}": value.clone() for key, value in state.items()}
+    return found
+
+
+def differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("when", [1, WARMUP_STEPS, WARMUP_STEPS + 4], ids=["first step", "first replay", "replay"])
+def test_a_replay_without_numbers_leaves_its_update_out(imitated, optimizer: str, when: int) -> None:
+    """Not even the step count moves; what follows is as if it had not been."""
+    undisturbed, step = make(EagerStep, optimizer, "cpu"), make(GraphStep, optimizer, "cpu")
+    imitated.append(step)
+    (slot,) = buffers(1, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    for number in range(WARMUP_STEPS + 8):
+        batch = [torch.rand(part.shape, generator=generator) for part in slot]
+        for part, values in zip(slot, batch, strict=True):
+            part.copy_(values)
+        if number == when:
+            before = kept(step)
+            spoil(slot)
+            assert not step(*slot, RATE).isfinite()
+            assert not step.gradient_norm.isfinite()
+            assert differing(kept(step), before) == []
+            slot[1].copy_(batch[1])
+        rate = float(torch.tensor(RATE))
+        assert torch.equal(undisturbed(*batch, rate), step(*slot, rate))
+    assert differing(kept(undisturbed), kept(step)) == []
+    assert len(step._graphs) == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("saved_after", [3, WARMUP_STEPS + 3])
+def test_a_step_goes_on_from_its_state_and_then_records(imitated, optimizer: str, saved_after: int, tmp_path) -> None:
+    """Its rate stays the tensor that graphs read, in the place where it was."""
+    first, second = make(GraphStep, optimizer, "cpu"), make(GraphStep, optimizer, "cpu")
+    imitated.append(first)
+    (slot,) = buffers(1, "cpu")
+    curve(first, [slot], saved_after)
+    torch.save(first.state(), tmp_path / "state.pt")
+    second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    rate = second._optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor)
+    expected = curve(first, [slot])
+    imitated[0] = second
+    assert torch.equal(curve(second, [slot]), expected)
+    assert differing(kept(first), kept(second)) == []
+    assert second._optimizer.param_groups[0]["lr"] is rate
+    assert len(second._graphs) == 1
+
+
+def test_a_state_that_comes_after_the_graphs_is_refused(imitated) -> None:
+    step = make(GraphStep, device="cpu")
+    imitated.append(step)
+    curve(step, buffers(1, "cpu"))
+    with pytest.raises(AssertionError, match="graphs hold the memory"):
+        step.load_state(step.state())
+
+
 def test_without_exchange_a_step_has_graphs_of_its_own(imitated) -> None:
     step = make(GraphStep, device="cpu")
     imitated.append(step)
@@ -388,6 +459,47 @@ class TestOnAGpu:
         for _ in range(5):
             step(*slot, RATE)
         assert float(step.evaluate(*slot)) < first
+
+    @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+    @pytest.mark.parametrize(
+        "options", [{}, {"enable_amp": True}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}], ids=str
+    )
+    def test_a_replay_without_numbers_changes_no_bit(self, options: dict, optimizer: str) -> None:
+        """And the next one trains on; the graph that skips is the one that updates."""
+        step, (slot,) = make(GraphStep, optimizer, **options), buffers(1)
+        curve(step, [slot])
+        before, good = kept(step), slot[1].clone()
+        for _ in range(3):
+            spoil(slot)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                loss = step(*slot, RATE)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert not loss.isfinite()
+            assert not step.gradient_norm.isfinite()
+            assert differing(kept(step), before) == []
+        slot[1].copy_(good)
+        assert step(*slot, RATE).isfinite()
+        assert len(differing(kept(step), before)) == len(before)
+        assert len(step._graphs) == 1
+
+    @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+    @pytest.mark.parametrize("saved_after", [3, STEPS])
+    def test_a_step_goes_on_from_its_state_and_then_records(self, optimizer: str, saved_after: int, tmp_path) -> None:
+        """Saved before or after graphs were recorded; the state, and the rate, are on the device."""
+        first, second = make(GraphStep, optimizer), make(GraphStep, optimizer)
+        (slot,) = buffers(1)
+        curve(first, [slot], saved_after)
+        torch.save(first.state(), tmp_path / "state.pt")
+        second.load_state(torch.load(tmp_path / "state.pt", weights_only=True, map_location="cpu"))
+        assert differing(kept(first), kept(second)) == []
+        rate = second._optimizer.param_groups[0]["lr"]
+        assert isinstance(rate, torch.Tensor)
+        assert rate.is_cuda
+        expected = curve(first, [slot])
+        torch.testing.assert_close(curve(second, [slot]), expected, rtol=1e-4, atol=1e-5)
+        assert len(second._graphs) == 1
 
     def test_a_shape_that_changes_is_named(self) -> None:
         step, (slot,) = make(GraphStep), buffers(1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +24,12 @@ class Step(Protocol):
 
         Every rank calls it, with a batch like those it will train on.
         """
+
+    def state(self) -> dict[str, Any]:
+        """All that changes from step to step, "network" among it, by the tensors themselves."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave; before the first step."""
 
     def without_exchange(self) -> AbstractContextManager[None]:
         """Within it, ranks keep their gradients to themselves."""

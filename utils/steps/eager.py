@@ -1,10 +1,13 @@
-"""The step as PyTorch runs it by default: forward, loss, backward, clip, update."""
+"""The step as PyTorch runs it by default: forward, loss, backward, clip, update.
+
+A step whose loss or gradients are no numbers leaves its update out, on every rank and without asking the host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import World
+from utils.optim import load_state, saved_state, update
 from utils.profiling import annotate
 from utils.side_work import SideWork
 from utils.steps.compilers import Compiled, Traced
@@ -107,8 +111,11 @@ class EagerStep:
         with annotate("optimizer"):
             self._scaler.unscale_(self._optimizer)
             self.gradient_norm = self._clip()
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            if self._scaler.is_enabled():
+                self._scaler.step(self._optimizer)  # leaves the update out itself
+                self._scaler.update()
+            else:
+                update(self._optimizer, self.gradient_norm.isfinite())
         return loss
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -124,6 +131,30 @@ class EagerStep:
         self._bare.zero_grad(set_to_none=True)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
+    def state(self) -> dict[str, Any]:
+        """All that changes from step to step, by the tensors themselves: who keeps it must copy them."""
+        return {
+            "network": self.network.state_dict(),
+            "optimizer": saved_state(self._optimizer),
+            "scaler": self._scaler.state_dict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` gave; before the first step. ValueError where it does not fit."""
+        self.load_weights(state["network"])
+        load_state(self._optimizer, state["optimizer"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(dict(state["scaler"]))
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """The network's alone; ValueError where they are of another network."""
+        own = self.network.state_dict()
+        for name in [*own, *weights]:
+            here, there = (tuple(part[name].shape) if name in part else None for part in (own, weights))
+            if here != there:
+                raise ValueError(f"its {name} has shape {there}, this network's has {here}")
+        self.network.load_state_dict(weights)
 
     @property
     def compiled(self) -> bool:
@@ -182,7 +213,10 @@ class EagerStep:
                 with annotate("forward"), self._autocast():
                     loss = self._forward(part, goal) / parts
                 with annotate("backward"):
-                    self._scaler.scale(loss).backward()
+                    # 1, or NaN: with the gradients a loss that is no number comes to every rank's knowledge. By itself
+                    # it need not: that of a target which is NaN has gradient 0.
+                    scaled = self._scaler.scale(loss)
+                    scaled.backward(scaled.detach() * 0 + 1)
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total

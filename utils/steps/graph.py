@@ -11,8 +11,8 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Hashable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,11 @@ class GraphStep(EagerStep):
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         with self._on_stream():
             super().warm_up(inputs, targets)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        assert not self._graphs, "graphs hold the memory of the state before"
+        with self._on_stream():
+            super().load_state(state)
 
     def _find(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
         """The graph for this batch's memory and the work to be taken along, recorded at the first meeting."""

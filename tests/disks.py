@@ -1,0 +1,43 @@
+"""Small file systems of their own, to fill up and to take away; needs the right to mount."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """One of `size` (200k, 2m) in that folder; skips the test where it may not be mounted."""
+    folder.mkdir(parents=True)
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        reason = subprocess.run(command, capture_output=True, text=True).stderr.strip()
+    except OSError as error:
+        reason = str(error)
+    if not os.path.ismount(folder):
+        pytest.skip(f"may not mount a file system ({reason})")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files may still be open in it
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Takes all that is left, to the last byte; returns the file to remove."""
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file:
+        for size in (2**16, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return path

@@ -1,0 +1,279 @@
+"""An update is made whole or not at all, and a saved optimizer goes on under the settings of the present run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from utils.config import Optimizer
+from utils.optim import OPTIMIZERS, build_optimizer, load_state, saved_state, update
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+RATE = 0.01
+SHAPES = [(6, 4, 3, 3, 3), (6,), ()]
+YES, NO = torch.tensor(True), torch.tensor(False)
+
+Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def by_name(name: str, rate: float = RATE, capturable: bool = False, **settings) -> Build:
+    options = Optimizer(name=name, **settings)
+    return lambda parameters: build_optimizer(options, parameters, rate, capturable)
+
+
+class ApexAdam(torch.optim.Optimizer):
+    """In the way of apex's FusedAdam: it counts its steps in the group, and knows no gradient scaler's arguments."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 1 - group["betas"][0])
+                parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
+
+
+KINDS: dict[str, Build] = {
+    "adam": by_name("adam"),
+    "adam, weight decay": by_name("adam", weight_decay=0.1),
+    "capturable adam": by_name("adam", capturable=True),
+    "apex_adam": by_name("apex_adam"),
+    "sgd": by_name("sgd"),
+    "sgd, momentum": by_name("sgd", momentum=0.9),
+    "sgd, momentum, weight decay": by_name("sgd", momentum=0.9, weight_decay=0.1),
+    "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
+    "plain adam": lambda parameters: torch.optim.Adam(parameters, lr=RATE, foreach=True),
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9, foreach=False),
+    "as apex": lambda parameters: ApexAdam(parameters, RATE),
+}
+
+
+def start(device: str = "cpu") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+
+
+def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = YES, spoil: float = 0.0) -> None:
+    """An update by gradients that depend on the number."""
+    generator = torch.Generator().manual_seed(number)
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        # In the parameter's memory format, as autograd gives it.
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator) + spoil)
+    update(optimizer, finite.to(parameter.device))
+
+
+def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Parameters and state, by names that do not depend on the objects."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
+    for n, parameter in enumerate(parameters):
+        found |= {f"{key} {n}": copy.deepcopy(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    return {**found, "steps in the group": optimizer.param_groups[0].get("step", 0)}
+
+
+def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
+    """By bits: NaN is NaN."""
+    assert first.keys() == second.keys()
+    return [
+        name
+        for name, value in first.items()
+        if (value.cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value)
+        != (other.cpu().numpy().tobytes() if isinstance(other := second[name], torch.Tensor) else other)
+    ]
+
+
+# --- updates left out ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_left_out_leaves_no_trace(kind: str, device: str, spoil: float) -> None:
+    """Not the first, a later, nor several in a row; all that follow are bit for bit those of a run without it."""
+    undisturbed, disturbed = (KINDS[kind](start(device)) for _ in range(2))
+    take(disturbed, 100, NO, spoil)
+    take(disturbed, 101, NO, spoil)
+    for number in range(6):
+        for optimizer in (undisturbed, disturbed):
+            take(optimizer, number)
+        before = everything(disturbed)
+        assert differing(before, everything(undisturbed)) == []
+        if number in (2, 4):
+            take(disturbed, 102 + number, NO, spoil)
+            assert differing(everything(disturbed), before) == []
+    moved = [
+        not torch.equal(one, other.detach())
+        for one, other in zip(start(device), optimizer_parameters(disturbed), strict=True)
+    ]
+    assert all(moved)
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_is_made_is_the_optimizers_own(kind: str) -> None:
+    """`update` adds nothing to `step`, and leaves nothing of a scaler's arguments behind."""
+    optimizers = [KINDS[kind](start()) for _ in range(2)]
+    for number in range(3):
+        take(optimizers[0], number)
+        for one, other in zip(*map(optimizer_parameters, optimizers), strict=True):
+            assert one.grad is not None
+            other.grad = one.grad.clone()
+        optimizers[1].step()
+    assert differing(*map(everything, optimizers)) == []
+    assert not {"grad_scale", "found_inf"} & vars(optimizers[0]).keys()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_no_optimizer_by_name_waits_for_the_host_to_decide(name: str, momentum: float, capturable: bool) -> None:
+    """The truth value is a tensor whose reading fails: all of them decide on the device."""
+
+    class Unreadable(torch.Tensor):
+        def __bool__(self) -> bool:
+            raise AssertionError("the host waits for the device")
+
+    optimizer = by_name(name, momentum=momentum, capturable=capturable)(start())
+    take(optimizer, 0, NO.as_subclass(Unreadable), float("nan"))
+    for one, other in zip(start(), optimizer_parameters(optimizer), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_on_the_device_an_update_never_waits(name: str, capturable: bool) -> None:
+    optimizer = by_name(name, momentum=0.9, capturable=capturable)(start("cuda"))
+    take(optimizer, 0)
+    before = everything(optimizer)
+    for finite in (torch.tensor(value, device="cuda") for value in (False, True)):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            update(optimizer, finite)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert (differing(everything(optimizer), before) == []) is not bool(finite)
+
+
+# --- saved and loaded ------------------------------------------------------------------------------------------------
+
+
+def through_a_file(saved: dict, tmp_path) -> dict:
+    torch.save(saved, tmp_path / "saved.pt")
+    return torch.load(tmp_path / "saved.pt", weights_only=True, map_location="cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_optimizer_goes_on_bit_for_bit(kind: str, tmp_path) -> None:
+    first = KINDS[kind](start())
+    for number in range(3):
+        take(first, number)
+    second = KINDS[kind]([nn.Parameter(parameter.detach().clone()) for parameter in optimizer_parameters(first)])
+    load_state(second, through_a_file(saved_state(first), tmp_path))
+    assert differing(everything(first), everything(second)) == []
+    for number in range(3, 6):
+        for optimizer in (first, second):
+            take(optimizer, number)
+    take(second, 100, NO, float("nan"))
+    assert differing(everything(first), everything(second)) == []
+    own = set(map(id, optimizer_parameters(second)))
+    assert set(map(id, second.state)) <= own, "the state is of the parameters that are trained"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_settings_are_those_of_the_present_run(name: str, capturable: bool, tmp_path) -> None:
+    """And all that was gathered is the saved one's, whether or not the kinds of their rates differ."""
+    old = by_name(name, 0.5, not capturable, weight_decay=0.1, betas=[0.8, 0.9], momentum=0.5)(start())
+    new = by_name(name, 0.25, capturable, weight_decay=0.3, betas=[0.7, 0.6], momentum=0.9)(start())
+    take(old, 0)
+    settings = copy.deepcopy({key: value for key, value in new.param_groups[0].items() if key != "params"})
+    load_state(new, through_a_file(saved_state(old), tmp_path))
+    (group,) = new.param_groups
+    assert {key: value for key, value in group.items() if key != "params"} == settings
+    assert isinstance(group["lr"], torch.Tensor) is capturable
+    assert float(group["lr"]) == 0.25
+    gathered = [{k: v for k, v in everything(o).items() if not k.startswith("param")} for o in (old, new)]
+    assert differing(*gathered) == []
+    take(new, 1)
+
+
+@pytest.mark.parametrize(("old", "new"), [("adam", "sgd"), ("sgd", "adam"), ("as apex", "adam"), ("adam", "as apex")])
+def test_another_kind_of_optimizer_is_refused(old: str, new: str) -> None:
+    names = {"adam": "Adam", "sgd": "SGD", "as apex": "ApexAdam"}
+    optimizer = KINDS[new](start())
+    with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this training's is {names[new]}$"):
+        load_state(optimizer, saved_state(KINDS[old](start())))
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    optimizer = KINDS["adam"](start())
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        load_state(optimizer, saved_state(KINDS["adam"](start()[:2])))
+
+
+@pytest.mark.parametrize("saved_as", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("trained_as", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("kind", ["adam", "sgd, momentum"])
+def test_the_state_has_the_memory_format_of_its_parameter(kind: str, saved_as, trained_as, tmp_path) -> None:
+    """Fused kernels walk both in memory's order: in another one, each element would meet another's average."""
+
+    def weights(memory_format: torch.memory_format) -> list[nn.Parameter]:
+        return [nn.Parameter(start()[0].detach().clone(memory_format=memory_format))]
+
+    first, second = KINDS[kind](weights(saved_as)), KINDS[kind](weights(trained_as))
+    for number in range(2):
+        take(first, number)
+    with torch.no_grad():
+        optimizer_parameters(second)[0].copy_(optimizer_parameters(first)[0])
+    load_state(second, through_a_file(saved_state(first), tmp_path))
+    (parameter,) = optimizer_parameters(second)
+    averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]
+    assert len(averages) == (2 if kind == "adam" else 1)
+    assert all(value.stride() == parameter.stride() for value in averages)
+    for optimizer in (first, second):
+        take(optimizer, 2)
+    assert torch.equal(*(optimizer_parameters(optimizer)[0] for optimizer in (first, second)))
+
+
+def test_a_momentum_that_is_new_starts_from_zero_though_the_first_update_is_left_out(tmp_path) -> None:
+    """The saved run had none, and so no averages: the present one's stay what they were."""
+    old, new, fresh = by_name("sgd")(start()), KINDS["sgd, momentum"](start()), KINDS["sgd, momentum"](start())
+    take(old, 0)
+    load_state(new, through_a_file(saved_state(old), tmp_path))
+    assert all("momentum_buffer" in new.state[parameter] for parameter in optimizer_parameters(new))
+    take(new, 1, NO, float("nan"))
+    for optimizer in (new, fresh):
+        take(optimizer, 2)
+    assert differing(everything(new), everything(fresh)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_on_the_device_all_that_is_loaded_is_there(name: str, capturable: bool, tmp_path) -> None:
+    first, second = (by_name(name, 0.5, capturable, momentum=0.9)(start("cuda")) for _ in range(2))
+    take(first, 0)
+    load_state(second, through_a_file(saved_state(first), tmp_path))
+    for value in (value for state in second.state.values() for value in state.values()):
+        assert value.is_cuda
+    rate = second.param_groups[0]["lr"]
+    assert (isinstance(rate, torch.Tensor) and rate.is_cuda) if capturable else rate == 0.5
+    with torch.no_grad():
+        for one, other in zip(*map(optimizer_parameters, (first, second)), strict=True):
+            other.copy_(one)
+    for optimizer in (first, second):
+        take(optimizer, 1)
+    assert differing(everything(first), everything(second)) == []
