@@ -35,8 +35,9 @@ data/demo_val.h5: SEED = 2
 $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
 
+# Tests of one group, such as those that share a Slurm, stay in one process.
 test: $(TEST_READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $$(( $(CORES) < 4 ? $(CORES) : 4 )) --dist loadgroup
 
 check: $(READY)
 	$(BIN)/python -m ruff check .
