@@ -91,5 +91,6 @@ def positive_float(text: str) -> float:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON takes them."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    """The options as JSON takes them, but for where results go."""
+    kept = {key: value for key, value in vars(options).items() if key != "output"}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}

@@ -1,0 +1,257 @@
+#!/usr/bin/env bash
+# A real two-node Slurm on one Debian machine, for tests: no systemd, no cgroups, no database.
+#
+#   sudo tests/slurm/cluster.sh up     installs the packages if missing; munged, slurmctld, one slurmd a node
+#   . "$SLURM_CLUSTER_DIR/env"         SLURM_CONF and PATH; then sinfo, srun, sbatch, scancel work
+#   sudo tests/slurm/cluster.sh down   ends what `up` started; SLURM_CLUSTER_KEEP=1 keeps the logs
+#   sudo tests/slurm/cluster.sh node NAME   starts a node's slurmd again, after it was killed
+#
+# Everything but the packages and one marked line in /etc/hosts is in SLURM_CLUSTER_DIR: with another directory and
+# another SLURM_CLUSTER_PORT a second cluster runs beside the first.
+set -euo pipefail
+
+d=${SLURM_CLUSTER_DIR:-${TMPDIR:-/tmp}/slurm-cluster}
+nodes=${SLURM_CLUSTER_NODES:-2}
+cpus=${SLURM_CLUSTER_CPUS:-256}   # of a node; may be more than there are
+gpus=${SLURM_CLUSTER_GPUS:-4}     # of a node
+port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
+export SLURM_CONF=$d/slurm.conf
+
+fail() {
+  echo "cluster.sh: $*" >&2
+  exit "${status:-1}"
+}
+
+packages_missing() {
+  ! { command -v slurmctld && command -v slurmd && command -v munged && command -v cc; } >/dev/null ||
+    [ ! -e /usr/include/slurm/spank.h ]
+}
+
+install_packages() {
+  local policy=/usr/sbin/policy-rc.d made='' failed=''
+  if [ ! -e "$policy" ]; then # keeps the packages from starting daemons of their own
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+    made=1
+  fi
+  export DEBIAN_FRONTEND=noninteractive
+  { apt-get update -qq &&
+    apt-get install -y -qq --no-install-recommends slurm-wlm munge libslurm-dev gcc libc6-dev; } >"$d/log/apt.log" 2>&1 ||
+    failed=1
+  [ -z "$made" ] || rm -f "$policy"
+  if [ -n "$failed" ]; then
+    tail -n 5 "$d/log/apt.log" >&2
+    status=69 fail "cannot install Debian's slurm-wlm" # EX_UNAVAILABLE
+  fi
+}
+
+# NERSC's Shifter adds options (#SBATCH --image=...) through a plugin; without one sbatch refuses them.
+build_shifter_options() {
+  cat >"$d/shifter_options.c" <<'C'
+#include <slurm/spank.h>
+SPANK_PLUGIN(shifter, 1)
+static int take(int val, const char *arg, int remote) { (void)val; (void)arg; (void)remote; return ESPANK_SUCCESS; }
+static struct spank_option options[] = {
+    {"image", "name", "container image (accepted, ignored)", 1, 0, take},
+    {"module", "name", "shifter module (accepted, ignored)", 1, 1, take},
+    {"volume", "spec", "shifter volume (accepted, ignored)", 1, 2, take},
+};
+int slurm_spank_init(spank_t sp, int ac, char **av) { /* registered by hand: a static table serves srun only */
+    (void)ac; (void)av;
+    for (unsigned i = 0; i < sizeof options / sizeof *options; i++)
+        if (spank_option_register(sp, &options[i]) != ESPANK_SUCCESS) return -1;
+    return ESPANK_SUCCESS;
+}
+C
+  cc -shared -fPIC -o "$d/shifter_options.so" "$d/shifter_options.c"
+  echo "required $d/shifter_options.so" >"$d/plugstack.conf"
+}
+
+# Drops Shifter's own options, shows them to the command, which runs on the host.
+write_shifter() {
+  cat >"$d/bin/shifter" <<'SH'
+#!/bin/sh
+options=
+while :; do
+  case $1 in
+  --*=*) options="$options $1" && shift ;;
+  --image | --module | --volume | --env | -i | -m | -V | -e) options="$options $1 $2" && shift 2 ;;
+  *) break ;;
+  esac
+done
+SHIFTER_OPTIONS=${options# } exec "$@"
+SH
+  chmod +x "$d/bin/shifter"
+}
+
+configure() {
+  local host mem n g
+  host=$(hostname -s)
+  mem=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
+  (umask 077 && head -c 1024 /dev/urandom >"$d/munge/key")
+  echo AutoDetect=off >"$d/gres.conf"
+  for ((g = 0; g < gpus; g++)); do # slurmd insists on a character device for a GPU: a clone of /dev/null
+    mknod -m 666 "$d/dev/gpu$g" c 1 3
+    echo "Name=gpu File=$d/dev/gpu$g" >>"$d/gres.conf"
+  done
+  build_shifter_options
+  write_shifter
+  cat >"$SLURM_CONF" <<CONF
+ClusterName=test
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$port
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket=$d/munge/socket
+CredType=cred/munge
+StateSaveLocation=$d/state
+SlurmdSpoolDir=$d/spool-%n
+SlurmctldPidFile=$d/slurmctld.pid
+SlurmdPidFile=$d/slurmd-%n.pid
+SlurmctldLogFile=$d/log/slurmctld.log
+SlurmdLogFile=$d/log/slurmd-%n.log
+PlugStackConfig=$d/plugstack.conf
+MailProg=/bin/true
+# no cgroups, no pinning, no accounting; more CPUs than there are
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=1
+ReturnToService=2
+GresTypes=gpu
+# for quick tests; real sites have a KillWait of 30 s and a GraceTime of minutes
+KillWait=5
+MinJobAge=3600
+SlurmdTimeout=60
+# jobs of partition "high" preempt those of "low"
+JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobCompType=jobcomp/none
+CONF
+  for ((n = 1; n <= nodes; n++)); do
+    mkdir -p "$d/spool-node$n" # slurmd makes it too late
+    echo "NodeName=node$n NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + n)) CPUs=$cpus RealMemory=$mem" \
+      "Gres=gpu:$gpus Feature=gpu State=UNKNOWN" >>"$SLURM_CONF"
+  done
+  cat >>"$SLURM_CONF" <<'CONF'
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=off DefaultTime=10 State=UP
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=10 Default=YES DefaultTime=10 State=UP
+CONF
+  # shellcheck disable=SC2016 # $PATH expands where the file is sourced
+  printf 'export SLURM_CONF=%q PATH=%q:$PATH\n' "$SLURM_CONF" "$d/bin" >"$d/env"
+}
+
+# Slurm's node names have to resolve for a training on several nodes.
+hosts_line() {
+  local n line=127.0.0.1
+  for ((n = 1; n <= nodes; n++)); do line+=" node$n"; done
+  echo "$line # $d"
+}
+
+# The file may be a mount point: written in place, and by one at a time.
+edit_hosts() {
+  flock /etc/hosts "$@"
+}
+
+start_node() {
+  slurmd -c -N "$1" -f "$SLURM_CONF"
+}
+
+up() {
+  [ "$(id -u)" -eq 0 ] || fail "must be root"
+  [ -e /etc/debian_version ] || fail "needs Debian's packages"
+  [ ! -e "$d/up" ] || fail "$d is up already; run $0 down first"
+  mkdir -p "$d"/{state,log,dev,munge,bin}
+  chmod 0755 "$d" "$d"/{state,log,dev,munge,bin}
+  : >"$d/up"
+  trap 'gone_wrong' EXIT
+  if packages_missing; then install_packages; fi
+  configure
+  local n
+  # shellcheck disable=SC2016 # for the inner shell
+  edit_hosts bash -c 'echo "$1" >>/etc/hosts' _ "$(hosts_line)"
+  munged --force --key-file="$d/munge/key" --socket="$d/munge/socket" --pid-file="$d/munge/munged.pid" \
+    --log-file="$d/log/munged.log" --seed-file="$d/munge/seed"
+  slurmctld -c -f "$SLURM_CONF"
+  for ((n = 1; n <= nodes; n++)); do start_node "node$n"; done
+  for _ in {1..150}; do
+    if [ "$(sinfo -h -N -p low -t idle -o %N 2>/dev/null | sort -u | wc -l)" -eq "$nodes" ]; then
+      trap - EXIT
+      echo "ready: . $d/env"
+      return
+    fi
+    sleep 0.2
+  done
+  sinfo -N -l >&2 || true
+  fail "the nodes did not become idle"
+}
+
+# shellcheck disable=SC2317,SC2329 # called by the trap
+gone_wrong() {
+  tail -n 8 "$d"/log/*.log >&2 || true
+  SLURM_CLUSTER_KEEP=1 down >&2
+}
+
+# A zombie is dead, and kill -0 would call it alive: pid 1 of a container may take seconds to reap it.
+alive() {
+  local state
+  state=$(sed -n 's/^State:[[:space:]]*\(.\).*/\1/p' "/proc/$1/status" 2>/dev/null) || return 1
+  [ -n "$state" ] && [ "$state" != Z ]
+}
+
+# Still that program, of this cluster: a pid may have been given away again.
+ours() {
+  tr '\0' ' ' <"/proc/$1/cmdline" 2>/dev/null | grep -F -- "$d/" | grep -q -- "$2"
+}
+
+stop_daemon() {
+  local pid name=$2
+  pid=$(tr -dc 0-9 <"$1")
+  if ! alive "$pid" || ! ours "$pid" "$name"; then return; fi
+  kill -TERM "$pid"
+  for _ in {1..200}; do
+    alive "$pid" || return 0
+    sleep 0.05
+  done
+  echo "$name ($pid) ignores SIGTERM and is killed" >&2
+  if ours "$pid" "$name"; then kill -KILL "$pid"; fi
+}
+
+down() {
+  [ -e "$d/up" ] || {
+    echo "nothing up in $d"
+    return
+  }
+  # Jobs first: their processes are no children of the daemons.
+  if timeout 5 sinfo -h >/dev/null 2>&1; then
+    timeout 5 squeue -h -o %A 2>/dev/null | xargs -r timeout 10 scancel 2>/dev/null || true
+    for _ in {1..75}; do
+      [ -n "$(timeout 5 squeue -h 2>/dev/null)" ] || break
+      sleep 0.2
+    done
+  fi
+  local file
+  for file in "$d"/slurmd-*.pid; do [ ! -s "$file" ] || stop_daemon "$file" slurmd; done
+  [ ! -s "$d/slurmctld.pid" ] || stop_daemon "$d/slurmctld.pid" slurmctld
+  [ ! -s "$d/munge/munged.pid" ] || stop_daemon "$d/munge/munged.pid" munged
+  if grep -q -x -F "$(hosts_line)" /etc/hosts; then
+    # shellcheck disable=SC2016 # for the inner shell
+    edit_hosts bash -c 'rest=$(grep -v -x -F "$1" /etc/hosts); printf "%s\n" "$rest" >/etc/hosts' _ "$(hosts_line)"
+  fi
+  rm -f "$d/up"
+  [ -n "${SLURM_CLUSTER_KEEP:-}" ] || rm -rf "$d"
+}
+
+case ${1:-} in
+up) up ;;
+down) down ;;
+node) start_node "${2:?which node}" ;;
+*) fail "up, down or node NAME" ;;
+esac

@@ -1,0 +1,158 @@
+"""The Slurm that cluster.sh brings up, and jobs of submit_pm.sh in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+TOP = Path(__file__).parent.parent.parent
+SCRIPT = Path(__file__).parent / "cluster.sh"
+NODES = 2
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+class Job:
+    """A submitted job, as Slurm tells of it."""
+
+    def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
+        self.cluster, self.number, self._output = cluster, number, output
+
+    def field(self, name: str) -> str:
+        found = re.search(rf"\b{name}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number))
+        assert found, name
+        return found[1]
+
+    @property
+    def state(self) -> str:
+        return self.field("JobState")
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (
+                f"no {what} within {seconds} s, {self.state}; output:\n{self.output[-4000:]}"
+            )
+            time.sleep(0.1)
+
+    def prints(self, text: str, seconds: float = 60) -> None:
+        self.until(lambda: text in self.output, seconds, text)
+
+    def ends(self, state: str, seconds: float = 60) -> None:
+        self.until(lambda: self.state in ENDED, seconds, "end")
+        assert self.state == state, f"{self.state}, not {state}; output:\n{self.output[-4000:]}"
+
+    def is_requeued(self, seconds: float = 30) -> None:
+        """Waits for it; then it starts again within seconds rather than the two minutes that Slurm lets pass.
+
+        Not at once: a node refuses a job that it has ended within the same second, which fails it.
+        """
+        self.until(lambda: self.field("Restarts") != "0" and self.state != "COMPLETING", seconds, "requeue")
+        if self.state == "PENDING":
+            self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
+
+    def signal_shell(self, name: str) -> None:
+        """To the batch script's shell alone, as Slurm does before the time limit with --signal=B:…"""
+        self.cluster.run("scancel", f"--signal={name}", "--batch", self.number)
+
+    def processes(self, **environment: str) -> list[int]:
+        """Of its tasks, those with these variables."""
+        wanted = {f"{name}={value}".encode() for name, value in environment.items()}
+        wanted.add(f"SLURM_JOB_ID={self.number}".encode())
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                    found.append(int(folder.name))
+        return found
+
+
+class Cluster:
+    """Slurm's commands, and jobs of submit_pm.sh."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self._script = {**os.environ, "SLURM_CLUSTER_DIR": str(directory), "SLURM_CLUSTER_PORT": str(port)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.environment = {
+            **kept,
+            "SLURM_CONF": str(directory / "slurm.conf"),
+            "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+        }
+
+    def script(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(SCRIPT), *arguments]
+        # Its output into a file: the daemons would keep a pipe open.
+        with open(self.directory.with_suffix(".txt"), "w+") as log:
+            done = subprocess.run(command, env=self._script, stdout=log, stderr=log, timeout=600, check=False)
+            log.seek(0)
+            done.stdout = log.read()
+        return done
+
+    def run(self, *command: str, **variables: str) -> str:
+        done = subprocess.run(
+            command, cwd=TOP, env={**self.environment, **variables}, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+        return done.stdout
+
+    def submit(self, output: Path, options: str, *arguments: str, **variables: str) -> Job:
+        """submit_pm.sh with sbatch's options; the output file has the job's number in its name."""
+        command = ["sbatch", "--parsable", f"--output={output}/%j.out", *options.split()]
+        number = self.run(*command, "submit_pm.sh", *arguments, **variables).strip()
+        return Job(self, number, output / f"{number}.out")
+
+    def stand_in(self, output: Path, options: str, *arguments: str, **variables: str) -> Job:
+        return self.submit(output, options, *arguments, TRAIN_SCRIPT="tests/slurm/stand_in.py", **variables)
+
+    def freeze(self, node: str, job: Job) -> Callable[[], None]:
+        """A node that is gone from one moment to the next: nothing on it answers, and no connection ends.
+
+        Returns what to call to have an empty node of that name back.
+        """
+        ranks = job.processes(SLURMD_NODENAME=node)
+        launchers = {int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks}
+        daemon = int((self.directory / f"slurmd-{node}.pid").read_text())
+        assert ranks
+        assert all("slurmstepd" in Path(f"/proc/{pid}/cmdline").read_text() for pid in launchers)
+        frozen = [daemon, *launchers, *ranks]
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=gone")
+
+        def bring_back() -> None:
+            for pid in frozen:
+                os.kill(pid, signal.SIGKILL)
+            back = self.script("node", node)
+            assert back.returncode == 0, back.stdout
+
+        return bring_back
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the system gives away by itself."""
+    for first in random.sample(range(15000, 32000), 100):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for number, listener in enumerate(sockets):
+                listener.bind(("127.0.0.1", first + number))
+            return first
+        except OSError:
+            continue
+        finally:
+            for listener in sockets:
+                listener.close()
+    raise AssertionError("no free ports")

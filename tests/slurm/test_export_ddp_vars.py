@@ -1,0 +1,171 @@
+"""export_DDP_vars.sh without Slurm: what it makes of a task's environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from utils.distributed import first_host, read_launch
+
+TOP = Path(__file__).parent.parent.parent
+BASH = shutil.which("bash") or "bash"
+STEP = {
+    "SLURM_JOB_ID": "1003",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NNODES": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "nid[000001-000004]",
+    "SLURM_STEP_NODELIST": "nid[000003-000004]",
+}
+RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "22021"}
+SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE", "OMP_NUM_THREADS": "1"}
+SLINGSHOT = {
+    "NCCL_SOCKET_IFNAME": "hsn",
+    "NCCL_CROSS_NIC": "1",
+    "NCCL_NET_GDR_LEVEL": "PHB",
+    "FI_CXI_DISABLE_HOST_REGISTER": "1",
+    "FI_MR_CACHE_MONITOR": "userfaultfd",
+    "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+}
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> dict[str, str]:
+    """Variables that give a machine without special hardware, and no scontrol: as in a container."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("cat", "env"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    for name in ("sys", "dev"):
+        (tmp_path / name).mkdir()
+    return {"PATH": str(tools), "SYSFS": str(tmp_path / "sys"), "DEVFS": str(tmp_path / "dev")}
+
+
+def source(environment: dict[str, str], times: int = 1) -> dict[str, str]:
+    """What it sets or changes."""
+    script = "set -euo pipefail\n" + "source ./export_DDP_vars.sh\n" * times + "env -0"
+    run = subprocess.run([BASH, "-c", script], cwd=TOP, env=environment, capture_output=True, text=True, check=True)
+    assert not run.stderr
+    after = dict(entry.split("=", 1) for entry in run.stdout.split("\0") if entry)
+    made_by_bash = ("PWD", "SHLVL", "_", "OLDPWD")
+    return {name: value for name, value in after.items() if name not in made_by_bash and environment.get(name) != value}
+
+
+def add_gpus(system: dict[str, str], domains: list[int], vendor: str = "0x10de") -> None:
+    for number, domain in enumerate(domains):
+        device = Path(system["SYSFS"], f"bus/pci/devices/0000:{3 + 62 * number:02x}:00.0")
+        device.mkdir(parents=True)
+        for name, text in (("vendor", vendor), ("class", "0x030200"), ("numa_node", str(domain))):
+            (device / name).write_text(f"{text}\n")
+    bridge = Path(system["SYSFS"], "bus/pci/devices/0000:00:00.0")
+    bridge.mkdir(parents=True)
+    (bridge / "vendor").write_text("0x10de\n")
+    (bridge / "class").write_text("0x060400\n")
+
+
+def test_nothing_is_set_outside_a_step(system: dict[str, str]) -> None:
+    assert source(system) == {}
+    batch_script = {name: value for name, value in STEP.items() if "STEP" not in name}
+    assert source({**system, **batch_script, "SLURM_PROCID": "0"}) == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_task_of_a_step(system: dict[str, str], times: int) -> None:
+    assert source({**system, **STEP}, times) == {**RANK, **SETTINGS}
+
+
+def test_it_agrees_with_the_program(system: dict[str, str]) -> None:
+    launch, through_shell = read_launch(STEP), read_launch(source({**system, **STEP}))
+    assert through_shell.launcher == "environment"
+    for name in ("rank", "local_rank", "world_size", "master_addr", "master_port"):
+        assert getattr(launch, name) == getattr(through_shell, name), name
+
+
+def test_without_the_steps_own_counts(system: dict[str, str]) -> None:
+    older = {name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_N")}
+    assert source({**system, **older})["WORLD_SIZE"] == "16"
+    assert source({**system, **older})["MASTER_ADDR"] == "nid000001"
+
+
+def test_a_stale_rank_is_replaced_and_an_address_that_is_given_is_kept(system: dict[str, str]) -> None:
+    given = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "8", "HDF5_USE_FILE_LOCKING": ""}
+    changed = source({**system, **STEP, **given, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    assert changed == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    assert source({**system, **STEP, "MASTER_ADDR": ""})["MASTER_ADDR"] == "nid000003"
+
+
+def test_ranks_of_one_node_meet_without_its_name(system: dict[str, str]) -> None:
+    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
+    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1"
+
+
+NODE_LISTS = [
+    "alone",
+    "nid[001004-001007,2]",
+    "a1,b[2-3]",
+    "r[1-2]n[3,5]-ib",
+    "r[1-2]n3-ib,x[7]",
+    "c[3]",
+    "login-1,login-2",
+]
+
+
+@pytest.mark.parametrize("nodes", NODE_LISTS)
+def test_first_host_of_slurms_lists(system: dict[str, str], nodes: str) -> None:
+    assert source({**system, **STEP, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first_host(nodes)
+
+
+def test_scontrol_is_asked_where_it_is(system: dict[str, str]) -> None:
+    scontrol = Path(system["PATH"], "scontrol")
+    scontrol.write_text(f'#!{BASH}\n[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second\n')
+    scontrol.chmod(0o755)
+    assert source({**system, **STEP})["MASTER_ADDR"] == "first"
+    scontrol.write_text(f"#!{BASH}\necho broken >&2\nexit 1\n")
+    assert source({**system, **STEP})["MASTER_ADDR"] == "nid000003"
+
+
+def test_slingshot(system: dict[str, str]) -> None:
+    Path(system["SYSFS"], "class/net/eth0").mkdir(parents=True)
+    assert not source({**system, **STEP}).keys() & SLINGSHOT
+    Path(system["SYSFS"], "class/net/hsn0").mkdir()
+    with_card = source({**system, **STEP})
+    assert "NCCL_NET_GDR_LEVEL" not in with_card, "without GDRCopy's device"
+    Path(system["DEVFS"], "gdrdrv").touch()
+    assert {name: value for name, value in source({**system, **STEP}).items() if name in SLINGSHOT} == SLINGSHOT
+    given = dict.fromkeys(SLINGSHOT, "mine")
+    assert not source({**system, **STEP, **given}).keys() & SLINGSHOT
+
+
+@pytest.mark.parametrize(
+    ("domains", "visible", "expected"),
+    [
+        ([3, 2, 1, 0], "0,1,2,3", "3,2,1,0"),  # Perlmutter
+        ([3, 2, 1, 0], "0", "0"),
+        ([3, 2, 1, 0], "0,1", "0,1"),
+        ([3, 2, 1, 0], "3,2,1,0", "3,2,1,0"),
+        ([0, 1, 2, 3], "0,1,2,3", "0,1,2,3"),
+        ([1, 1, 0, 0], "0,1,2,3", "0,1,2,3"),
+        ([-1, -1, -1, -1], "0,1,2,3", "0,1,2,3"),
+        ([1], "0", "0"),
+        ([], "0,1,2,3", "0,1,2,3"),
+    ],
+)
+def test_gpus_numbered_against_the_cores(
+    system: dict[str, str], domains: list[int], visible: str, expected: str
+) -> None:
+    add_gpus(system, domains)
+    changed = source({**system, **STEP, "CUDA_VISIBLE_DEVICES": visible})
+    assert changed.get("CUDA_VISIBLE_DEVICES", visible) == expected
+    assert "CUDA_VISIBLE_DEVICES" not in source({**system, **STEP})
+
+
+def test_other_vendors_gpus_do_not_count(system: dict[str, str]) -> None:
+    add_gpus(system, [3, 2, 1, 0], vendor="0x1002")
+    assert "CUDA_VISIBLE_DEVICES" not in source({**system, **STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
