@@ -88,10 +88,12 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             )
             benchmark.run(logs.provenance(world))
         else:
-            if world.is_root and resume.starts_anew(options.resume):
-                resume.discard(directory)
+            with world.agreed():
+                if world.is_root and options.resume == "no" and saved is None:
+                    resume.discard(directory)
             for line in how_it_begins(options, config, saved, changed, position):
                 run_logs.line(line)
+            saved = None  # as large as the state itself
             kept = resume.comparable(config)
             trainer = Trainer(
                 step=step,

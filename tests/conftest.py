@@ -11,41 +11,13 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
 import torch
+from volume_files import write_volume
 
 torch.set_num_threads(1)
 
 VolumeFile = Callable[..., Path]
-
-
-def smooth_field(channels: int, box: int, rng: np.random.Generator) -> np.ndarray:
-    """Random waves of a few cells' length, periodic, in [-0.5, 0.5]: [channels, box, box, box]."""
-    noise = np.fft.rfftn(rng.standard_normal((channels, box, box, box)), axes=(1, 2, 3))
-    k = [np.fft.fftfreq(box), np.fft.fftfreq(box), np.fft.rfftfreq(box)]
-    square = k[0][:, None, None] ** 2 + k[1][None, :, None] ** 2 + k[2][None, None, :] ** 2
-    field = np.fft.irfftn(noise * np.exp(-square / (2 * 0.15**2)), s=(box, box, box), axes=(1, 2, 3))
-    return 0.5 * field / np.abs(field).max()
-
-
-def write_volume(
-    path: str | os.PathLike[str],
-    box: int = 16,
-    seed: int = 0,
-    chunks: tuple[int, ...] | bool | None = None,
-    dtype: str = "f4",
-    channels: tuple[int, int] = (4, 5),
-    compression: str | None = None,
-) -> Path:
-    """A small HDF5 volume; in one piece unless chunks or a compression are given."""
-    rng = np.random.default_rng(seed)
-    with h5py.File(path, "w") as file:
-        for name, count in zip(("Nbody", "Hydro"), channels, strict=True):
-            data = smooth_field(count, box, rng).astype(dtype)
-            file.create_dataset(name, data=data, chunks=chunks, compression=compression)
-    return Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -141,8 +141,8 @@ def one_training(
 
 def soak(kills: int, seed: int, folder: Path, tell: bool = False) -> list[Kill]:
     """So many kills, over as many trainings as it takes; AssertionError unless each ends as the one left in peace."""
-    from conftest import write_volume
     from test_resume import assert_same_training
+    from volume_files import write_volume
 
     draw = random.Random(seed)
     train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), start=1))

@@ -80,7 +80,7 @@ class RecordedStep:
         return [f"described after {len(self.rates)} steps"]
 
     def state(self) -> dict[str, Any]:
-        return {"network": self.network.state_dict(), "steps": self._done}
+        return {"network": self.network.state_dict(), "optimizer": {}, "scaler": {}, "steps": self._done}
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self._note("evaluate")

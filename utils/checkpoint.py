@@ -172,9 +172,13 @@ class Saved:
     position: Position
 
 
-def load(path: Path) -> Saved:
-    """A checkpoint's content, on the CPU; raises DamagedCheckpoint unless it is what was written."""
-    verify(path)
+def load(path: Path, digests: bool = True) -> Saved:
+    """A checkpoint's content, on the CPU; raises DamagedCheckpoint unless it is what was written.
+
+    Without `digests` that is only looked at as far as it shows: another rank has made sure.
+    """
+    if digests:
+        verify(path)
     weights, training = read(path / WEIGHTS), read(path / TRAINING)
     for name, content, keys in ((WEIGHTS, weights, ("network", "config")), (TRAINING, training, TRAINING_KEYS)):
         missing = [key for key in keys if key not in content]
@@ -222,12 +226,13 @@ class Saving(NoSaving):
     """Writes checkpoints in a thread of its own, from a copy in host memory; keeps the last ones and the best.
 
     A disk that is full, read-only or gone costs a warning and the one checkpoint: training goes on, what has been saved
-    stays, and the next save is tried. Nor does training wait for a slow one.
+    stays, and the next save is tried. For a slow one it waits now and then, but not long.
     """
 
     # How long saves may wait, all together, for the one before to be written: seconds, and a part of the time so far.
     PATIENCE_SECONDS, PATIENCE = 10.0, 0.02
-    CLOSING_SECONDS = 600.0
+    BEST_SECONDS = 60.0  # and these more for the best one, which does not come again
+    CLOSING_SECONDS = 300.0
 
     def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int) -> None:
         self._folder, self._config, self._keep_last = folder, dict(config), keep_last
@@ -239,6 +244,7 @@ class Saving(NoSaving):
     def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
         """`state` has the network's under "network"; with `last_chance` it waits until all of it is written."""
         patience = self.PATIENCE_SECONDS + self.PATIENCE * (time.monotonic() - self._started) - self._waited
+        patience = max(0.0, patience) + (self.BEST_SECONDS if is_best else 0.0)
         if not self._idle(self.CLOSING_SECONDS if last_chance else patience):
             log.warning(
                 "No checkpoint at step %d: that of step %d is still being written, for %.0f s; training goes on",
@@ -248,7 +254,12 @@ class Saving(NoSaving):
             )
             return
         self._step, self._began = position.step, time.monotonic()
-        finite, content = self._copy.take(state)
+        try:
+            finite, content = self._copy.take(state)
+        except (RuntimeError, MemoryError) as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            log.warning("No checkpoint at step %d: no memory for a copy (%s); training goes on", position.step, reason)
+            return
         if not finite:
             log.warning("No checkpoint at step %d: the network's weights are not all numbers", position.step)
             return
@@ -272,7 +283,7 @@ class Saving(NoSaving):
     def _idle(self, patience: float) -> bool:
         if self._writing is not None:
             asked = time.monotonic()
-            self._writing.join(max(0.0, patience))
+            self._writing.join(patience)
             self._waited += time.monotonic() - asked
             if self._writing.is_alive():
                 return False
@@ -294,7 +305,7 @@ class Saving(NoSaving):
             log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
 
     def _prune(self, last: int) -> None:
-        """Later ones were skipped as damaged: this training has not come from them, and they take no other's place."""
+        """Later ones were skipped as damaged, and this training has not come from them."""
         best = self._folder / BEST
         for step in [step for step in saved_steps(self._folder) if step <= last][self._keep_last :]:
             old = place(self._folder, step)

@@ -82,11 +82,11 @@ class Profile(Section):
 
 
 class Timeouts(Section):
-    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange, `hang` for a step; see watch.py."""
+    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange, `hang` for a step (0: no limit)."""
 
     rendezvous: PositiveFloat = 600.0
     collective: PositiveFloat = 1800.0
-    hang: PositiveFloat = 600.0
+    hang: Rate = 600.0
 
 
 class Checkpoint(Section):

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import re
+import resource
 import socket
 import sys
 import traceback
@@ -267,6 +268,10 @@ def connect(
     Gloo carries CPU tensors and objects, NCCL carries CUDA tensors.
     """
     launch = read_launch()
+    # Rank 0 holds three connections to every rank: the store's, gloo's and the watch's.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if launch.world_size == 1:
         watch = join(0, 1, launch.master_addr, None, hang_seconds)
         with _watched(watch):
@@ -304,7 +309,9 @@ def connect(
             yield World(launch, chosen, watch)
         except LocalError:
             raise
-        except (UserError, Stopped):  # on all ranks; where one is gone, leaving the group could take for ever
+        except (UserError, Stopped) as end:  # on all ranks; where one is gone, leaving the group could take for ever
+            # NCCL waits for the end of every CUDA graph that holds its kernels, and the error's frames hold the step.
+            traceback.clear_frames(end.__traceback__)
             dist.destroy_process_group()
             raise
         dist.destroy_process_group()

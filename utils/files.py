@@ -44,7 +44,8 @@ def directory_appearing_whole(target: Path) -> Iterator[Path]:
         yield partial
         for file in partial.iterdir():
             _flush(file)
-        _flush(partial)
+        with contextlib.suppress(OSError):  # not every file system can do it with a directory
+            _flush(partial)
         replaced = target.with_name(f".{target.name}.replaced")
         if target.exists():  # a directory takes no other's place while that has files in it
             shutil.rmtree(replaced, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import re
 import selectors
 import socket
@@ -17,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from utils.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_USER_ERROR, LocalError, UserError
+
+log = logging.getLogger(__name__)
 
 PHASES = ("start", "data", "step", "validation", "save")  # in their order within a step
 UNTIMED = ("start", "save")  # staging, compiling and slow storage take what they take
@@ -172,26 +175,29 @@ class Hub:
             connection.close()
 
     def _run(self) -> None:
-        try:
-            while not self._finish:
-                for key, _ in self._selector.select(TICK):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                now = time.monotonic()
-                if (self._events or self._bye or now - self._looked >= TICK) and self._look(now):
-                    return
-        finally:
-            self._tell(closing=True)  # after a verdict nobody reads on
+        while not self._finish:
+            for key, _ in self._selector.select(TICK):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            now = time.monotonic()
+            if (self._events or self._bye or now - self._looked >= TICK) and self._look(now):
+                break
+        self._tell(closing=True)  # after a verdict nobody reads on
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            peer = Peer(connection, time.monotonic())
-            self._peers.append(peer)
-            self._selector.register(connection, selectors.EVENT_READ, peer)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                log.warning("The watch of the ranks cannot take a connection: %s", error.strerror or error)
+                time.sleep(TICK)  # the same again at once would not help: perhaps too many files are open
+            return
+        connection.setblocking(False)
+        peer = Peer(connection, time.monotonic())
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
         foreign = [peer for peer in self._peers if peer.rank is None]
         if len(foreign) > self._size + FOREIGN:
             self._drop(foreign[0])

@@ -252,13 +252,25 @@ def open_run(config: Config, name: str, directory: Path, world: World, resumed: 
                 # The global batch says it all: on another number of ranks, the local one would change it.
                 resolved = config.model_copy(update={"local_batch_size": None})
                 (directory / "config.yaml").write_text(configs.to_yaml(resolved, name))
-                (directory / "provenance.json").write_text(json.dumps(record, indent=2) + "\n")
+                path = directory / "provenance.json"
+                if resumed is not None:
+                    record["earlier"] = _earlier(path)
+                path.write_text(json.dumps(record, indent=2) + "\n")
             except OSError as error:
                 raise UserError(
                     f"cannot write to the run directory {directory}: {error.strerror or error}; "
                     f"choose another with --set expdir=DIR"
                 ) from None
     return logs
+
+
+def _earlier(path: Path) -> list[dict[str, Any]]:
+    """What made the parts of a training before this one, oldest first."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        return [*before.pop("earlier", []), before]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def provenance(world: World) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturab
     except ImportError:
         log.info("apex is not installed: its fused Adam is replaced by torch's")
         return _adam(options, parameters, rate, capturable)
+    log.info("apex's fused Adam: the host waits for the device in each step, to leave out updates that are no numbers")
     return FusedAdam(
         parameters,
         lr=rate,

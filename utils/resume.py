@@ -22,6 +22,11 @@ from utils.logs import lock
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries")
 
 
+# In the folder of checkpoints while --resume=no is asked for and not yet carried out: a job that is started again
+# before that must not go on from what it was to replace.
+ANEW = ".anew"
+
+
 def starts_anew(resume: str) -> bool:
     """A job that its launcher starts again goes on, whatever its command line says."""
     return resume == "no" and not restarted()
@@ -29,19 +34,27 @@ def starts_anew(resume: str) -> bool:
 
 def find(directory: Path, resume: str, world: World) -> Saved | None:
     """What a training in `directory` goes on from, the same on every rank; `resume` is auto, no or another run."""
-    if starts_anew(resume):
-        return None
     found: Saved | None = None
     with world.agreed():
         if world.is_root:
-            found = _newest(directory, None if resume in ("auto", "no") else Path(resume))
+            anew = directory / FOLDER / ANEW
+            if starts_anew(resume):
+                with contextlib.suppress(OSError):
+                    anew.touch()
+            elif resume != "no" or not anew.exists():
+                found = _newest(directory, None if resume in ("auto", "no") else Path(resume))
     path = world.gather_objects(found and str(found.path))[0]
     with world.agreed():
         if path is not None and found is None:
             try:
-                found = checkpoint.load(Path(path))
+                found = checkpoint.load(Path(path), digests=False)
             except DamagedCheckpoint as damage:
-                raise UserError(f"{path}, which rank 0 has found whole, is not so here: {damage}") from None
+                raise UserError(
+                    f"{path}, which rank 0 has found whole, is not so here: {damage}; "
+                    f"set expdir to a directory that all nodes share"
+                ) from None
+    if found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve():
+        found.position.best_loss = math.inf  # the best one stays there: here it is the best of those written here
     return found
 
 
@@ -58,7 +71,6 @@ def _newest(directory: Path, elsewhere: Path | None) -> Saved | None:
     found = checkpoint.newest(folder)
     if found is None:
         raise UserError(f"--resume={elsewhere}: there is no checkpoint in it; give a run's directory, auto or no")
-    found.position.best_loss = math.inf  # the best one stays there: here it is the best of those written here
     return found
 
 
@@ -97,4 +109,13 @@ def restore_random(saved: Saved, world: World) -> None:
 
 def discard(directory: Path) -> None:
     """Removes the checkpoints of the run that a new one replaces."""
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    folder = directory / FOLDER  # perhaps a link to another file system
+    try:
+        for step in checkpoint.saved_steps(folder):
+            shutil.rmtree(checkpoint.place(folder, step))
+        for name in (checkpoint.BEST, ANEW):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--resume=no: cannot remove {error.filename}: {error.strerror}; remove it by hand, or give a --run_num"
+        ) from None

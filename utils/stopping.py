@@ -7,6 +7,7 @@ after the same step.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import World
+
+log = logging.getLogger(__name__)
 
 # Slurm and torchrun both signal a rank that runs under both: so soon after the first, it is the same signal.
 SAME_SIGNAL_SECONDS = 1.0
@@ -49,6 +52,8 @@ class StopSignals:
         # The C-level handler writes the signal's number there at once, whatever thread it came to.
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
+        for number in self._numbers:
+            signal.siginterrupt(number, False)  # libraries' system calls go on after it
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
         return self
@@ -59,13 +64,16 @@ class StopSignals:
             now = signal.SIG_IGN if self.received else handler
             signal.signal(number, now)  # type: ignore[arg-type] # what signal.signal itself returned
         signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writer)
+        os.write(self._writer, bytes(1))  # closing it would not do: a forked child may hold it, too
         self._thread.join()
+        os.close(self._writer)
         os.close(self._reader)
 
     def _listen(self) -> None:
-        while received := os.read(self._reader, 64):
-            for number in received:
+        while True:
+            for number in os.read(self._reader, 64):
+                if number == 0:
+                    return
                 if number in self._numbers:
                     self._take(number)
 
@@ -75,7 +83,9 @@ class StopSignals:
             sys.stderr.write(f"{name} again: ends at once, without saving\n")
             sys.stderr.flush()
             os._exit(128 + number)
-        self.received = self.received or name
+        if self.received is None:
+            self.received = name
+            log.info("%s: training will save and stop; the same signal once more ends it at once", name)
 
 
 class NoSignals(StopSignals):
@@ -89,16 +99,27 @@ class NoSignals(StopSignals):
 
 
 class Agreement:
-    """The ranks' wishes, exchanged without making them wait: an answer is about the wishes of the step before."""
+    """The ranks' wishes, exchanged without making them wait: an answer is about the wishes of some steps before.
+
+    Of the step before on few ranks; gloo hands a number around all ranks twice, one after another, and on many ranks
+    that takes the time of several steps.
+    """
+
+    RANKS_A_STEP = 32
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._every, self._calls, self._wish = max(1, world.size // self.RANKS_A_STEP), 0, Wish.GO_ON
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, wish: Wish) -> Wish:
         """Every rank calls it at the same moments; the same answer on all of them."""
         if self._world.size == 1:
             return wish
+        self._wish, self._calls = max(self._wish, wish), self._calls + 1
+        if self._calls % self._every:
+            return Wish.GO_ON
+        wish, self._wish = self._wish, Wish.GO_ON
         answer = self._answer()
         if answer is Wish.STOP:
             return answer

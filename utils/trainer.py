@@ -183,9 +183,9 @@ class Trainer:
 
     def _save(self, is_best: bool = False, last_chance: bool = False) -> None:
         """Every rank calls it; only the first one writes."""
-        self.world.watch.at("save", self.at.step)
         self._read()
         self.logs.flush()
+        self.world.watch.at("save", self.at.step)
         self.at.seconds = self._seconds()
         random = self.world.gather_objects(random_state(self.world.device))
         state = {**self.step.state(), "random": random}
@@ -294,7 +294,8 @@ class Trainer:
         self.logs.line(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
         if not math.isfinite(loss):
             raise UserError(
-                f"the validation loss is {loss} after step {self.at.step}, learning rate {self._rate:.3e}: training "
+                f"the validation loss is {loss} after step {self.at.step}, learning rate "
+                f"{self.schedule(max(self.at.step - 1, 0)):.3e}: training "
                 f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
             )
         return loss

@@ -98,6 +98,8 @@ configure() {
   write_shifter
   cat >"$SLURM_CONF" <<CONF
 ClusterName=test
+# Trainings take their port from the job's number: two clusters on one machine should not count from the same one.
+FirstJobId=$((1000 + RANDOM))
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
 SlurmUser=root

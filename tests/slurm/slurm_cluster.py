@@ -144,7 +144,7 @@ class Cluster:
 
 def free_ports(count: int) -> int:
     """The first of so many free ports in a row, below those that the system gives away by itself."""
-    for first in random.sample(range(15000, 32000), 100):
+    for first in random.sample(range(30000, 32700), 100):
         sockets = [socket.socket() for _ in range(count)]
         try:
             for number, listener in enumerate(sockets):

@@ -152,6 +152,8 @@ class EagerStep:
         own = self.network.state_dict()
         for name in [*own, *weights]:
             here, there = (tuple(part[name].shape) if name in part else None for part in (own, weights))
+            if here is None or there is None:
+                raise ValueError(f"{'it' if there is None else 'this network'} has no {name}")
             if here != there:
                 raise ValueError(f"its {name} has shape {there}, this network's has {here}")
         self.network.load_state_dict(weights)
