@@ -681,3 +681,21 @@ def test_killed_in_the_midst_of_a_save(tmp_path: Path, step: int, function: str,
     save(Saving(folder, {}, 2), 4, is_best=True)
     assert_whole(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
+
+
+def test_no_memory_for_a_copy_costs_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pinning host memory fails under a tight limit; the next save is tried."""
+    saving = Saving(tmp_path, {}, keep_last=2)
+    state = {"network": {"weight": torch.ones(3)}, "optimizer": {}, "scaler": {}, "random": []}
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.HostCopy, "take", refuse)
+        saving.save(state, Position(step=1), is_best=False, last_chance=True)
+    assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training goes on" in caplog.text
+    saving.save(state, Position(step=2), is_best=False, last_chance=True)
+    assert saved_steps(tmp_path) == [2]

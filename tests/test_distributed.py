@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from ranks import free_port, run_ranks
 
 from utils import distributed
 from utils.distributed import Launch, World, choose_device, choose_together, connect, first_host, read_launch
-from utils.errors import LocalError, UserError, launched_rank, one_line_errors
+from utils.errors import LocalError, Stopped, UserError, launched_rank, one_line_errors
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
 SLURM_STEP = {
@@ -406,3 +407,27 @@ distributed.run_script(main)
     assert result.stdout == output + (" taken down" if ranks == 1 else "")
     assert result.stderr.endswith(error)
     assert bool(result.stderr) is bool(error)
+
+
+# --- the end -------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Stands for a step with CUDA graphs."""
+
+
+def stop_while_holding(seen: list[weakref.ref], error: BaseException) -> None:
+    held = Held()
+    seen.append(weakref.ref(held))
+    raise error
+
+
+@pytest.mark.parametrize(("error", "leaves"), [(Stopped(), 1), (UserError("bad"), 1), (LocalError("bad"), 0)])
+def test_an_error_lets_go_of_the_step_before_the_group_is_left(monkeypatch, error: BaseException, leaves: int) -> None:
+    """NCCL would wait for the end of the step's CUDA graphs, which the error's frames keep alive: for ever."""
+    seen: list[weakref.ref] = []
+    alive: list[bool] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(seen[0]() is not None))
+    with pytest.raises(type(error)), distributed._leaving_group():
+        stop_while_holding(seen, error)
+    assert alive == [False] * leaves

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -324,6 +325,46 @@ def test_a_job_that_is_started_again_goes_on_whatever_resume_says(
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
     assert saved_steps(run / FOLDER) == [8], "the first start of a job is none again"
+
+
+def test_a_new_training_that_is_cut_off_before_it_began_does_not_take_up_the_old_one(
+    tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with --resume=no, preempted while it still stages its data, and started again by its launcher."""
+    run = directory(tmp_path)
+    assert command()[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_loaders", lambda *_: sys.exit(143))
+        assert command("--resume=no", "--num_epochs=1")[0] == 143
+    assert saved_steps(run / FOLDER) == [16, 8], "nothing is lost before a new training begins"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    code, stderr = command("--resume=no", "--num_epochs=1")
+    assert code == 0, stderr
+    assert "Going on" not in stderr
+    assert saved_steps(run / FOLDER) == [8]
+    assert "Going on" in command("--resume=no")[1], "from then on it is the training that goes on"
+
+
+def test_checkpoints_behind_a_link_are_removed_too(tmp_path: Path, command: Any) -> None:
+    """The old run's would be taken for the new one's newest."""
+    run, scratch = directory(tmp_path), tmp_path / "scratch"
+    assert command()[0] == 0
+    (run / FOLDER).rename(scratch)
+    (run / FOLDER).symlink_to(scratch)
+    assert command("--resume=no", "--num_epochs=1")[0] == 0
+    assert saved_steps(run / FOLDER) == saved_steps(scratch) == [8]
+
+
+def test_provenance_tells_of_every_part(tmp_path: Path, command: Any) -> None:
+    run = directory(tmp_path)
+    assert command("--num_epochs=1")[0] == 0
+    assert command("--num_epochs=2")[0] == 0
+    assert command("--num_epochs=3")[0] == 0
+    record = json.loads((run / "provenance.json").read_text())
+    assert len(record["earlier"]) == 2
+    assert all("earlier" not in part and part["date"] <= record["date"] for part in record["earlier"])
+    assert command("--resume=no", "--num_epochs=1")[0] == 0
+    assert "earlier" not in json.loads((run / "provenance.json").read_text())
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--resume=auto"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -250,6 +251,38 @@ def test_an_exchange_is_waited_for_only_when_the_next_is_due(monkeypatch: pytest
     agreement.close()
     assert [work.waited for work in works] == [True, True]
     agreement.close()
+
+
+def ask_some_times(world: World, calls: int) -> list[Wish]:
+    """Each rank wishes once, for itself, at another moment; what it was answered."""
+    Agreement.RANKS_A_STEP = 1
+    agreement = Agreement(world)
+    wishes = {world.rank: Wish.SAVE, 9: Wish.STOP if world.rank == world.size - 1 else Wish.GO_ON}
+    answers = [agreement.ask(wishes.get(call, Wish.GO_ON)) for call in range(calls)]
+    agreement.close()
+    return answers
+
+
+def test_many_ranks_exchange_every_few_steps_and_lose_no_wish() -> None:
+    """As 96 ranks would: all have the same answers at the same steps."""
+    answers = run_ranks(ask_some_times, 3, 18)
+    assert answers[0] == answers[1] == answers[2]
+    assert [answer for answer in answers[0] if answer is not Wish.GO_ON][:2] == [Wish.SAVE, Wish.STOP]
+
+
+def test_a_signal_lets_a_librarys_system_call_go_on() -> None:
+    """It must not fail with EINTR just when a training is to end in order."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    reader, writer = os.pipe()
+    with StopSignals() as signals:
+        signalled = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        answered = threading.Timer(0.6, lambda: os.write(writer, b"x"))
+        signalled.start()
+        answered.start()
+        assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
+        assert signals.received == "SIGUSR1"
+    os.close(reader)
+    os.close(writer)
 
 
 # --- one process -----------------------------------------------------------------------------------------------------

@@ -305,16 +305,23 @@ def connect(
             world_size=size,
             timeout=timedelta(seconds=collective_seconds),
         )
-        try:
+        with _leaving_group():
             yield World(launch, chosen, watch)
-        except LocalError:
-            raise
-        except (UserError, Stopped) as end:  # on all ranks; where one is gone, leaving the group could take for ever
-            # NCCL waits for the end of every CUDA graph that holds its kernels, and the error's frames hold the step.
-            traceback.clear_frames(end.__traceback__)
-            dist.destroy_process_group()
-            raise
+
+
+@contextlib.contextmanager
+def _leaving_group() -> Iterator[None]:
+    """Leaves the process group where all ranks end together; where one is gone, that could take for ever."""
+    try:
+        yield
+    except LocalError:
+        raise
+    except (UserError, Stopped) as end:
+        # NCCL waits for the end of every CUDA graph that holds its kernels, and the error's frames hold the step.
+        traceback.clear_frames(end.__traceback__)
         dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -670,7 +670,7 @@ def test_what_does_not_fit_is_refused() -> None:
         step.load_state({**state, "network": {**state["network"], name: torch.zeros(1)}})
     with pytest.raises(ValueError, match=rf"^it has no {name}$"):
         step.load_weights({key: value for key, value in state["network"].items() if key != name})
-    with pytest.raises(ValueError, match=r"^its extra has shape \(2,\), this network's has None"):
+    with pytest.raises(ValueError, match=r"^this network has no extra$"):
         step.load_weights({**state["network"], "extra": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"^its optimizer is SGD, this training's is Adam"):
         step.load_state(other.state())
