@@ -158,7 +158,7 @@ def how_it_begins(
         return [f"Weights of {options.init_from}"] if options.init_from else []
     lines = [f"Going on from {saved.path}, after step {position.step}"]
     if changed:
-        lines.append(f"Changed since: {', '.join(changed)}")
+        lines.append(f"Changed since: {', '.join(changed)}; the learning rate follows the schedule as it is now")
     if options.init_from:
         lines.append("--init_from has no effect: this training has a checkpoint of its own")
     if position.epoch >= config.num_epochs:

@@ -447,3 +447,17 @@ def test_a_signal_to_torchrun_has_its_ranks_save(start: Start, flags: list[str],
     assert resumed.end() == 0, resumed.text
     resumed.wait_for(rf"Going on from .*, after step {step}$")
     assert code == 1
+
+
+@pytest.mark.slow
+def test_ranks_whose_torchrun_is_gone_save_and_stop(start: Start, flags: list[str], tmp_path: Path) -> None:
+    """They once went on training, with nobody to watch them."""
+    program = start([*TORCHRUN, "train.py", *flags, LONG])
+    program.wait_for("epoch 2/")
+    program.process.kill()
+    program.process.wait(10)
+    program._reader.join(30)  # until the last rank's end closes the pipe
+    assert not program._reader.is_alive()
+    (step,) = re.findall(r"Stopping after step (\d+): SIGTERM", program.text)
+    assert f"Stopped after step {step}: the same command goes on from there (exit code 75)" in program.text
+    checkpoint.load(checkpoint.place(run_folder(tmp_path, 2) / FOLDER, int(step)))

@@ -80,7 +80,7 @@ def comparable(config: Config) -> dict[str, Any]:
 
 
 def changes(saved: Saved, config: Config) -> list[str]:
-    """Keys that have changed since, for the log; UserError where a step would now see other samples."""
+    """What has changed since, for the log; UserError where a step would now see other samples."""
     before, now = saved.weights["config"], comparable(config)
     for key in ORDER_KEYS:
         if before.get(key) != now[key]:
@@ -88,7 +88,7 @@ def changes(saved: Saved, config: Config) -> list[str]:
                 f"{saved.path} is of a training with {key} {before.get(key)}, this one has {now[key]}, so it would not "
                 f"go on where that one stopped; give this one a --run_num of its own (--init_from takes weights alone)"
             )
-    return [key for key, value in now.items() if before.get(key, value) != value]
+    return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:

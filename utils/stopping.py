@@ -6,6 +6,7 @@ after the same step.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import logging
 import os
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # Slurm and torchrun both signal a rank that runs under both: so soon after the first, it is the same signal.
 SAME_SIGNAL_SECONDS = 1.0
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Wish(enum.IntEnum):
@@ -54,6 +56,9 @@ class StopSignals:
         self._previous = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
         for number in self._numbers:
             signal.siginterrupt(number, False)  # libraries' system calls go on after it
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # The kernel sends SIGTERM when torchrun is gone, killed or by a signal that it does not pass on.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
         return self
