@@ -397,7 +397,7 @@ def test_more_epochs_go_on_from_a_complete_training(tmp_path: Path, command: Any
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=network.width=8"], " does not fit this training: its "),
+        (["--set=network.width=8"], " does not fit this training: it"),
         (["--set=network.scales=3"], " does not fit this training: its "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (["--set=seed=1"], " is of a training with seed 0, this one has 1, so it would not go on where that one "),
@@ -695,6 +695,7 @@ def test_a_save_that_hangs_ends_no_training(tmp_path: Path, command: Any, monkey
     run, release, write = directory(tmp_path), threading.Event(), checkpoint.write
     monkeypatch.setattr(Saving, "CLOSING_SECONDS", 0.3)
     monkeypatch.setattr(Saving, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(Saving, "BEST_SECONDS", 0.0)
 
     def hang(target: Path, *arguments: Any) -> None:
         if target.name == "step_00000006":

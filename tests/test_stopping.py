@@ -459,5 +459,19 @@ def test_ranks_whose_torchrun_is_gone_save_and_stop(start: Start, flags: list[st
     program._reader.join(30)  # until the last rank's end closes the pipe
     assert not program._reader.is_alive()
     (step,) = re.findall(r"Stopping after step (\d+): SIGTERM", program.text)
-    assert f"Stopped after step {step}: the same command goes on from there (exit code 75)" in program.text
     checkpoint.load(checkpoint.place(run_folder(tmp_path, 2) / FOLDER, int(step)))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_again_and_they_go_on(start: Start, flags: list[str], tmp_path: Path) -> None:
+    """One is killed; the other ends by itself or by torchrun; both begin again at the newest checkpoint."""
+    restarting = [*TORCHRUN, "--max-restarts=2", "train.py", *flags]
+    program = start([*restarting, f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5"])
+    program.wait_for("epoch 3/")
+    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    assert program.end() == 0, program.text
+    program.wait_for(r"Going on from .*, after step \d+$")
+    assert program.text.count("This training is complete") == 0
+    assert program.text.count("DONE ---- rank 0") == 1
+    assert checkpoint.saved_steps(run_folder(tmp_path, 2) / FOLDER)[0] == EPOCHS * 8

@@ -178,7 +178,6 @@ class Trainer:
             if self.at.step > 0:
                 self._save(last_chance=True)
             self.world.barrier()  # a launcher that sees one rank end may stop the one that still writes
-            self.logs.line(f"Stopped after step {self.at.step}: the same command goes on from there (exit code 75)")
             raise Stopped
         return answer
 
