@@ -254,7 +254,7 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
         (directory / name).write_text(f"precious {name}")
 
     def found() -> dict[Path, tuple[bytes, int]]:
-        files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+        files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (".lock", ".anew"))
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = found()

@@ -398,7 +398,7 @@ def test_more_epochs_go_on_from_a_complete_training(tmp_path: Path, command: Any
     ("flags", "says"),
     [
         (["--set=network.width=8"], " does not fit this training: it"),
-        (["--set=network.scales=3"], " does not fit this training: its "),
+        (["--set=network.scales=3"], " does not fit this training: it has no "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (["--set=seed=1"], " is of a training with seed 0, this one has 1, so it would not go on where that one "),
         (["--set=global_batch_size=4"], " is of a training with global_batch_size 8, this one has 4, so "),
