@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,16 @@ import torch.distributed as dist
 from ranks import free_port, run_ranks
 
 from utils import distributed
-from utils.distributed import Launch, World, choose_device, choose_together, connect, first_host, read_launch
+from utils.distributed import (
+    Launch,
+    World,
+    choose_device,
+    choose_together,
+    connect,
+    first_host,
+    of_this_start,
+    read_launch,
+)
 from utils.errors import LocalError, Stopped, UserError, launched_rank, one_line_errors
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -243,6 +253,45 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
         assert len({str(error) for error in found.values()}) == 1
         with pytest.raises(UserError, match=says):
             raise found[0]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_restart_by_torchrun_reads_nothing_of_the_start_before(late: int) -> None:
+    """Its agent's store lives on: ranks that were quicker than rank 0 went to addresses of ranks that were gone."""
+    size, port, timeout = 3, free_port(), timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
+
+    def start(name: str) -> list[str]:
+        found = [""] * size
+
+        def rank(number: int) -> None:
+            store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+            time.sleep(0.3 * (number == late))
+            store = of_this_start(store, number, size, 20)
+            if number == 0:
+                time.sleep(0.1)
+                store.set("address", name)
+            found[number] = store.get("address").decode()
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        return found
+
+    for name in ("first", "second", "third"):
+        assert start(name) == [name] * size
+    del server
+
+
+def test_a_start_that_lacks_a_rank_ends_in_time() -> None:
+    server = dist.TCPStore("127.0.0.1", free_port(), None, True, timedelta(seconds=0.3), wait_for_workers=False)
+    with pytest.raises(dist.DistStoreError):  # nobody has ever called
+        of_this_start(server, 0, 2, 0.3)
+    server.set("call of rank 1", "of an earlier start")
+    with pytest.raises(TimeoutError, match="not all ranks have come"):
+        of_this_start(server, 0, 2, 0.3)
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------

@@ -74,7 +74,10 @@ class Program:
 
     def end(self, seconds: float = 60) -> int:
         """Its exit code, as a shell would tell it."""
-        code = self.process.wait(seconds)
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds:.0f} s:\n{self.text}") from None
         self._reader.join(10)
         return 128 - code if code < 0 else code
 
@@ -470,7 +473,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on(start: Start, flags: list[st
     program.wait_for("epoch 3/")
     children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    assert program.end() == 0, program.text
+    assert program.end(120) == 0, program.text
     program.wait_for(r"Going on from .*, after step \d+$")
     assert program.text.count("This training is complete") == 0
     assert program.text.count("DONE ---- rank 0") == 1

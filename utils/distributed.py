@@ -13,8 +13,10 @@ import logging
 import os
 import re
 import resource
+import secrets
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -235,6 +237,37 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return device
 
 
+def of_this_start(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
+    """A part of the store that no earlier start of the same job has written to, once all ranks are there.
+
+    The store of a torchrun may live as long as its agent, through all its restarts (pytorch/pytorch#135712), and what
+    gloo, NCCL and the watch find there would be the addresses of ranks that are gone. The count of restarts is no help,
+    as each agent has its own. So every rank calls with a number of its own, and rank 0 answers with that number.
+    """
+    mine, deadline, pause = secrets.token_hex(8), time.monotonic() + seconds, 0.01
+    others = range(1, size)
+    if rank:
+        store.set(f"call of rank {rank}", mine)
+    answered = [""] * (size - 1)
+    while time.monotonic() < deadline:
+        if rank:
+            caller, _, start = store.get(f"answer to rank {rank}").decode().partition(" ")
+            if caller == mine:
+                store.add(f"heard in start {start}", 1)
+                return dist.PrefixStore(f"start {start}", store)
+        else:
+            calls = [call.decode() for call in store.multi_get([f"call of rank {other}" for other in others])]
+            for other, call, before in zip(others, calls, answered, strict=True):
+                if call != before:  # one of an earlier start is answered in vain
+                    store.set(f"answer to rank {other}", f"{call} {mine}")
+            answered = calls
+            if store.add(f"heard in start {mine}", 0) == size - 1:
+                return dist.PrefixStore(f"start {mine}", store)
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.5)
+    raise TimeoutError("not all ranks have come")
+
+
 def choose_together(name: str, launch: Launch, store: dist.Store) -> torch.device:
     """choose_device for ranks that have met but have no process group yet: all have the same kind, or all fail."""
     error = ""
@@ -290,6 +323,8 @@ def connect(
         store, rank, size = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=rendezvous_seconds))
         )
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            store = of_this_start(store, rank, size, rendezvous_seconds)
         chosen = choose_together(device, launch, store)
     except (dist.DistError, TimeoutError) as error:
         raise LocalError(
