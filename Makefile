@@ -75,7 +75,7 @@ $(READY): pyproject.toml
 	fi
 	@echo "installing what pyproject.toml lists"
 	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev]"
+	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev,digits]"
 	@# A torchrun that lies outside would start the interpreter outside, which lacks the rest.
 	@test -x $(BIN)/torchrun || { printf '#!%s\nfrom torch.distributed.run import main\nmain()\n' \
 	  "$$($(BIN)/python -c 'import sys; print(sys.executable)')" > $(BIN)/torchrun && chmod +x $(BIN)/torchrun; }

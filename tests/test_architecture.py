@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # What trains a network on ready data does without; to be imported where it is used.
-OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "tensorboard", "triton"}
+OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules of the commands that make data, which may need what they need.
 SIMULATION = {f"utils.data.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate")}
 PICKLES = {"cloudpickle", "dill", "joblib", "pickle", "shelve"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.data import symmetry
+from utils.errors import UserError
 
 SPLITS = {"train": 0, "valid": 1}
 
@@ -60,6 +61,29 @@ class SamplePlan:
         else:
             symmetries = words.below(symmetry.COUNT, self.samples)
         return EpochPlan(origins, symmetries)
+
+
+@dataclass(frozen=True)
+class ShufflePlan:
+    """Samples of a data set that has `available` of them, each at most once an epoch."""
+
+    samples: int
+    available: int
+    seed: int = 0
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        if self.samples > self.available:
+            raise UserError(
+                f"{self.samples} samples of the {self.split} split are asked for, and it has {self.available}; "
+                "ask for no more than these"
+            )
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The rows [samples] of one epoch, int64; of validation always the first ones, in order."""
+        if self.split == "valid":
+            return np.arange(self.samples, dtype=np.int64)
+        return _distinct(_Words((self.seed, SPLITS[self.split], epoch)), self.samples, self.available)
 
 
 class _Words:

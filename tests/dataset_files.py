@@ -1,0 +1,141 @@
+"""Small files in the published data sets' own formats, and what must be read from them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.data.datasets import DATASETS
+
+COUNTS = {"train": 15, "valid": 7}
+Arrays = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def drawn(name: str, seed: int = 0) -> Arrays:
+    """Images and labels of both splits, of a data set of images."""
+    generator = np.random.default_rng(seed)
+    shape = DATASETS[name].shape
+    return {
+        split: (generator.integers(0, 256, (count, *shape), np.uint8), generator.integers(0, 10, count))
+        for split, count in COUNTS.items()
+    }
+
+
+def idx(values: np.ndarray, magic: int | None = None) -> bytes:
+    magic = 0x0800 + values.ndim if magic is None else magic
+    return struct.pack(f">{1 + values.ndim}I", magic, *values.shape) + values.astype(np.uint8).tobytes()
+
+
+def write_idx(directory: Path, arrays: Arrays, packed: bool = True) -> None:
+    for split, prefix in (("train", "train"), ("valid", "t10k")):
+        images, labels = arrays[split]
+        for name, values in ((f"{prefix}-images-idx3-ubyte", images[:, 0]), (f"{prefix}-labels-idx1-ubyte", labels)):
+            data = idx(values)
+            (directory / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(data) if packed else data)
+
+
+def cifar_files(arrays: Arrays) -> dict[str, bytes]:
+    files = {}
+    for split, names in (("train", [f"data_batch_{n}.bin" for n in (1, 2, 3, 4, 5)]), ("valid", ["test_batch.bin"])):
+        images, labels = arrays[split]
+        records = [bytes([label]) + image.tobytes() for image, label in zip(images, labels, strict=True)]
+        for number, name in enumerate(names):
+            size = len(records) // len(names)
+            files[f"cifar-10-batches-bin/{name}"] = b"".join(records[number * size : (number + 1) * size])
+    return files
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+
+
+def write_cifar(directory: Path, arrays: Arrays, packed: bool = True) -> None:
+    files = cifar_files(arrays) | {"cifar-10-batches-bin/readme.html": b"<html>"}
+    if packed:
+        write_tar(directory / "cifar-10-binary.tar.gz", files)
+        return
+    (directory / "cifar-10-batches-bin").mkdir()
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+
+
+def object_array(lists: list[Any]) -> np.ndarray:
+    array = np.empty(len(lists), dtype=object)
+    array[:] = lists
+    return array
+
+
+def npy(count: int, pickled: bytes) -> bytes:
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "|O", "fortran_order": False, "shape": (count,)})
+    return content.getvalue() + pickled
+
+
+def write_npz(path: Path, count: int, pickled: bytes, labels: np.ndarray) -> None:
+    plain = io.BytesIO()
+    np.save(plain, labels)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", npy(count, pickled))
+        archive.writestr("y.npy", plain.getvalue())
+
+
+def texts(count: int = 22, seed: int = 0) -> tuple[list[list[int]], np.ndarray]:
+    """Short and long ones, one empty, lengths about 300, indices of one, two and four bytes, and their labels."""
+    generator = np.random.default_rng(seed)
+    lengths = [*(0, 1, 298, 299, 300, 301, 650), *generator.integers(2, 40, count)][:count]
+    bounds = generator.choice([200, 3000, 30980], count)
+    lists = [[int(word) for word in generator.integers(1, b, n)] for n, b in zip(lengths, bounds, strict=True)]
+    lists[6][-1] = lists[4][-2] = 30979  # the largest, twice
+    return lists, generator.integers(0, 46, count)
+
+
+def write_reuters(directory: Path, arrays: Any = None, packed: bool = True) -> None:
+    lists, labels = texts()
+    np.savez_compressed(directory / "reuters.npz", x=object_array(lists), y=labels)
+
+
+def keras(lists: list[list[int]], labels: np.ndarray) -> Arrays:
+    """`reuters.load_data()` and `pad_sequences(maxlen=300)` with Keras's defaults, word by word."""
+    order = np.arange(len(lists))
+    np.random.RandomState(113).shuffle(order)
+    sequences = [[1] + [word + 3 for word in lists[row]] for row in order]
+    words = max(max(sequence) for sequence in sequences)
+    padded = []
+    for sequence in sequences:
+        known = [word if word < words else 2 for word in sequence]
+        while len(known) > 300:
+            del known[0]
+        while len(known) < 300:
+            known.insert(0, 0)
+        padded.append(known)
+    split = int(len(lists) * (1 - 0.2))
+    parts = {"train": slice(0, split), "valid": slice(split, None)}
+    return {name: (np.array(padded)[part], labels[order][part]) for name, part in parts.items()}
+
+
+WRITERS: dict[str, Callable[..., None]] = {
+    "mnist": write_idx,
+    "fashion_mnist": write_idx,
+    "cifar10": write_cifar,
+    "reuters": write_reuters,
+}
+
+
+def write(name: str, directory: Path, packed: bool = True) -> Arrays:
+    """The data set's files, and what must be read from them."""
+    directory.mkdir(exist_ok=True)
+    arrays = keras(*texts()) if name == "reuters" else drawn(name)
+    WRITERS[name](directory, arrays, packed)
+    return arrays
