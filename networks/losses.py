@@ -1,9 +1,10 @@
-"""Losses: callables (outputs, targets) -> scalar, both [N, C, D, D, D]."""
+"""Losses: callables (outputs, targets) -> scalar, of fields, both [N, C, D, D, D], or of logits and classes."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from networks import pointwise
 
@@ -33,3 +34,21 @@ class L1Loss(nn.Module):
             density, target = (torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (outputs, targets))
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
+
+
+class CrossEntropyLoss(nn.Module):
+    """Mean cross-entropy of logits [N, classes] against classes [N], int64; ValueError for options of other losses."""
+
+    def __init__(self, lambda_rho: float = 0.0, fused: bool = False) -> None:
+        super().__init__()
+        if lambda_rho > 0:
+            raise ValueError(f"lambda_rho {lambda_rho} weighs a density, which loss cross_entropy has not; leave it 0")
+        if fused:
+            raise ValueError("loss cross_entropy has no kernel of its own; leave fused_pointwise off")
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if targets.is_floating_point():
+            raise ValueError("loss cross_entropy compares with classes, not with fields; choose loss l1 for volumes")
+        # Half precision would round the loss to 2 or 3 digits.
+        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+        return F.cross_entropy(outputs, targets)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from networks import pointwise
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
+from networks.norms import build_norm
 from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -25,6 +26,9 @@ class UNet(nn.Module):
     Each scale halves the grid on the way down (`down1`, `down2`, …) and doubles it on the way up (…, `up2`, `last`),
     where the output of the same scale's way down is concatenated. The layers in `rewritten` and, if `fused`, all that
     is not convolution compute the same in other ways; parameters and their names stay.
+
+    A `norm`, see norms.py, stands between each convolution, the first included, and its activation; the last has none.
+    `crop` is the side D, if it is known.
     """
 
     def __init__(
@@ -35,21 +39,31 @@ class UNet(nn.Module):
         scales: int = 6,
         rewritten: Sequence[str] = (),
         fused: bool = False,
+        norm: str = "none",
+        crop: int | None = None,
     ) -> None:
         super().__init__()
         if scales < 1:
             raise ValueError(f"a U-Net needs at least one scale, not {scales}")
+        if crop is not None and crop % 2**scales:
+            raise ValueError(
+                f"data_size {crop} is not a multiple of {2**scales}, by which the network divides the grid"
+            )
+        if fused and norm != "none":
+            raise ValueError(f"fused_pointwise leaves no place for norm {norm}; leave one of them out")
         for name in rewritten:
             if name not in REWRITES:
                 raise ValueError(f"network.rewritten: {name} cannot be rewritten, only {', '.join(REWRITES)} can")
         self.scales = scales
         self.fused = fused
+        self.norm = norm
         channels = [width * min(2**scale, MAX_WIDENING) for scale in range(scales)]  # out of down1, down2, …
         for scale in range(1, scales + 1):
             before = in_channels if scale == 1 else channels[scale - 2]
             name = f"down{scale}"
             kind = REWRITES[name] if name in rewritten else Conv3d
             self.add_module(name, kind(before, channels[scale - 1], 4, stride=2, padding=1))
+            self._add_norm(name, channels[scale - 1])
         for scale in range(scales, 0, -1):
             # The deepest scale has no skip connection to concatenate.
             before = channels[scale - 1] * (1 if scale == scales else 2)
@@ -58,11 +72,8 @@ class UNet(nn.Module):
             plain = OutputConvTranspose3d if name == "last" else ConvTranspose3d
             kind = REWRITES[name] if name in rewritten else plain
             self.add_module(name, kind(before, after, 4, stride=2, padding=1))
-
-    @property
-    def downsampling(self) -> int:
-        """A crop's side must be a multiple of this."""
-        return 2**self.scales
+            if name != "last":
+                self._add_norm(name, after)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         skips = []
@@ -80,20 +91,27 @@ class UNet(nn.Module):
         layer = self._layer(name)
         if self.fused:
             return pointwise.bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
-        x = F.leaky_relu(layer(x), pointwise.NEGATIVE_SLOPE)
+        x = F.leaky_relu(self._normalise(name, layer(x)), pointwise.NEGATIVE_SLOPE)
         return x, x
 
     def _up(self, name: str, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         layer = self._layer(name)
         if self.fused:
             return pointwise.bias_relu_cat(layer(x, biased=False), _bias(layer), skip)
-        return torch.cat([F.relu(layer(x)), skip], dim=1)
+        return torch.cat([F.relu(self._normalise(name, layer(x))), skip], dim=1)
 
     def _last(self, x: torch.Tensor) -> torch.Tensor:
         layer = self._layer("last")
         if self.fused:
             return pointwise.bias_activation(layer(x, biased=False), _bias(layer), "tanh")
         return torch.tanh(layer(x))
+
+    def _add_norm(self, name: str, channels: int) -> None:
+        if self.norm != "none":
+            self.add_module(f"{name}_norm", build_norm(self.norm, channels, dimensions=3))
+
+    def _normalise(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x)
 
     def _layer(self, name: str) -> Layer:
         layer = self.get_submodule(name)
@@ -104,28 +122,3 @@ class UNet(nn.Module):
 def _bias(layer: Layer) -> torch.Tensor:
     assert layer.bias is not None
     return layer.bias
-
-
-def initialise(
-    network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
-) -> None:
-    """Convolution weights ~ N(0, scale²) and constant biases, as DCGAN draws them (Radford et al. 2016).
-
-    conv_init 'default' draws torch's own uniform weights, from the same generator.
-    """
-    for module in network.modules():
-        if not isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
-            continue
-        with torch.no_grad():
-            if conv_init == "normal":
-                module.weight.normal_(0.0, scale, generator=generator)
-                bound = None
-            else:
-                fan_in = module.weight[0].numel()
-                bound = fan_in**-0.5
-                module.weight.uniform_(-bound, bound, generator=generator)
-            if module.bias is not None:
-                if bound is None:
-                    module.bias.fill_(bias)
-                else:
-                    module.bias.uniform_(-bound, bound, generator=generator)

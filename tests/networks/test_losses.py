@@ -1,4 +1,4 @@
-"""The loss against values worked out by hand."""
+"""Losses and metrics against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from networks import build_loss
+from networks import METRICS, build_loss, build_metrics
 
 
 def fields(*channels: float) -> torch.Tensor:
@@ -40,3 +40,76 @@ def test_a_fused_loss_is_the_same_with_and_without_the_density_term() -> None:
 
 def test_double_precision_stays() -> None:
     assert build_loss("l1")(fields(1.0).double(), fields(0.5).double()).dtype == torch.float64
+
+
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.5, 0.0], [0.0, 0.0, 5.0]])
+CLASSES = torch.tensor([0, 1, 0, 2])
+
+
+def cross_entropy_by_hand(rows: list[list[float]], classes: list[int]) -> float:
+    terms = [math.log(sum(map(math.exp, row))) - row[right] for row, right in zip(rows, classes, strict=True)]
+    return sum(terms) / len(terms)
+
+
+def test_cross_entropy_is_the_mean_over_the_batch() -> None:
+    loss = build_loss("cross_entropy", labelled=True, lambda_rho=0.0, fused=False)(LOGITS, CLASSES)
+    assert loss.shape == ()
+    assert float(loss) == pytest.approx(cross_entropy_by_hand(LOGITS.tolist(), CLASSES.tolist()), rel=1e-6)
+
+
+def test_cross_entropy_of_half_precision_logits_is_float32_also_under_autocast() -> None:
+    logits = torch.tensor([[9.0, 0.0], [8.0, -1.0]])
+    expected = cross_entropy_by_hand(logits.tolist(), [0, 0])
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = build_loss("cross_entropy", labelled=True)(logits.bfloat16(), torch.tensor([0, 0]))
+        assert loss.dtype == torch.float32
+        assert float(loss) == pytest.approx(expected, rel=1e-3)
+    assert build_loss("cross_entropy", labelled=True)(logits.double(), torch.tensor([0, 0])).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"), ({"fused": True}, "leave fused_pointwise off")],
+)
+def test_cross_entropy_refuses_what_belongs_to_other_losses(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_loss("cross_entropy", labelled=True, **options)
+
+
+def test_cross_entropy_refuses_fields() -> None:
+    """torch would take them for probabilities."""
+    with pytest.raises(ValueError, match="choose loss l1 for volumes"):
+        build_loss("cross_entropy", labelled=True)(fields(0.1, 0.2), fields(0.3, 0.4))
+
+
+def test_accuracy_counts_the_largest_logit() -> None:
+    assert float(METRICS["accuracy"](LOGITS, CLASSES)) == 0.75
+
+
+def test_top5_accuracy_counts_the_five_largest() -> None:
+    logits = torch.arange(7.0).expand(7, 7)  # classes 2 … 6 are among them
+    assert float(METRICS["top5_accuracy"](logits, torch.arange(7))) == pytest.approx(5 / 7)
+    assert float(METRICS["top5_accuracy"](-logits, torch.tensor([0, 4, 5, 6, 6, 6, 6]))) == pytest.approx(2 / 7)
+
+
+@pytest.mark.parametrize("classes", [3, 5])
+def test_of_five_classes_or_fewer_all_are_among_the_five_largest(classes: int) -> None:
+    logits = torch.randn(8, classes, generator=torch.Generator().manual_seed(0))
+    assert float(METRICS["top5_accuracy"](logits, torch.arange(8) % classes)) == 1.0
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_metrics_are_float32_scalars(name: str, dtype: torch.dtype) -> None:
+    (metric,) = build_metrics([name])
+    result = metric(LOGITS.to(dtype), CLASSES)
+    assert (result.dtype, result.shape, result.device) == (torch.float32, (), LOGITS.device)
+
+
+def test_metrics_come_in_the_order_asked_for_and_unknown_ones_are_named() -> None:
+    assert build_metrics(["top5_accuracy", "accuracy"]) == [METRICS["top5_accuracy"], METRICS["accuracy"]]
+    with pytest.raises(ValueError, match="unknown metric recall; known: accuracy, top5_accuracy"):
+        build_metrics(["accuracy", "recall"])

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks import NETWORKS, build_loss, build_network, initialise
+from networks import VOLUME_NETWORKS, build_loss, build_network, initialise
 from networks.unet import UNet
 
 
@@ -68,8 +68,8 @@ def test_two_scales_compute_what_is_written_out_by_hand() -> None:
     assert expected.shape == (2, 3, 8, 8, 8)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_network_keeps_the_grid(name: str) -> None:
+@pytest.mark.parametrize("name", VOLUME_NETWORKS)
+def test_every_network_for_volumes_keeps_the_grid(name: str) -> None:
     network = build_network(name, 8, in_channels=4, out_channels=5, width=4, scales=3)
     assert network(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
 
@@ -150,3 +150,81 @@ def test_unknown_names_list_the_known_ones() -> None:
         build_network("vnet", 8)
     with pytest.raises(ValueError, match="unknown loss l2; known: l1"):
         build_loss("l2")
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+NORMS = pytest.mark.parametrize("norm", ["batch", "sync_batch", "ghost(2)", "group"])
+
+
+def test_a_norm_stands_between_convolution_and_activation_except_in_the_last_layer() -> None:
+    """Written out by hand with torch's own batch norm."""
+    network = build_network("unet", 8, in_channels=2, out_channels=3, width=4, scales=2, norm="batch")
+    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    x = torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(1))
+    layer = dict(network.named_children())
+
+    def normal(x: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+    down1 = F.leaky_relu(normal(layer["down1"](x)), 0.01)
+    down2 = F.leaky_relu(normal(layer["down2"](down1)), 0.01)
+    up2 = F.relu(normal(layer["up2"](down2)))
+    expected = torch.tanh(layer["last"](torch.cat([up2, down1], 1)))
+    assert torch.allclose(network(x), expected, atol=1e-6)
+    assert [name for name in layer if name.endswith("norm")] == ["down1_norm", "down2_norm", "up2_norm"]
+
+
+@NORMS
+def test_with_a_norm_the_weights_of_convolutions_and_their_names_stay(norm: str) -> None:
+    plain, network = small().state_dict(), small(norm=norm).state_dict()
+    assert all(torch.equal(network[name], value) for name, value in plain.items())
+    others = [name for name in network if name not in plain]
+    assert others
+    assert all(name.split(".")[0].endswith("_norm") for name in others)
+    ones, zeros = (".weight", ".running_var"), (".bias", ".running_mean", ".num_batches_tracked")
+    for name in others:
+        assert name.endswith((*ones, *zeros))
+        assert set(network[name].flatten().tolist()) == {1.0 if name.endswith(ones) else 0.0}
+
+
+@NORMS
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_rewritten_layers_and_layouts_do_not_matter_to_a_norm(norm: str, form: torch.memory_format) -> None:
+    # In float64: a norm makes up for how small the deepest activations are, and rounding would grow with them.
+    plain = small(norm=norm).double()
+    network = small(norm=norm, rewritten=["down1", "last"]).double().to(memory_format=form)
+    x = torch.randn(4, 3, 16, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected, got = gradients(plain, x), gradients(network, x.contiguous(memory_format=form))
+    assert len(got) == 13 + 2 * 5
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-9 * max(float(theirs.abs().max()), 1.0)
+    buffers = dict(plain.named_buffers())
+    assert all(torch.allclose(value, buffers[name]) for name, value in network.named_buffers())
+
+
+@NORMS
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_norm_works_under_autocast_and_a_compiler(norm: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    exact, network = small(norm=norm), small(norm=norm)
+    if compiled:
+        network.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 3, 16, 16, 16, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = network(x)
+    output.square().mean().backward()
+    assert output.dtype == torch.float32
+    expected = exact(x).detach()
+    assert float((output.detach() - expected).norm() / expected.norm()) < 0.05
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
+def test_a_norm_and_fused_layers_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="fused_pointwise leaves no place for norm group; leave one of them out"):
+        build_network("unet", 8, width=4, scales=2, fused=True, norm="group")
+
+
+def test_an_unknown_norm_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown norm layer; known: none, batch"):
+        build_network("unet", 8, width=4, scales=2, norm="layer")

@@ -1,0 +1,136 @@
+"""Small networks that sort samples into classes: a batch -> logits [N, classes].
+
+All take the same options: `shape` of one sample, `classes`, `vocabulary` (how many words there are, where samples are
+made of words) and `norm`, see norms.py. ValueError says what a network cannot take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from networks.norms import build_norm, ghost_batch
+
+
+class MnistCnn(nn.Module):
+    """Two 3x3 convolutions and two dense layers with dropout, for images [N, channels, height, width]."""
+
+    def __init__(
+        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
+    ) -> None:
+        super().__init__()
+        channels, height, width = _image("mnist_cnn", shape, 6, vocabulary)
+        _refuse_norm("mnist_cnn", norm)
+        self.conv1 = nn.Conv2d(channels, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dense1 = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128)
+        self.dropout2 = nn.Dropout(0.5)
+        self.dense2 = nn.Linear(128, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(images))))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = self.dropout2(F.relu(self.dense1(x.flatten(1))))
+        return self.dense2(x)
+
+
+class LeNet(nn.Module):
+    """Convolutions and averages in turn, for images [N, channels, height, width] (after LeCun et al. 1998)."""
+
+    def __init__(
+        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
+    ) -> None:
+        super().__init__()
+        channels, *sides = _image("lenet", shape, 14, vocabulary)
+        _refuse_norm("lenet", norm)
+        height, width = (((side - 2) // 2 - 4) // 2 for side in sides)
+        self.conv1 = nn.Conv2d(channels, 20, 3)
+        self.conv2 = nn.Conv2d(20, 50, 5)
+        self.dense1 = nn.Linear(50 * height * width, 128)
+        self.dense2 = nn.Linear(128, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = F.avg_pool2d(F.relu(self.conv1(images)), 2)
+        x = F.avg_pool2d(F.relu(self.conv2(x)), 2)
+        return self.dense2(F.relu(self.dense1(x.flatten(1))))
+
+
+class ReutersCnn(nn.Module):
+    """Convolutions over the words of a text, for word numbers [N, length] below `vocabulary`."""
+
+    def __init__(
+        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
+    ) -> None:
+        super().__init__()
+        if len(shape) != 1 or vocabulary is None:
+            raise ValueError(
+                f"network reuters_cnn takes texts, not samples of shape {_text(shape)} without a vocabulary; "
+                "choose mnist_cnn, lenet or cifar_cnn"
+            )
+        (length,) = shape
+        if length < 12:
+            raise ValueError(f"network reuters_cnn needs texts of at least 12 words, not {length}")
+        _refuse_norm("reuters_cnn", norm)
+        self.embedding = nn.Embedding(vocabulary, 7)
+        self.conv1 = nn.Conv1d(7, 64, 5)
+        self.conv2 = nn.Conv1d(64, 32, 3)
+        self.dense = nn.Linear(32 * (((length - 4) // 2 - 2) // 2), classes)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words).transpose(1, 2)  # [N, 7, length]
+        x = F.max_pool1d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool1d(F.relu(self.conv2(x)), 2)
+        return self.dense(x.flatten(1))
+
+
+class CifarCnn(nn.Module):
+    """Three blocks of two 3x3 convolutions, each block halving the sides, for images [N, channels, height, width].
+
+    A norm stands between each convolution and its activation.
+    """
+
+    BLOCKS = (32, 64, 128)  # channels
+
+    def __init__(
+        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
+    ) -> None:
+        super().__init__()
+        before, height, width = _image("cifar_cnn", shape, 8, vocabulary)
+        self.blocks = nn.Sequential()
+        for channels in self.BLOCKS:
+            for inputs in (before, channels):
+                self.blocks.append(nn.Conv2d(inputs, channels, 3, padding=1))
+                self.blocks.append(build_norm(norm, channels, dimensions=2))
+                self.blocks.append(nn.ReLU())
+            self.blocks.append(nn.MaxPool2d(2))
+            before = channels
+        self.dense1 = nn.Linear(before * (height // 8) * (width // 8), 128)
+        self.dense2 = nn.Linear(128, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.dense2(F.relu(self.dense1(self.blocks(images).flatten(1))))
+
+
+def _image(name: str, shape: tuple[int, ...], least: int, vocabulary: int | None) -> tuple[int, int, int]:
+    """Channels, height and width of the samples; ValueError where they are no images, or a side is below `least`."""
+    if len(shape) != 3 or vocabulary is not None:
+        raise ValueError(
+            f"network {name} takes images, channels x height x width, not samples of shape {_text(shape)}"
+            + ("" if vocabulary is None else f" of {vocabulary} words; choose reuters_cnn")
+        )
+    channels, height, width = shape
+    if min(height, width) < least:
+        raise ValueError(f"network {name} needs images of at least {least} x {least}, not {height} x {width}")
+    return channels, height, width
+
+
+def _refuse_norm(name: str, norm: str) -> None:
+    ghost_batch(norm)  # what is no norm at all is named as such
+    if norm != "none":
+        raise ValueError(f"network {name} has no place for norm {norm}; leave it none or choose network cifar_cnn")
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "()"

@@ -1,0 +1,64 @@
+"""A network's first weights, drawn anew from a generator of the caller's."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+KINDS = ("normal", "default", "glorot")
+LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
+
+
+@torch.no_grad()
+def initialise(
+    network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
+) -> None:
+    """Draws the weights of convolutions, dense layers and embeddings; ValueError for an unknown `conv_init`.
+
+    normal   ~ N(0, scale²), as DCGAN draws them (Radford et al. 2016), with constant biases
+    default  torch's own: uniform, biases too, within ±1 / √inputs; embeddings ~ N(0, 1)
+    glorot   uniform within ±√(6 / (inputs + outputs)) (Glorot & Bengio 2010), with constant biases; embeddings within
+             ±0.05, as in Keras
+
+    Inputs and outputs are those that one number of the output or input is connected to. Norms keep weight 1 and bias 0.
+    """
+    if conv_init not in KINDS:
+        raise ValueError(f"unknown conv_init {conv_init}; known: {', '.join(KINDS)}")
+    for module in network.modules():
+        if isinstance(module, nn.Embedding):
+            _draw_embedding(module.weight, generator, conv_init, scale)
+        elif isinstance(module, LAYERS):
+            _draw_layer(module.weight, module.bias, generator, conv_init, scale, bias)
+
+
+def _draw_embedding(weight: torch.Tensor, generator: torch.Generator, conv_init: str, scale: float) -> None:
+    if conv_init == "glorot":
+        weight.uniform_(-0.05, 0.05, generator=generator)
+    else:
+        weight.normal_(0.0, scale if conv_init == "normal" else 1.0, generator=generator)
+
+
+def _draw_layer(
+    weight: torch.Tensor,
+    biases: torch.Tensor | None,
+    generator: torch.Generator,
+    conv_init: str,
+    scale: float,
+    bias: float,
+) -> None:
+    bound = weight[0].numel() ** -0.5
+    if conv_init == "normal":
+        weight.normal_(0.0, scale, generator=generator)
+    elif conv_init == "default":
+        weight.uniform_(-bound, bound, generator=generator)
+    else:
+        # Inputs and outputs are the first two axes, in whichever order; the others are the kernel.
+        limit = math.sqrt(6 / ((weight.shape[0] + weight.shape[1]) * weight[0, 0].numel()))
+        weight.uniform_(-limit, limit, generator=generator)
+    if biases is not None:
+        if conv_init == "default":
+            biases.uniform_(-bound, bound, generator=generator)
+        else:
+            biases.fill_(bias)

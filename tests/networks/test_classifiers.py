@@ -1,0 +1,228 @@
+"""The classifiers are the ones described: parameters, layers written out by hand, sizes; and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from networks import CLASSIFIERS, build_loss, build_network, initialise
+
+IMAGES = ["mnist_cnn", "lenet", "cifar_cnn"]
+LEAST = {"mnist_cnn": 6, "lenet": 14, "cifar_cnn": 8}
+
+
+def build(name: str, shape: tuple[int, ...] = (), classes: int = 10, **options: Any) -> torch.nn.Module:
+    if not shape:
+        shape = (300,) if name == "reuters_cnn" else (1, 28, 28)
+    if name == "reuters_cnn":
+        options.setdefault("vocabulary", 50)
+    network = build_network(name, shape=shape, classes=classes, **options)
+    initialise(network, torch.Generator().manual_seed(0), "glorot", bias=0.1)
+    return network.eval()
+
+
+def samples(name: str, count: int = 2, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if name == "reuters_cnn":
+        return torch.randint(0, 50, (count, *(shape or (300,))), generator=generator)
+    return torch.rand((count, *(shape or (1, 28, 28))), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "classes", "vocabulary", "count"),
+    [
+        ("mnist_cnn", (1, 28, 28), 10, None, 1_199_882),
+        ("lenet", (1, 28, 28), 10, None, 129_068),
+        ("reuters_cnn", (300,), 46, 30_982, 332_856),
+        ("cifar_cnn", (3, 32, 32), 10, None, 287_008 + 2048 * 128 + 128 + 1290),
+        ("cifar_cnn", (1, 8, 8), 10, None, 286_432 + 128 * 128 + 128 + 1290),
+    ],
+)
+def test_numbers_of_parameters(
+    name: str, shape: tuple[int, ...], classes: int, vocabulary: int | None, count: int
+) -> None:
+    network = build_network(name, shape=shape, classes=classes, vocabulary=vocabulary)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count
+
+
+def test_mnist_cnn_computes_what_is_written_out_by_hand() -> None:
+    weights, x = (network := build("mnist_cnn")).state_dict(), samples("mnist_cnn")
+    y = F.relu(F.conv2d(x, weights["conv1.weight"], weights["conv1.bias"]))
+    y = F.max_pool2d(F.relu(F.conv2d(y, weights["conv2.weight"], weights["conv2.bias"])), 2).reshape(2, 9216)
+    y = F.relu(y @ weights["dense1.weight"].T + weights["dense1.bias"])
+    assert torch.allclose(network(x), y @ weights["dense2.weight"].T + weights["dense2.bias"], atol=1e-5)
+
+
+def test_mnist_cnn_drops_a_quarter_and_a_half() -> None:
+    network = build("mnist_cnn").train()
+    seen: dict[str, torch.Tensor] = {}
+    for name in ("dropout1", "dropout2"):
+        network.get_submodule(name).register_forward_hook(
+            lambda module, inputs, output, name=name: (
+                seen.update({name: (output == 0) & (inputs[0] != 0)}) or seen.update({f"{name} before": inputs[0] != 0})
+            )
+        )
+    torch.manual_seed(0)
+    network(samples("mnist_cnn", 32))
+    for name, share in (("dropout1", 0.25), ("dropout2", 0.5)):
+        assert float(seen[name].sum() / seen[f"{name} before"].sum()) == pytest.approx(share, abs=0.05)
+
+
+def test_lenet_computes_what_is_written_out_by_hand() -> None:
+    weights, x = (network := build("lenet")).state_dict(), samples("lenet")
+    y = F.avg_pool2d(F.relu(F.conv2d(x, weights["conv1.weight"], weights["conv1.bias"])), 2)
+    y = F.avg_pool2d(F.relu(F.conv2d(y, weights["conv2.weight"], weights["conv2.bias"])), 2).reshape(2, 800)
+    y = F.relu(y @ weights["dense1.weight"].T + weights["dense1.bias"])
+    assert torch.allclose(network(x), y @ weights["dense2.weight"].T + weights["dense2.bias"], atol=1e-5)
+
+
+def test_reuters_cnn_computes_what_is_written_out_by_hand() -> None:
+    weights, x = (network := build("reuters_cnn", classes=46)).state_dict(), samples("reuters_cnn")
+    y = weights["embedding.weight"][x].permute(0, 2, 1)
+    y = F.max_pool1d(F.relu(F.conv1d(y, weights["conv1.weight"], weights["conv1.bias"])), 2)
+    y = F.max_pool1d(F.relu(F.conv1d(y, weights["conv2.weight"], weights["conv2.bias"])), 2)
+    expected = y.reshape(2, 2336) @ weights["dense.weight"].T + weights["dense.bias"]
+    assert expected.shape == (2, 46)
+    assert torch.allclose(network(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["none", "batch"])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8)], ids=["cifar", "digits"])
+def test_cifar_cnn_computes_what_is_written_out_by_hand(norm: str, shape: tuple[int, ...]) -> None:
+    network, x = build("cifar_cnn", shape, norm=norm).train(), samples("cifar_cnn", 4, shape)
+    weights = [parameter for name, parameter in network.named_parameters() if parameter.dim() == 4]
+    assert [(weight.shape[0], *weight.shape[2:]) for weight in weights] == [
+        (channels, 3, 3) for channels in (32, 32, 64, 64, 128, 128)
+    ]
+    y = x
+    for number, weight in enumerate(weights):
+        y = F.conv2d(y, weight, torch.full((len(weight),), 0.1), padding=1)
+        y = F.relu(y if norm == "none" else F.batch_norm(y, None, None, training=True))
+        y = F.max_pool2d(y, 2) if number % 2 else y
+    dense = network.state_dict()
+    y = F.relu(y.flatten(1) @ dense["dense1.weight"].T + dense["dense1.bias"])
+    assert torch.allclose(network(x), y @ dense["dense2.weight"].T + dense["dense2.bias"], atol=1e-4)
+
+
+def test_a_norm_leaves_the_names_of_cifar_cnns_parameters() -> None:
+    plain = build("cifar_cnn").state_dict()
+    for norm in ("batch", "sync_batch", "ghost(4)", "group"):
+        network = build("cifar_cnn", norm=norm).state_dict()
+        assert all(torch.equal(network[name], value) for name, value in plain.items())
+        assert len(network) - len(plain) == 6 * (2 if norm == "group" else 5)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=str)
+def test_every_classifier_learns_a_batch_by_heart(name: str, precision: torch.dtype | None) -> None:
+    options = {"norm": "ghost(4)"} if name == "cifar_cnn" else {}
+    network, x, y = build(name, **options), samples(name, 8), torch.arange(8)
+    loss, optimizer = build_loss("cross_entropy"), torch.optim.Adam(network.parameters(), 3e-3)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(25):
+        with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+            value = loss(network.train()(x), y)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(float(value.detach()))
+    assert losses[0] > 1.5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_compiler_sees_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    network, x = build(name), samples(name)
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), network(x), atol=1e-5)
+
+
+def test_layouts_do_not_matter() -> None:
+    for name in IMAGES:
+        network, x = build(name), samples(name)
+        expected = network(x)
+        network.to(memory_format=torch.channels_last)
+        assert torch.allclose(network(x.contiguous(memory_format=torch.channels_last)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_may_be_as_small_as_said_and_no_smaller(name: str) -> None:
+    least = LEAST[name]
+    for shape in ((3, least, least), (3, least, least + 5)):
+        assert build(name, shape)(samples(name, 2, shape)).shape == (2, 10)
+    for sides in ((least - 1, 40), (40, least - 1), (1, 1)):
+        message = f"network {name} needs images of at least {least} x {least}, not {sides[0]} x {sides[1]}"
+        with pytest.raises(ValueError, match=message):
+            build(name, (3, *sides))
+
+
+def test_texts_may_be_as_short_as_said_and_no_shorter() -> None:
+    assert build("reuters_cnn", (12,))(samples("reuters_cnn", 2, (12,))).shape == (2, 10)
+    with pytest.raises(ValueError, match="network reuters_cnn needs texts of at least 12 words, not 11"):
+        build("reuters_cnn", (11,))
+
+
+@pytest.mark.parametrize("name", ["mnist_cnn", "lenet", "reuters_cnn"])
+def test_a_norm_without_a_place_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"network {name} has no place for norm group; .* choose network cifar_cnn"):
+        build(name, norm="group")
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_an_unknown_norm_is_named_as_such(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown norm ghost\(0\); known: none"):
+        build(name, norm="ghost(0)")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_image_networks_refuse_texts_and_the_other_way_round(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"network {name} takes images, .*not samples of shape 300 of 50 words; choose"
+    ):
+        build_network(name, shape=(300,), classes=10, vocabulary=50)
+    with pytest.raises(ValueError, match=f"network {name} takes images, .*not samples of shape 5 x 28$"):
+        build_network(name, shape=(5, 28), classes=10)
+    with pytest.raises(ValueError, match="reuters_cnn takes texts, not samples of shape 1 x 28 x 28"):
+        build_network("reuters_cnn", shape=(1, 28, 28), classes=10, vocabulary=50)
+    with pytest.raises(ValueError, match=r"reuters_cnn takes texts, .*without a vocabulary"):
+        build_network("reuters_cnn", shape=(300,), classes=10)
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+LABELLED = {"shape": (1, 28, 28), "classes": 10, "vocabulary": None, "norm": "none"}
+VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2, "rewritten": ()}
+VOLUMES |= {"fused": False, "norm": "none"}
+
+
+def test_networks_take_all_options_of_their_kind() -> None:
+    assert build_network("unet", **VOLUMES)(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
+    for name in IMAGES:
+        assert build_network(name, **LABELLED)(samples(name)).shape == (2, 10)
+
+
+def test_a_network_for_the_other_kind_of_data_names_those_that_fit() -> None:
+    expected = "^network unet does not take labelled samples; choose one of mnist_cnn, lenet, reuters_cnn, cifar_cnn$"
+    with pytest.raises(ValueError, match=expected):
+        build_network("unet", **LABELLED)
+    for name in CLASSIFIERS:
+        with pytest.raises(ValueError, match=f"^network {name} does not take volumes; choose one of unet$"):
+            build_network(name, **VOLUMES)
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="network lenet has no option depth; it has shape, classes, vocabulary, norm"):
+        build_network("lenet", **LABELLED, depth=3)
+    with pytest.raises(ValueError, match=r"network unet has no option depth; it has in_channels, .*norm, crop"):
+        build_network("unet", **VOLUMES, depth=3)
+
+
+def test_the_crop_may_be_given_by_name_or_left_out() -> None:
+    with pytest.raises(ValueError, match="data_size 12 is not a multiple of 8"):
+        build_network("unet", crop=12, width=4, scales=3)
+    assert build_network("unet", None, width=4, scales=2)(torch.zeros(1, 4, 4, 4, 4)).shape == (1, 5, 4, 4, 4)

@@ -1,0 +1,434 @@
+"""Each norm is torch's own where torch has one, over the numbers that its name says."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from networks import norms
+from networks.norms import build_norm, ghost_batch
+from utils.distributed import World
+
+CHANNELS = 6
+BATCH_NORMS = ["batch", "sync_batch", "ghost(2)"]
+CELLS = pytest.mark.parametrize("cells", [(5,), (3, 4), (2, 3, 4)], ids=["1d", "2d", "3d"])
+PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+def activations(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normal values that every type holds, each channel with a mean and a spread of its own."""
+    scale = torch.arange(1, shape[1] + 1, dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))
+    return ((normal(*shape, seed=seed) + 3) * scale).bfloat16().to(dtype)
+
+
+def normal(*shape: int, seed: int = 9, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Normal values that every type holds."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.bfloat16().to(dtype)
+
+
+def with_weights(norm: nn.Module, seed: int = 1) -> nn.Module:
+    """Neither weight 1 nor bias 0, nor the running statistics of a new one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in [*norm.parameters(), *norm.buffers()]:
+            if value.is_floating_point():
+                value.uniform_(0.5, 1.5, generator=generator)
+    return norm
+
+
+def results(norm: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a forward and backward pass gives, and what it leaves behind."""
+    x = x.detach().requires_grad_()
+    norm.zero_grad()
+    y = norm(x)
+    (y * normal(*y.shape, dtype=y.dtype)).sum().backward()
+    gradients = {f"gradient of {name}": parameter.grad.clone() for name, parameter in norm.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    return {"output": y.detach(), "gradient of the input": x.grad, **gradients, **buffers}
+
+
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = float((got[name].double() - value.double()).abs().max())
+        assert difference <= tolerance * max(float(value.abs().max()), 1.0), name
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["foo", "ghost", "ghost(0)", "ghost(-2)", "ghost(n)", "ghost(2", "ghost(2.0)", ""])
+def test_unknown_norms_list_the_known_ones(spec: str) -> None:
+    for refused in (lambda: build_norm(spec, 4, 2), lambda: ghost_batch(spec)):
+        with pytest.raises(ValueError, match=r"known: none, batch, sync_batch, ghost\(n\) .* group") as error:
+            refused()
+        assert f"unknown norm {spec};" in str(error.value)
+
+
+def test_the_samples_of_a_ghost_batch_are_read_from_its_name() -> None:
+    assert ghost_batch("ghost(32)") == 32
+    assert [ghost_batch(spec) for spec in ("none", "batch", "sync_batch", "group")] == [None] * 4
+
+
+@pytest.mark.parametrize("spec", BATCH_NORMS)
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_batch_norms_have_the_state_of_batch_norm_and_take_over_each_others(spec: str, dimensions: int) -> None:
+    norm, other = build_norm(spec, CHANNELS, dimensions), with_weights(PLAIN[dimensions](CHANNELS))
+    started = {name: value.clone() for name, value in norm.state_dict().items()}
+    fresh = PLAIN[dimensions](CHANNELS).state_dict()
+    assert list(started) == list(fresh)
+    assert all(torch.equal(started[name], value) for name, value in fresh.items())
+    norm.load_state_dict(other.state_dict())
+    x = activations(4, CHANNELS, *range(2, 2 + dimensions), dtype=torch.float32)
+    assert torch.equal(norm.eval()(x), other.eval()(x)), "evaluation takes the running statistics"
+    assert norm.state_dict()["num_batches_tracked"] == 0
+    other.load_state_dict(norm.state_dict())
+
+
+def test_no_norm_is_nothing() -> None:
+    norm, x = build_norm("none", CHANNELS, 2), activations(2, CHANNELS, 3, 3)
+    assert norm(x) is x
+    assert not norm.state_dict()
+
+
+# --- within a rank ---------------------------------------------------------------------------------------------------
+
+
+@CELLS
+@pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(4)"])
+def test_without_other_ranks_and_groups_it_is_batch_norm_bit_for_bit(spec: str, cells: tuple[int, ...]) -> None:
+    norm = with_weights(build_norm(spec, CHANNELS, len(cells)))
+    plain = with_weights(PLAIN[len(cells)](CHANNELS))
+    x = activations(4, CHANNELS, *cells, dtype=torch.float32)
+    got, expected = results(norm, x), results(plain, x)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def ghost_by_hand(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
+    """A batch norm of its own for each group, all from the same state; gradients are summed, statistics averaged."""
+    groups = len(x) // samples
+    upstream = normal(*x.shape, dtype=x.dtype)
+    parts: dict[str, list[torch.Tensor]] = {}
+    output, gradient = torch.empty_like(x), torch.empty_like(x)
+    for group in range(groups):
+        norm, part = copy.deepcopy(plain), x[group::groups].detach().requires_grad_()
+        y = norm(part)
+        (y * upstream[group::groups]).sum().backward()
+        output[group::groups], gradient[group::groups] = y.detach(), part.grad
+        for name, parameter in norm.named_parameters():
+            parts.setdefault(f"gradient of {name}", []).append(parameter.grad)
+        for name, buffer in norm.named_buffers():
+            parts.setdefault(name, []).append(buffer)
+    whole = {
+        name: torch.stack(values).sum(0) if name.startswith("gradient") else torch.stack(values).double().mean(0)
+        for name, values in parts.items()
+    }
+    return {"output": output, "gradient of the input": gradient, **whole}
+
+
+@CELLS
+@pytest.mark.parametrize("samples", [2, 3, 6])
+def test_a_ghost_batch_is_normalised_as_if_it_were_alone(samples: int, cells: tuple[int, ...]) -> None:
+    norm = with_weights(build_norm(f"ghost({samples})", CHANNELS, len(cells)).double())
+    plain = with_weights(PLAIN[len(cells)](CHANNELS).double())
+    x = activations(12, CHANNELS, *cells)
+    expected = ghost_by_hand(plain, x, samples)
+    assert_close(results(norm, x), expected, 1e-12)
+    batch = results(with_weights(PLAIN[len(cells)](CHANNELS).double()), x)
+    assert float((expected["output"] - batch["output"]).abs().max()) > 1e-2, "the groups must matter"
+
+
+def test_ghost_batches_take_dense_activations_too() -> None:
+    norm, plain = (
+        with_weights(kind.double()) for kind in (build_norm("ghost(4)", CHANNELS, 1), nn.BatchNorm1d(CHANNELS))
+    )
+    x = activations(8, CHANNELS)
+    assert_close(results(norm, x), ghost_by_hand(plain, x, 4), 1e-12)
+
+
+@pytest.mark.parametrize("cells", [(3, 4), (2, 3, 4)], ids=["2d", "3d"])
+@pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
+def test_channels_last_changes_neither_results_nor_layout(spec: str, cells: tuple[int, ...]) -> None:
+    x, form = activations(4, CHANNELS, *cells), FORMATS[len(cells)]
+    first, second = (with_weights(build_norm(spec, CHANNELS, len(cells)).double()) for _ in range(2))
+    got = results(second, x.contiguous(memory_format=form))
+    assert_close(got, results(first, x), 1e-12)
+    if spec != "group":  # of which torch makes what it likes
+        assert got["output"].is_contiguous(memory_format=form)
+
+
+def test_ghost_batches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, seen = F.batch_norm, []
+    monkeypatch.setattr(norms.F, "batch_norm", lambda x, *rest, **options: seen.append(x) or plain(x, *rest, **options))
+    x = activations(8, CHANNELS, 3, 4, dtype=torch.float32)
+    result = build_norm("ghost(2)", CHANNELS, 2)(x)
+    assert [grouped.data_ptr() for grouped in seen] == [x.data_ptr()]
+    assert seen[0].shape == (2, 4 * CHANNELS, 3, 4)
+    assert result._base is not None, "the result is a view of what batch norm returned"
+
+
+def test_a_batch_that_is_no_multiple_is_refused_in_training_alone() -> None:
+    norm = build_norm("ghost(4)", CHANNELS, 2)
+    for size in (1, 6):
+        with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is no multiple of 4"):
+            norm(activations(size, CHANNELS, 3, 3, dtype=torch.float32))
+    assert norm.eval()(activations(6, CHANNELS, 3, 3, dtype=torch.float32)).shape == (6, CHANNELS, 3, 3)
+
+
+@CELLS
+@pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 32), (48, 24), (6, 6), (33, 11), (37, 1)])
+def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, groups: int, cells: tuple[int, ...]) -> None:
+    norm = with_weights(build_norm("group", channels, len(cells)).double())
+    plain = with_weights(nn.GroupNorm(groups, channels).double())
+    x = activations(2, channels, *cells)
+    assert list(norm.state_dict()) == list(plain.state_dict())
+    assert_close(results(norm, x), results(plain, x), 1e-12)
+
+
+@pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
+def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
+    """Around 100 ± 1 a bfloat16 mean would be off by up to 0.25, a variance by more; the result is rounded once."""
+    x = (100 + activations(4, CHANNELS, 8, 8, dtype=torch.float32) / 10).bfloat16()
+    norm, plain = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results(norm, x)
+    expected = results(plain.double(), x.double())
+    assert got["output"].dtype == got["gradient of the input"].dtype == torch.bfloat16
+    assert all(value.dtype == torch.float32 for name, value in got.items() if "running" in name or "weight" in name)
+    assert_close({"output": got["output"]}, {"output": expected["output"]}, 2**-8)
+    for name in ("running_mean", "running_var"):
+        if name in expected:
+            assert_close({name: got[name]}, {name: expected[name]}, 1e-5)
+
+
+@pytest.mark.parametrize("spec", ["sync_batch", "ghost(2)", "group"])  # batch is torch's own
+def test_a_compiler_sees_one_graph(spec: str) -> None:
+    torch._dynamo.reset()
+    norm, compiled = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
+    x = activations(4, CHANNELS, 3, 4, dtype=torch.float32)
+    expected = results(norm, x)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    assert_close(results(compiled, x), expected, 1e-6)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts what waits for a device: numbers read by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["batch", "ghost(2)", "group"])
+def test_the_host_reads_no_number(spec: str) -> None:
+    norm = build_norm(spec, CHANNELS, 2)
+    with _Reads() as reads:
+        results(norm, activations(4, CHANNELS, 3, 4, dtype=torch.float32))
+        assert reads.names == []
+        float(torch.ones(()))
+    assert reads.names, "a read would have been seen"
+
+
+# --- across ranks ----------------------------------------------------------------------------------------------------
+
+PARTS = {"equal": [4, 4], "unequal": [3, 5]}
+
+
+class Small(nn.Module):
+    """A norm in a network: its gradients come and go through other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, CHANNELS, 3), nn.Conv2d(CHANNELS, 3, 1)
+        self.norm = build_norm("sync_batch", CHANNELS, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def small() -> Small:
+    torch.manual_seed(4)
+    network = Small()
+    with_weights(network.norm)
+    return network
+
+
+def sync_on_ranks(world: World) -> bytes:
+    found = {}
+    for cells in ((), (5,), (3, 4), (2, 3, 4)):
+        for case, parts in PARTS.items():
+            for dtype in (torch.float32, torch.float64):
+                norm = with_weights(build_norm("sync_batch", CHANNELS, max(len(cells), 1)).to(dtype))
+                found[f"{case} {len(cells)} {dtype}"] = part_results(norm, cells, parts, world.rank, dtype)
+    form = torch.channels_last
+    norm = with_weights(build_norm("sync_batch", CHANNELS, 2).double())
+    found["channels_last"] = part_results(norm, (3, 4), PARTS["equal"], world.rank, torch.float64, form)
+    norm = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    found["bfloat16"] = part_results(norm, (3, 4), PARTS["equal"], world.rank, torch.bfloat16)
+    compiled = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    found["compiled"] = part_results(compiled, (3, 4), PARTS["equal"], world.rank, torch.float32)
+    norm = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    far = norm(far_from_zero().chunk(2)[world.rank])
+    found["far"] = {"output": far.detach(), "running_var": norm.running_var.clone()}
+    norm = with_weights(build_norm("sync_batch", CHANNELS, 2)).eval()
+    if world.rank == 0:  # alone: in evaluation nobody waits for others
+        found["evaluation"] = {"output": norm(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()}
+    network = small()
+    images = activations(8, 2, 6, 6, dtype=torch.float32)
+    parallel = DistributedDataParallel(network)
+    parallel(images[world.rank :: world.size]).square().mean().backward()
+    found["network"] = {name: parameter.grad for name, parameter in network.named_parameters()}
+    found["network"] |= {name: buffer.clone() for name, buffer in network.named_buffers()}
+    x, parameters = activations(4, CHANNELS, 3, 4, dtype=torch.float32), (norm.weight.detach(), norm.bias.detach())
+    with _Reads() as reads:  # which does not look into an operator of one's own
+        y, *statistics = norms._forward(x, *parameters, norm.eps)
+        norms._backward(torch.ones_like(y), x, parameters[0], *statistics, norm.eps)
+        norm.train()(x).sum().backward()
+    found["reads"] = dict.fromkeys(reads.names, torch.ones(()))
+    # Tensors would be sent as memory that ends with its process.
+    torch.save(found, stream := io.BytesIO())
+    return stream.getvalue()
+
+
+def far_from_zero() -> torch.Tensor:
+    """Float32 squares of these numbers are 8 apart, and their variance is 1."""
+    return (1e4 + normal(8, CHANNELS, 3, 4)).float()
+
+
+def part_results(
+    norm: nn.Module,
+    cells: tuple[int, ...],
+    parts: list[int],
+    rank: int,
+    dtype: torch.dtype,
+    form: torch.memory_format = torch.contiguous_format,
+) -> dict[str, torch.Tensor]:
+    """`results` of this rank's part of a batch, with the same upstream gradient as the whole batch's."""
+    shape = (sum(parts), CHANNELS, *cells)
+    whole, upstream = (values(*shape, dtype=dtype).split(parts)[rank] for values in (activations, normal))
+    x = whole.contiguous(memory_format=form).requires_grad_()
+    y = norm(x)
+    assert y.is_contiguous(memory_format=form)
+    (y * upstream).sum().backward()
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in norm.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    return {"output": y.detach(), "gradient of the input": x.grad, **gradients, **buffers}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, dict[str, torch.Tensor]]]:
+    return [torch.load(io.BytesIO(answer), weights_only=True) for answer in run_ranks(sync_on_ranks, 2)]
+
+
+def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
+    """Samples of all ranks one after the other; gradients of parameters summed, as those of a sum are."""
+    first, second = (rank[case] for rank in ranks)
+    joined = {}
+    for name in first:
+        if name in ("output", "gradient of the input"):
+            joined[name] = torch.cat([first[name], second[name]])
+        elif name.startswith("gradient"):
+            joined[name] = first[name] + second[name]
+        else:
+            assert torch.equal(first[name], second[name]), "ranks keep the same statistics, bit for bit"
+            joined[name] = first[name]
+    return joined
+
+
+@pytest.mark.parametrize("case", PARTS)
+@pytest.mark.parametrize("cells", [(), (5,), (3, 4), (2, 3, 4)], ids=["dense", "1d", "2d", "3d"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=str)
+def test_two_ranks_normalise_as_one_with_the_whole_batch(
+    ranks, case: str, cells: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    """Against float64 batch norm of the whole batch; with unequal parts a mean of the ranks' means would be wrong."""
+    x = activations(8, CHANNELS, *cells, dtype=dtype).double()
+    plain = with_weights(PLAIN[max(len(cells), 1)](CHANNELS).to(dtype)).double()
+    assert_close(together(ranks, f"{case} {len(cells)} {dtype}"), results(plain, x), tolerance)
+
+
+def test_two_ranks_do_so_in_channels_last_in_bfloat16_and_compiled(ranks) -> None:
+    x = activations(8, CHANNELS, 3, 4)
+    expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), x)
+    assert_close(together(ranks, "compiled"), expected, 1e-6)
+    coarse = together(ranks, "bfloat16")
+    assert coarse["output"].dtype == torch.bfloat16
+    assert_close({"output": coarse["output"]}, {"output": expected["output"]}, 2**-8)
+    assert_close({"": coarse["running_var"]}, {"": expected["running_var"]}, 1e-6)
+    assert_close(together(ranks, "channels_last"), results(with_weights(nn.BatchNorm2d(CHANNELS).double()), x), 1e-12)
+
+
+def test_a_network_on_two_ranks_gets_the_gradients_of_one(ranks) -> None:
+    """DistributedDataParallel, which refuses nn.SyncBatchNorm on CPUs, averages them."""
+    network = small()
+    network(activations(8, 2, 6, 6, dtype=torch.float32)).square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in network.named_parameters()}
+    expected |= {name: buffer.clone() for name, buffer in network.named_buffers()}
+    for rank in ranks:
+        assert_close(rank["network"], expected, 1e-6)
+
+
+def test_in_evaluation_a_rank_is_by_itself_and_no_rank_reads_a_number(ranks) -> None:
+    plain = with_weights(nn.BatchNorm2d(CHANNELS)).eval()
+    assert torch.equal(
+        ranks[0]["evaluation"]["output"], plain(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()
+    )
+    assert ranks[0]["reads"] == ranks[1]["reads"] == {}
+
+
+def test_a_spread_that_is_small_beside_the_mean_is_not_lost_between_ranks(ranks) -> None:
+    expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), far_from_zero().double())
+    got = together(ranks, "far")
+    assert_close({"": got["running_var"]}, {"": expected["running_var"]}, 1e-5)
+    assert_close({"": got["output"]}, {"": expected["output"]}, 1e-3)  # the mean itself is rounded to 0.001
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_kernels_of_a_gpu_compute_batch_norm(dtype: torch.dtype, form: torch.memory_format) -> None:
+    """On a CUDA device other code runs; with one rank it must give what batch norm gives."""
+    x = activations(8, CHANNELS, 3, 4, dtype=dtype).cuda().contiguous(memory_format=form).requires_grad_()
+    norm = with_weights(nn.BatchNorm2d(CHANNELS)).cuda()
+    y, mean, variance, count = norms._synchronised(x, norm.weight, norm.bias, norm.eps)
+    upstream = normal(8, CHANNELS, 3, 4, dtype=dtype).cuda()
+    got = torch.autograd.grad(y, [x, norm.weight, norm.bias], upstream)
+    exact_x, exact = x.detach().double().requires_grad_(), norm.double()
+    expected_y = exact(exact_x)
+    expected = torch.autograd.grad(expected_y, [exact_x, exact.weight, exact.bias], upstream.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    pairs = zip([y, *got], [expected_y, *expected], strict=True)
+    for ours, theirs in pairs:
+        assert float((ours.double() - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+    assert y.dtype == got[0].dtype == dtype
+    assert float(count) == 8 * 3 * 4
+    assert torch.allclose(mean.double(), exact_x.mean((0, 2, 3)), rtol=1e-5)
+    assert torch.allclose(variance.double(), exact_x.var((0, 2, 3), correction=0), rtol=1e-5)
