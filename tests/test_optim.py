@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from utils.config import Optimizer
+import train
+from utils.config import Config, Network, Optimizer
+from utils.distributed import Launch, World
 from utils.optim import OPTIMIZERS, build_optimizer, load_state, saved_state, update
+from utils.steps.eager import EagerStep
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 RATE = 0.01
@@ -22,7 +25,11 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def by_name(name: str, rate: float = RATE, capturable: bool = False, **settings) -> Build:
     options = Optimizer(name=name, **settings)
-    return lambda parameters: build_optimizer(options, parameters, rate, capturable)
+    return lambda parameters: build_optimizer(options, named(parameters), rate, capturable)
+
+
+def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(str(number), parameter) for number, parameter in enumerate(parameters)]
 
 
 class ApexAdam(torch.optim.Optimizer):
@@ -44,11 +51,18 @@ KINDS: dict[str, Build] = {
     "adam": by_name("adam"),
     "adam, weight decay": by_name("adam", weight_decay=0.1),
     "capturable adam": by_name("adam", capturable=True),
+    "fused_adam": by_name("fused_adam"),
     "apex_adam": by_name("apex_adam"),
     "sgd": by_name("sgd"),
     "sgd, momentum": by_name("sgd", momentum=0.9),
     "sgd, momentum, weight decay": by_name("sgd", momentum=0.9, weight_decay=0.1),
     "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
+    "nadam": by_name("nadam"),
+    "nadam, weight decay": by_name("nadam", weight_decay=0.1),
+    "capturable nadam": by_name("nadam", capturable=True),
+    "lamb": by_name("lamb"),
+    "lamb, weight decay": by_name("lamb", weight_decay=0.1),
+    "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
     "plain adam": lambda parameters: torch.optim.Adam(parameters, lr=RATE, foreach=True),
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9, foreach=False),
     "as apex": lambda parameters: ApexAdam(parameters, RATE),
@@ -63,7 +77,7 @@ def start(device: str = "cpu") -> list[nn.Parameter]:
 def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = YES, spoil: float = 0.0) -> None:
     """An update by gradients that depend on the number."""
     generator = torch.Generator().manual_seed(number)
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    for parameter in optimizer_parameters(optimizer):
         # In the parameter's memory format, as autograd gives it.
         parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator) + spoil)
     update(optimizer, finite.to(parameter.device))
@@ -71,7 +85,7 @@ def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = Y
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Parameters and state, by names that do not depend on the objects."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = optimizer_parameters(optimizer)
     found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
     for n, parameter in enumerate(parameters):
         found |= {f"{key} {n}": copy.deepcopy(value) for key, value in optimizer.state.get(parameter, {}).items()}
@@ -116,7 +130,7 @@ def test_an_update_left_out_leaves_no_trace(kind: str, device: str, spoil: float
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return optimizer.param_groups[0]["params"]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,7 +165,7 @@ def test_no_optimizer_by_name_waits_for_the_host_to_decide(name: str, momentum: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "nadam", "lamb"])
 @pytest.mark.parametrize("capturable", [False, True])
 def test_on_the_device_an_update_never_waits(name: str, capturable: bool) -> None:
     optimizer = by_name(name, momentum=0.9, capturable=capturable)(start("cuda"))
@@ -164,6 +178,69 @@ def test_on_the_device_an_update_never_waits(name: str, capturable: bool) -> Non
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert (differing(everything(optimizer), before) == []) is not bool(finite)
+
+
+# --- by name ---------------------------------------------------------------------------------------------------------
+
+
+def test_fused_adam_is_adam_where_it_can_be_had_and_an_error_where_not() -> None:
+    """The plain name takes what there is."""
+    fused, plain = (KINDS[name](start()) for name in ("fused_adam", "adam"))
+    assert fused.defaults["fused"]
+    for number in range(3):
+        for optimizer in (fused, plain):
+            take(optimizer, number)
+    assert differing(everything(fused), everything(plain)) == []
+    elsewhere = [nn.Parameter(torch.zeros(2, device="meta"))]
+    assert not KINDS["adam"](elsewhere).defaults["fused"]
+    with pytest.raises(ValueError, match=r"^torch has no fused Adam for torch.float32 on meta; set optimizer.name to "):
+        KINDS["fused_adam"](elsewhere)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_enable_apex_replaces_plain_adam_alone(name: str) -> None:
+    """The configs for large batches have it; an optimizer that is named on top of them is the one that trains."""
+    alone = World(Launch("test"), torch.device("cpu"))
+    config = Config(enable_apex=True, optimizer=Optimizer(name=name), data_size=8, network=Network(width=4, scales=2))
+    step = train.build_step(config, alone, train.build_model(config), train.build_objective(config), EagerStep)
+    assert type(step._optimizer) is type(KINDS["apex_adam" if name == "adam" else name](start()))
+    notes = [note for note in train.without_effect(config, alone) if "enable_apex" in note]
+    said = [] if name in ("adam", "apex_adam") else [f"enable_apex has no effect: optimizer.name is {name}"]
+    assert notes == said
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+def test_nadam_is_torchs(device: str, weight_decay: float) -> None:
+    """Bit for bit, with updates left out in between."""
+    own = by_name("nadam", weight_decay=weight_decay)(start(device))
+    torchs = torch.optim.NAdam(start(device), lr=RATE, weight_decay=weight_decay, capturable=device == "cuda")
+    for number in range(20):
+        if number % 5 == 0:
+            take(own, 100 + number, NO, float("nan"))
+        for optimizer in (own, torchs):
+            take(optimizer, number)
+        assert differing(everything(own), everything(torchs)) == []
+
+
+@pytest.mark.parametrize("name", ["nadam", "lamb"])
+def test_a_gradient_scaler_leaves_updates_out_by_them(name: str) -> None:
+    """Which takes no reading of its own: the optimizer is told where the device keeps what was found."""
+    optimizer, undisturbed = (by_name(name)(start()) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number, overflow in enumerate([False, True, True, False]):
+        scale = scaler.scale(torch.ones(()))
+        generator = torch.Generator().manual_seed(number)
+        for one, other in zip(*map(optimizer_parameters, (optimizer, undisturbed)), strict=True):
+            gradient = torch.randn(one.shape, generator=generator)
+            one.grad, other.grad = gradient * scale * (float("inf") if overflow else 1.0), gradient
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if not overflow:
+            undisturbed.step()
+        assert differing(everything(optimizer), everything(undisturbed)) == []
+    assert scaler.get_scale() == 1.0
 
 
 # --- saved and loaded ------------------------------------------------------------------------------------------------
@@ -179,6 +256,7 @@ def test_a_loaded_optimizer_goes_on_bit_for_bit(kind: str, tmp_path) -> None:
     first = KINDS[kind](start())
     for number in range(3):
         take(first, number)
+        take(first, 100 + number, NO, float("nan"))
     second = KINDS[kind]([nn.Parameter(parameter.detach().clone()) for parameter in optimizer_parameters(first)])
     load_state(second, through_a_file(saved_state(first), tmp_path))
     assert differing(everything(first), everything(second)) == []
@@ -198,20 +276,31 @@ def test_settings_are_those_of_the_present_run(name: str, capturable: bool, tmp_
     old = by_name(name, 0.5, not capturable, weight_decay=0.1, betas=[0.8, 0.9], momentum=0.5)(start())
     new = by_name(name, 0.25, capturable, weight_decay=0.3, betas=[0.7, 0.6], momentum=0.9)(start())
     take(old, 0)
-    settings = copy.deepcopy({key: value for key, value in new.param_groups[0].items() if key != "params"})
+    settings = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in new.param_groups])
     load_state(new, through_a_file(saved_state(old), tmp_path))
-    (group,) = new.param_groups
-    assert {key: value for key, value in group.items() if key != "params"} == settings
-    assert isinstance(group["lr"], torch.Tensor) is capturable
-    assert float(group["lr"]) == 0.25
+    assert [{k: v for k, v in group.items() if k != "params"} for group in new.param_groups] == settings
+    for group in new.param_groups:
+        assert isinstance(group["lr"], torch.Tensor) is capturable
+        assert float(group["lr"]) == 0.25
     gathered = [{k: v for k, v in everything(o).items() if not k.startswith("param")} for o in (old, new)]
     assert differing(*gathered) == []
     take(new, 1)
 
 
-@pytest.mark.parametrize(("old", "new"), [("adam", "sgd"), ("sgd", "adam"), ("as apex", "adam"), ("adam", "as apex")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("adam", "sgd"),
+        ("sgd", "adam"),
+        ("as apex", "adam"),
+        ("adam", "as apex"),
+        ("adam", "lamb"),
+        ("lamb", "nadam"),
+        ("nadam", "adam"),
+    ],
+)
 def test_another_kind_of_optimizer_is_refused(old: str, new: str) -> None:
-    names = {"adam": "Adam", "sgd": "SGD", "as apex": "ApexAdam"}
+    names = {"adam": "Adam", "sgd": "SGD", "as apex": "ApexAdam", "lamb": "Lamb", "nadam": "NAdam"}
     optimizer = KINDS[new](start())
     with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this training's is {names[new]}$"):
         load_state(optimizer, saved_state(KINDS[old](start())))
@@ -225,7 +314,7 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("saved_as", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("trained_as", [torch.contiguous_format, torch.channels_last_3d])
-@pytest.mark.parametrize("kind", ["adam", "sgd, momentum"])
+@pytest.mark.parametrize("kind", ["adam", "sgd, momentum", "nadam", "lamb"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, saved_as, trained_as, tmp_path) -> None:
     """Fused kernels walk both in memory's order: in another one, each element would meet another's average."""
 
@@ -240,11 +329,13 @@ def test_the_state_has_the_memory_format_of_its_parameter(kind: str, saved_as, t
     load_state(second, through_a_file(saved_state(first), tmp_path))
     (parameter,) = optimizer_parameters(second)
     averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]
-    assert len(averages) == (2 if kind == "adam" else 1)
+    assert len(averages) == (1 if kind == "sgd, momentum" else 2)
     assert all(value.stride() == parameter.stride() for value in averages)
     for optimizer in (first, second):
         take(optimizer, 2)
-    assert torch.equal(*(optimizer_parameters(optimizer)[0] for optimizer in (first, second)))
+    # LAMB's norms are sums in memory's order.
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if kind == "lamb" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(*(optimizer_parameters(optimizer)[0] for optimizer in (first, second)), **tolerance)
 
 
 def test_a_momentum_that_is_new_starts_from_zero_though_the_first_update_is_left_out(tmp_path) -> None:
@@ -262,7 +353,7 @@ def test_a_momentum_that_is_new_starts_from_zero_though_the_first_update_is_left
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "nadam", "lamb"])
 def test_on_the_device_all_that_is_loaded_is_there(name: str, capturable: bool, tmp_path) -> None:
     first, second = (by_name(name, 0.5, capturable, momentum=0.9)(start("cuda")) for _ in range(2))
     take(first, 0)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from utils.config import Optimizer
+from utils.lamb import Lamb
 
 log = logging.getLogger(__name__)
 
-Parameters = list[torch.nn.Parameter]
+Parameters = dict[str, torch.nn.Parameter]
 
 
 def build_optimizer(
-    options: Optimizer, parameters: Iterable[torch.nn.Parameter], rate: float, capturable: bool = False
+    options: Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    rate: float,
+    capturable: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer that `options.name` says; ValueError for an unknown one.
 
@@ -25,7 +30,7 @@ def build_optimizer(
     """
     if options.name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[options.name](options, list(parameters), rate, capturable)
+    optimizer = OPTIMIZERS[options.name](options, dict(named_parameters), rate, capturable)
     log.info("Optimizer: %s", _describe(optimizer))
     return optimizer
 
@@ -33,9 +38,9 @@ def build_optimizer(
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """The optimizer's step, or nothing at all where `finite`, a truth value on the device, says no.
 
-    torch's fused optimizers decide on the device, as they do for a gradient scaler; for others the host waits for it.
+    Those that can do so for a gradient scaler, as torch's fused ones, decide on the device; for others the host waits.
     """
-    if optimizer.defaults.get("fused"):
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
         fused.grad_scale, fused.found_inf = None, (~finite).float()
         optimizer.step()
@@ -76,7 +81,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
 def _adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     """torch's Adam, as one fused kernel where this build and device have it (Kingma & Ba 2015)."""
     return torch.optim.Adam(
-        parameters,
+        parameters.values(),
         lr=_rate(parameters, rate, capturable),
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,
@@ -84,6 +89,14 @@ def _adam(options: Optimizer, parameters: Parameters, rate: float, capturable: b
         capturable=capturable,
         fused=_has_fused(parameters),
     )
+
+
+def _fused_adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+    """The same, but for the kernel: rather an error than another one."""
+    if not _has_fused(parameters):
+        kinds = sorted({f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters.values()})
+        raise ValueError(f"torch has no fused Adam for {', '.join(kinds)}; set optimizer.name to adam")
+    return _adam(options, parameters, rate, capturable)
 
 
 def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
@@ -98,7 +111,7 @@ def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturab
         return _adam(options, parameters, rate, capturable)
     log.info("apex's fused Adam: the host waits for the device in each step, to leave out updates that are no numbers")
     return FusedAdam(
-        parameters,
+        list(parameters.values()),
         lr=rate,
         betas=(options.betas[0], options.betas[1]),
         eps=options.eps,
@@ -109,7 +122,7 @@ def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturab
 
 def _sgd(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
-        parameters,
+        parameters.values(),
         lr=_rate(parameters, rate, capturable),
         momentum=options.momentum,
         weight_decay=options.weight_decay,
@@ -118,26 +131,94 @@ def _sgd(options: Optimizer, parameters: Parameters, rate: float, capturable: bo
     if options.momentum:
         # From zero as from nothing; but torch's fused kernel, if the first update of all is left out, would go on from
         # memory that nobody has written.
-        for parameter in parameters:
+        for parameter in parameters.values():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
+class NAdam(torch.optim.NAdam):
+    """torch's, which here leaves an update out on the device, as its fused optimizers do.
+
+    It has no kernel that would: the update is made, and copies of all that it writes to are put back where it was not
+    to be. They take as much memory as parameters and averages, until the step is over.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        # As torch does at the first update; but that may be one to be left out.
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                count = torch.zeros((), dtype=torch.float32, device=parameter.device if group["capturable"] else "cpu")
+                averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter] = {"step": count, "mu_product": torch.ones_like(count), **averages}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        found_inf = getattr(self, "found_inf", None)
+        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
+        if found_inf is None:
+            super().step()
+            return
+        updated = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
+        written = [*updated, *(value for parameter in updated for value in self.state[parameter].values())]
+        before = [tensor.clone() for tensor in written]
+        super().step()
+        for tensor, old in zip(written, before, strict=True):
+            torch.where(found_inf > 0, old, tensor, out=tensor)
+
+
+def _nadam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+    """Adam with Nesterov's momentum (Dozat 2016), its momentum warmed up as torch and Keras do (decay 0.004)."""
+    # Its counts must be on the device for it to decide there; torch has it so on CUDA alone, and otherwise warns of it.
+    on_device = all(parameter.is_cuda for parameter in parameters.values())
+    if on_device:
+        warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
+    return NAdam(
+        parameters.values(),
+        lr=_rate(parameters, rate, capturable),
+        betas=(options.betas[0], options.betas[1]),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        capturable=on_device,
+    )
+
+
+def _lamb(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+    return Lamb(
+        parameters.items(),
+        lr=_rate(parameters, rate, capturable),
+        betas=(options.betas[0], options.betas[1]),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+    )
+
+
 def _rate(parameters: Parameters, rate: float, capturable: bool) -> float | torch.Tensor:
-    return torch.tensor(rate, dtype=torch.float32, device=parameters[0].device) if capturable else rate
+    device = next(iter(parameters.values())).device
+    return torch.tensor(rate, dtype=torch.float32, device=device) if capturable else rate
 
 
 def _has_fused(parameters: Parameters) -> bool:
-    return all(parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    return all(
+        parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda") for parameter in parameters.values()
+    )
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
+    owner = type(optimizer).__module__.split(".")[0]
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
-    return f"{type(optimizer).__module__.split('.')[0]} {type(optimizer).__name__}{fused}"
+    return f"{'' if owner == 'utils' else owner + ' '}{type(optimizer).__name__}{fused}"
 
 
 OPTIMIZERS: dict[str, Callable[[Optimizer, Parameters, float, bool], torch.optim.Optimizer]] = {
     "adam": _adam,
+    "fused_adam": _fused_adam,
     "apex_adam": _apex_adam,
     "sgd": _sgd,
+    "nadam": _nadam,
+    "lamb": _lamb,
 }

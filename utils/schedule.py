@@ -1,32 +1,63 @@
-"""The learning rate as a pure function of the step."""
+"""The learning rate as a pure function of the step. A new shape is a line in SCHEDULES."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from utils.config import Config
 
 
 @dataclass(frozen=True)
-class CosineSchedule:
-    """Linear warm-up over `warmup_steps`, then half a cosine from `peak` to `end`, reached at the last step.
-
-    Source: Loshchilov & Hutter 2017 (cosine), Goyal et al. 2017 (warm-up and scaling).
-    """
+class Schedule(ABC):
+    """Linear warm-up to `peak` over `warmup_steps` (Goyal et al. 2017), then what the shape says."""
 
     peak: float
-    end: float
     warmup_steps: int
-    total_steps: int
 
     def __call__(self, step: int) -> float:
-        """The rate of step 0, 1, …, total_steps − 1."""
+        """The rate of step 0, 1, …"""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
+        return self.after_warmup(step)
+
+    @abstractmethod
+    def after_warmup(self, step: int) -> float:
+        """The rate of a step that is no longer of the warm-up, counted from the very first one, which is 0."""
+
+
+@dataclass(frozen=True)
+class CosineSchedule(Schedule):
+    """Half a cosine from `peak` to `end`, reached at the last step (Loshchilov & Hutter 2017)."""
+
+    end: float
+    total_steps: int
+
+    def after_warmup(self, step: int) -> float:
         span = max(1, self.total_steps - 1 - self.warmup_steps)
         progress = min(1.0, (step - self.warmup_steps) / span)
         return self.end + (self.peak - self.end) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class StepSchedule(Schedule):
+    """`peak` times `factor` for each of the `drops`, which are steps, that has been reached (He et al. 2016)."""
+
+    factor: float
+    drops: tuple[int, ...]
+
+    def after_warmup(self, step: int) -> float:
+        return self.peak * self.factor ** sum(step >= drop for drop in self.drops)
+
+
+@dataclass(frozen=True)
+class ConstantSchedule(Schedule):
+    """`peak`, to the end."""
+
+    def after_warmup(self, step: int) -> float:
+        return self.peak
 
 
 def rate_scale(scaling: str, batch: int, base_batch: int) -> float:
@@ -35,12 +66,28 @@ def rate_scale(scaling: str, batch: int, base_batch: int) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
 
-def build_schedule(config: Config) -> CosineSchedule:
+def build_schedule(config: Config) -> Schedule:
     """The learning rate of a config that is settled for its world."""
     options = config.lr_schedule
-    return CosineSchedule(
-        peak=options.start_lr * rate_scale(options.scaling, config.global_batch_size, config.base_batch_size),
-        end=options.end_lr,
-        warmup_steps=options.warmup_steps if config.warms_up else 0,
-        total_steps=config.total_steps,
-    )
+    peak = options.start_lr * rate_scale(options.scaling, config.global_batch_size, config.base_batch_size)
+    return SCHEDULES[options.shape](config, peak)
+
+
+def _cosine(config: Config, peak: float) -> Schedule:
+    return CosineSchedule(peak, config.warmup_steps, end=config.lr_schedule.end_lr, total_steps=config.total_steps)
+
+
+def _step(config: Config, peak: float) -> Schedule:
+    drops = tuple(epoch * config.steps_per_epoch for epoch in config.lr_schedule.drop_epochs)
+    return StepSchedule(peak, config.warmup_steps, factor=config.lr_schedule.drop_factor, drops=drops)
+
+
+def _constant(config: Config, peak: float) -> Schedule:
+    return ConstantSchedule(peak, config.warmup_steps)
+
+
+SCHEDULES: dict[str, Callable[[Config, float], Schedule]] = {
+    "cosine": _cosine,
+    "step": _step,
+    "constant": _constant,
+}

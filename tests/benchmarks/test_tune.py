@@ -388,6 +388,8 @@ def test_whatever_ends_a_trial_ends_all_its_processes(tmp_path: Path, by: str) -
         if by == "time":
             assert tune.run_group(command, os.environ, log, 2.0) is None
         else:
+            # A shell has what it runs in the background ignore Ctrl-C, the tests, too.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Thread(target=interrupt, daemon=True).start()
             with pytest.raises(KeyboardInterrupt):
                 tune.run_group(command, os.environ, log, 60.0)

@@ -1,0 +1,272 @@
+"""LAMB against the paper's algorithm 2 in numpy, against another package's, and with updates left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from utils.lamb import Lamb
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.05
+STEPS = 50
+SHAPES: dict[str, tuple[int, ...]] = {
+    "conv.weight": (6, 4, 3, 3, 3),
+    "conv.bias": (6,),
+    "norm.weight": (6,),
+    "norm.bias": (6, 1, 1),  # a bias by its name alone
+    "dense.weight": (7, 5),
+    "zero.weight": (3, 2),  # starts at 0
+    "idle.weight": (2, 3),  # its gradient is always 0
+    "temperature": (),
+}
+WEIGHTS = {"conv.weight", "dense.weight", "zero.weight", "idle.weight"}
+
+
+def start(dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+    values["zero.weight"].zero_()
+    return {name: nn.Parameter(value.to(device)) for name, value in values.items()}
+
+
+def gradients(number: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Of very different sizes."""
+    generator = torch.Generator().manual_seed(100 + number)
+    found = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+    found["conv.weight"] *= 1e3
+    found["dense.weight"] *= 1e-3
+    found["idle.weight"].zero_()
+    return found
+
+
+def rate(number: int) -> float:
+    return 0.02 / (1 + 0.1 * number)
+
+
+def build(parameters: dict[str, nn.Parameter], decay: float = DECAY, eps: float = EPS, lr: Any = 0.02) -> Lamb:
+    return Lamb(parameters.items(), lr=lr, betas=BETAS, eps=eps, weight_decay=decay)
+
+
+def take(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate(number)
+    for name, gradient in gradients(number, next(iter(parameters.values())).dtype).items():
+        if name in parameters:
+            parameters[name].grad = gradient.to(parameters[name].device)
+    optimizer.step()
+
+
+def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
+    """You et al. 2020, line by line; φ is the identity, and a weight of no length, or of no step, moves as in Adam."""
+    x = start()[name].detach().numpy().copy()
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    for t in range(1, steps + 1):
+        g = gradients(t - 1)[name].numpy()
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+        r = m / (1 - BETAS[0] ** t) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPS)
+        step, ratio = r, 1.0
+        if name in WEIGHTS:
+            step = r + decay * x
+            lengths = np.sqrt(np.sum(x * x)), np.sqrt(np.sum(step * step))
+            ratio = lengths[0] / lengths[1] if min(lengths) > 0 else 1.0
+        x = x - rate(t - 1) * ratio * step
+    return x
+
+
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+@pytest.mark.parametrize("device", DEVICES)
+def test_it_is_the_papers_algorithm(decay: float, device: str) -> None:
+    parameters = start(device=device)
+    optimizer = build(parameters, decay)
+    for number in range(STEPS):
+        take(optimizer, parameters, number)
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(
+            parameter.detach().cpu().numpy(), algorithm_2(name, decay, STEPS), rtol=0, atol=1e-10
+        )
+        moved = not torch.equal(parameter.detach().cpu(), start()[name].detach())
+        assert moved is (name != "idle.weight" or decay > 0), name
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+def test_it_is_another_packages_lamb(decay: float, foreach: bool) -> None:
+    """pytorch_optimizer's corrects no bias, which multiplies its r by a factor c of the step's number: the step,
+    |x| / |c·r + λ'x| · (c·r + λ'x), is ours where λ' = c·λ. Its ε is in the norms, too: there is next to none here.
+
+    Its default divides the rate by Adam's first correction instead, which makes the first step ten times as long.
+    """
+    package = pytest.importorskip("pytorch_optimizer")
+    names = ["conv.weight", "dense.weight"]
+    ours, theirs = ({name: start()[name] for name in names} for _ in range(2))
+    optimizer = build(ours, decay, eps=1e-30)
+    settings = {"weight_decouple": False, "adam_debias": True, "foreach": foreach}
+    other = package.Lamb(theirs.values(), betas=BETAS, weight_decay=decay, eps=1e-30, **settings)
+    other.clamp = float("inf")
+    for number in range(STEPS):
+        factor = (1 - BETAS[0] ** (number + 1)) / (1 - BETAS[1] ** (number + 1)) ** 0.5
+        other.param_groups[0]["weight_decay"] = decay * factor
+        take(optimizer, ours, number)
+        take(other, theirs, number)
+    for name in names:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-10)
+        assert float((ours[name] - start()[name]).detach().abs().max()) > 0.1
+
+
+def test_a_weight_moves_by_the_rate_times_its_own_length() -> None:
+    """Whatever its gradient's size; all others move as Adam has it, by the rate at first."""
+    parameters = start()
+    take(build(parameters), parameters, 0)
+    for name, parameter in parameters.items():
+        before = start()[name].detach()
+        moved = (parameter.detach() - before).flatten()
+        if name in ("conv.weight", "dense.weight"):
+            assert float(moved.norm() / before.norm()) == pytest.approx(rate(0), rel=1e-12)
+        elif name not in WEIGHTS:
+            torch.testing.assert_close(moved.abs(), torch.full_like(moved, rate(0)), rtol=1e-3, atol=0)
+
+
+def test_decay_and_trust_ratio_are_for_weights_alone() -> None:
+    parameters = start()
+    adapted, others = build(parameters).param_groups
+    by_id = {id(parameter): name for name, parameter in parameters.items()}
+    assert {by_id[id(parameter)] for parameter in adapted["params"]} == WEIGHTS
+    assert {by_id[id(parameter)] for parameter in others["params"]} == SHAPES.keys() - WEIGHTS
+    assert (adapted["weight_decay"], others["weight_decay"]) == (DECAY, 0.0)
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    parameters = start()
+    optimizer = build(parameters)
+    for name in ("conv.weight", "conv.bias"):
+        parameters[name].grad = gradients(0)[name]
+    optimizer.step()
+    moved = {name for name, parameter in parameters.items() if not torch.equal(parameter, start()[name])}
+    assert moved == {"conv.weight", "conv.bias"}
+    assert len(optimizer.state) == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rate_in_a_tensor_is_the_rate(device: str) -> None:
+    plain, held = start(torch.float32, device), start(torch.float32, device)
+    lr = torch.zeros((), device=device)
+    optimizers = build(plain), build(held, lr=lr)
+    for number in range(5):
+        lr.fill_(rate(number))
+        for optimizer, parameters in zip(optimizers, (plain, held), strict=True):
+            for name, gradient in gradients(number, torch.float32).items():
+                parameters[name].grad = gradient.to(device)
+            if optimizer is optimizers[0]:
+                for group in optimizer.param_groups:
+                    group["lr"] = float(lr)
+            optimizer.step()
+    for name in SHAPES:
+        torch.testing.assert_close(plain[name], held[name], rtol=1e-6, atol=1e-7)
+        assert name == "idle.weight" or not torch.equal(held[name].cpu(), start(torch.float32)[name])
+
+
+# --- updates left out ------------------------------------------------------------------------------------------------
+
+
+def bits(optimizer: Lamb, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
+    found = {name: parameter.detach().cpu().numpy().tobytes() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        found |= {f"{key} of {name}": v.cpu().numpy().tobytes() for key, v in optimizer.state[parameter].items()}
+    return found
+
+
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_changes_where_it_is_not_to(device: str, spoil: float, decay: float) -> None:
+    """Not the sign of a zero, whatever the gradients are."""
+    parameters = start(torch.float32, device)
+    with torch.no_grad():
+        for name in ("conv.weight", "zero.weight", "conv.bias"):
+            parameters[name].flatten()[:3] = torch.tensor([0.0, -0.0, 1e-44], device=device)
+    optimizer: Any = build(parameters, decay)
+    for number in range(3):
+        for name, gradient in gradients(number, torch.float32).items():
+            parameters[name].grad = (gradient * spoil).to(device)
+        before = {name: parameter.detach().cpu().numpy().tobytes() for name, parameter in parameters.items()}
+        before |= bits(optimizer, parameters)
+        optimizer.found_inf = torch.ones((), device=device)
+        optimizer.step()
+        after = bits(optimizer, parameters)
+        assert {name: after[name] for name in before} == before
+        assert all(not any(value) for name, value in after.items() if name not in before), "new state is zero"
+        del optimizer.found_inf
+        take(optimizer, parameters, number)
+        assert bits(optimizer, parameters) != after
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_a_gradient_scaler_is_served(unscaled: bool) -> None:
+    """Scaled gradients, which the scaler or the optimizer scales back, train as they are; overflow is left out."""
+    plain, scaled = start(torch.float32), start(torch.float32)
+    optimizers = build(plain), build(scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(4):
+        take(optimizers[0], plain, number)
+        for overflow in (True, False):
+            for group in optimizers[1].param_groups:
+                group["lr"] = rate(number)
+            factor = scaler.scale(torch.ones(()))
+            for name, gradient in gradients(number, torch.float32).items():
+                scaled[name].grad = gradient * factor
+            if overflow:
+                scaled["dense.weight"].grad[1, 2] = float("inf")
+                before = {name: parameter.detach().clone() for name, parameter in scaled.items()}
+            if unscaled:
+                scaler.unscale_(optimizers[1])
+            scaler.step(optimizers[1])
+            scaler.update()
+            if overflow:
+                assert all(torch.equal(parameter, before[name]) for name, parameter in scaled.items())
+    assert scaler.get_scale() == 1024.0 / 2**4
+    for name in SHAPES:
+        assert torch.equal(plain[name], scaled[name]), name
+        assert float(optimizers[1].state[scaled[name]]["step"]) == 4
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_in_a_cuda_graph_it_is_the_same_and_leaves_updates_out() -> None:
+    """The rate, and whether to update at all, are read from memory at each replay."""
+    plain, recorded = start(torch.float32, "cuda"), start(torch.float32, "cuda")
+    lr, found_inf = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+    optimizers: list[Any] = [build(plain, lr=lr), build(recorded, lr=lr)]
+    for optimizer, parameters in zip(optimizers, (plain, recorded), strict=True):
+        optimizer.found_inf = found_inf
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for optimizer in optimizers:
+            optimizer.step()  # makes the state
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            optimizers[1].step()
+    torch.cuda.current_stream().wait_stream(stream)
+    for number in range(6):
+        lr.fill_(rate(number))
+        found_inf.fill_(float(number in (1, 4)))
+        before = bits(optimizers[1], recorded)
+        for name, gradient in gradients(number, torch.float32).items():
+            for parameters in (plain, recorded):
+                parameters[name].grad.copy_(gradient * (float("nan") if number in (1, 4) else 1.0))
+        optimizers[0].step()
+        graph.replay()
+        assert bits(optimizers[1], recorded) == bits(optimizers[0], plain)
+        assert (bits(optimizers[1], recorded) == before) is (number in (1, 4))
