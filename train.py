@@ -7,6 +7,7 @@ srun -n 8 python train.py --config=bs512_opt
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -14,21 +15,24 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_metrics, build_network, initialise
+from networks.norms import ghost_batch
 from utils import cli, distributed, logs, preflight, profiling, report, resume
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
 from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
-from utils.data import build_loaders, offer_next_batch
+from utils.data import batch_like, build_loaders, offer_next_batch
+from utils.data.datasets import find_dataset
 from utils.distributed import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
 from utils.schedule import build_schedule
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.stopping import NoSignals, StopSignals
 from utils.trainer import SaveOften, Trainer
 
@@ -58,12 +62,17 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     torch.manual_seed(config.seed)  # for weights that are torch's own choice, the same on every rank
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
+        metrics = build_metrics(config.metrics, config.labelled)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
     saved = resume.find(directory, options.resume, world) if settings is None else None
     changed = resume.changes(saved, config) if saved else []
     profiler = build_profiler(config, world, directory)
-    loaders = build_loaders(config, world, lambda: training_memory(config, lambda: build_model(config)).reserve)
-    step = build_step(config, world, network, loss, make_step)
+    loaders = build_loaders(
+        config,
+        world,
+        lambda: training_memory(config, lambda: build_model(config), lambda n: batch_like(config, n)).reserve,
+    )
+    step = build_step(config, world, network, loss, make_step, metrics)
     offer_next_batch(loaders.train, step.beside)
     schedule = build_schedule(config)
     torch.manual_seed(config.seed + world.rank)
@@ -110,19 +119,23 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 position=position,
                 save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
                 max_skipped_updates=config.max_skipped_updates,
+                metrics=config.metrics,
             )
             complete = position.epoch >= config.num_epochs
             result = trainer.fit()
             if not complete:
                 final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
-                run_logs.hparams(config, final)
-            baselines = report.baseline_losses(loaders.valid, world) if config.report_baselines else {}
+                run_logs.hparams(config, final | {f"hparam/{name}": value for name, value in result.metrics.items()})
+            find_baselines = report.label_baselines if config.labelled else report.baseline_losses
+            baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
             with world.agreed():
                 if world.is_root:
                     pictures = []
                     try:
                         if not complete:
-                            pictures = report.draw(step, loaders.valid, directory, run_logs, result.steps)
+                            pictures = report.draw(
+                                step, loaders.valid, directory, run_logs, result.steps, config.labelled
+                            )
                     except OSError as error:  # what counts is done
                         run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
                     table = report.closing_table(result, baselines, directory)
@@ -167,7 +180,12 @@ def how_it_begins(
 
 
 def build_step(
-    config: Config, world: World, network: nn.Module, loss: nn.Module, make_step: type[EagerStep]
+    config: Config,
+    world: World,
+    network: nn.Module,
+    loss: nn.Module,
+    make_step: type[EagerStep],
+    metrics: Sequence[Metric] = (),
 ) -> EagerStep:
     """Network, loss and optimizer in a step; the same weights on every rank, from the config's seed."""
     start = config.weight_init
@@ -177,11 +195,11 @@ def build_step(
     if config.channels_last:
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     choice = config.optimizer
-    if config.enable_apex:
+    if config.enable_apex and choice.name == "adam":
         choice = choice.model_copy(update={"name": "apex_adam"})
     with value_errors_for_users():
         rate, capturable = config.lr_schedule.start_lr, make_step.capturable and world.device.type == "cuda"
-        optimizer = build_optimizer(choice, network.parameters(), rate, capturable)
+        optimizer = build_optimizer(choice, network.named_parameters(), rate, capturable)
     return make_step(
         network,
         loss,
@@ -195,31 +213,47 @@ def build_step(
             enable_jit=config.enable_jit,
             compiler=config.compiler,
             noddp=config.noddp,
+            ddp=config.ddp,
+            noise_scale=config.noise_scale and not config.enable_benchy,
             bucket_cap_mb=config.bucket_cap_mb,
             disable_broadcast_buffers=config.disable_broadcast_buffers,
             static_graph=config.static_graph,
             gradient_compression=config.gradient_compression,
         ),
+        metrics,
     )
 
 
 def build_model(config: Config) -> nn.Module:
     """The bare network, with torch's default weights."""
-    return build_network(
-        config.network.name,
-        config.data_size,
-        in_channels=config.N_in_channels,
-        out_channels=config.N_out_channels,
-        width=config.network.width,
-        scales=config.scales,
-        rewritten=config.network.rewritten,
-        fused=config.fused_pointwise,
-    )
+    options: dict[str, object]
+    if config.dataset.name is None:
+        options = {
+            "crop": config.data_size,
+            "in_channels": config.N_in_channels,
+            "out_channels": config.N_out_channels,
+            "width": config.network.width,
+            "scales": config.scales,
+            "rewritten": config.network.rewritten,
+            "fused": config.fused_pointwise,
+        }
+    else:
+        dataset = find_dataset(config.dataset.name)
+        options = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
+    norm = config.network.norm
+    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
+    if ghost is not None and (batch < ghost or batch % ghost):
+        part = "a rank's micro-batch" if config.accumulation_steps > 1 else "a rank's batch"
+        raise ValueError(
+            f"network.norm {norm}: {part} of {batch} is no multiple of {ghost}; raise local_batch_size, or take a "
+            f"smaller ghost batch"
+        )
+    return build_network(config.network.name, **options, norm=norm)
 
 
 def build_objective(config: Config) -> nn.Module:
     """The loss."""
-    return build_loss(config.loss, lambda_rho=config.lambda_rho, fused=config.fused_pointwise)
+    return build_loss(config.loss, config.labelled, lambda_rho=config.lambda_rho, fused=config.fused_pointwise)
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> profiling.NoProfiler:
@@ -265,7 +299,10 @@ def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> N
     with value_errors_for_users():
         build_objective(config)
         anew = resume.starts_anew(options.resume)
-        preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config), anew))
+        plot = None
+        if options.plot is not None:
+            plot = functools.partial(preflight.plot_rates, config, options.config, Path(options.plot))
+        preflight.show(preflight.report(config, base, directory, ranks, lambda: build_model(config), anew, plot))
 
 
 def without_effect(config: Config, world: World) -> list[str]:
@@ -280,6 +317,8 @@ def without_effect(config: Config, world: World) -> list[str]:
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
             notes.append(f"fused_pointwise has no effect: {why}")
+    if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
+        notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
     if world.size == 1 or config.noddp:
         asked = [
             name
@@ -291,6 +330,8 @@ def without_effect(config: Config, world: World) -> list[str]:
         ]
         if asked:
             notes.append(f"{' and '.join(asked)}: no effect, since no gradients are exchanged")
+    if world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        notes.append("ranks share a GPU, which NCCL refuses: gloo exchanges gradients, through the host")
     if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
         notes.append("float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not")
     return notes

@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> None:
     network = build_network("unet", options.crop, width=options.width, scales=options.scales)
     initialise(network, torch.Generator().manual_seed(0))
     network.to(world.device)
-    step = EagerStep(network, build_loss("l1"), build_optimizer(Optimizer(), network.parameters(), RATE), world)
+    step = EagerStep(network, build_loss("l1"), build_optimizer(Optimizer(), network.named_parameters(), RATE), world)
     step(inputs, targets, RATE)
 
     def wait() -> None:

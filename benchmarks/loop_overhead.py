@@ -22,7 +22,7 @@ from utils.errors import one_line_errors, value_errors_for_users
 from utils.logs import SilentLogs
 from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
-from utils.schedule import CosineSchedule
+from utils.schedule import ConstantSchedule
 from utils.steps.eager import EagerStep
 from utils.trainer import Trainer
 
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace) -> None:
             torch.cuda.synchronize()
 
     bare = network()
-    bare_optimizer = build_optimizer(Optimizer(), bare.parameters(), RATE)
+    bare_optimizer = build_optimizer(Optimizer(), bare.named_parameters(), RATE)
     loss = build_loss("l1")
 
     def bare_loop() -> float:
@@ -92,12 +92,12 @@ def measure(options: argparse.Namespace) -> None:
         return (time.perf_counter() - started) / options.steps
 
     trained = network()
-    step = EagerStep(trained, build_loss("l1"), build_optimizer(Optimizer(), trained.parameters(), RATE), world)
+    step = EagerStep(trained, build_loss("l1"), build_optimizer(Optimizer(), trained.named_parameters(), RATE), world)
     batch = Batch(inputs, targets)
     trainer = Trainer(
         step=step,
         loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
-        schedule=CosineSchedule(RATE, RATE, 0, options.steps),
+        schedule=ConstantSchedule(RATE, warmup_steps=0),
         world=world,
         logs=SilentLogs(),
         saving=NoSaving(),

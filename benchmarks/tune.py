@@ -572,7 +572,7 @@ def check_output(directory: Path, name: str, yaml_config: str, overwrite: bool) 
     if target.resolve() == Path(yaml_config).resolve():
         raise UserError(f"--name {name} would replace {yaml_config}, which the starting config is from; give another")
     for file in sorted(directory.glob("*.yaml")):
-        if file != target and configs.holds(str(file), name):
+        if file != target and name in configs.names(str(file)):
             raise UserError(f"{file} has a config {name} already, which would be found first; give another --name")
     for path in (target, record):
         if path.exists() and not overwrite:

@@ -30,7 +30,7 @@ def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> E
     rate = 0.02 if optimizer == "sgd" else 1e-3
     # A bucket cap far below the network's size: the exchange takes several buckets.
     step_options = StepOptions(bucket_cap_mb=0.005, **options)
-    optimizer_object = build_optimizer(settings, network.parameters(), rate)
+    optimizer_object = build_optimizer(settings, network.named_parameters(), rate)
     return EagerStep(network, build_loss("l1", lambda_rho=0.01), optimizer_object, world, step_options)
 
 
@@ -63,7 +63,7 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
         "parameters": parameters,
         "losses": losses,
         "crops": crops,
-        "validation": mean.result(),
+        "validation": mean.results()[0],
         "validation samples": samples,
     }
 
@@ -74,6 +74,15 @@ CASES: dict[str, dict] = {
     "sgd float32, 2 micro-batches": {"optimizer": "sgd", "dtype": torch.float32, "accumulation_steps": 2},
     "sgd float32, static graph": {"optimizer": "sgd", "dtype": torch.float32, "static_graph": True},
     "sgd float32, no buffers": {"optimizer": "sgd", "dtype": torch.float32, "disable_broadcast_buffers": True},
+    "sgd float32, by hand": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual"},
+    "sgd float64, by hand": {"optimizer": "sgd", "dtype": torch.float64, "ddp": "manual"},
+    "by hand, 2 micro-batches": {
+        "optimizer": "sgd",
+        "dtype": torch.float32,
+        "ddp": "manual",
+        "accumulation_steps": 2,
+    },
+    "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "noise_scale": True},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
 NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}
@@ -112,6 +121,9 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
         ("sgd float32, 2 micro-batches", 1e-5),
         ("sgd float32, static graph", 1e-5),
         ("sgd float32, no buffers", 1e-5),
+        ("sgd float32, by hand", 1e-5),
+        ("sgd float64, by hand", 1e-10),
+        ("by hand, 2 micro-batches", 1e-5),
     ],
 )
 def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, tolerance: float) -> None:
@@ -120,6 +132,25 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, t
     assert distance(alone[case]["parameters"], before) > 1e-2, "the training must have moved the parameters"
     for rank in together:
         assert distance(rank[case]["parameters"], alone[case]["parameters"]) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("case", "by_hand", "tolerance"),
+    [
+        ("sgd float32", "sgd float32, by hand", 1e-6),
+        ("sgd float64", "sgd float64, by hand", 1e-14),
+        ("sgd float32, 2 micro-batches", "by hand, 2 micro-batches", 1e-6),
+    ],
+)
+def test_torchs_data_parallelism_is_that_by_hand(together, case: str, by_hand: str, tolerance: float) -> None:
+    """A page of broadcast and all-reduce that can be read is the oracle for DistributedDataParallel."""
+    assert distance(together[0][case]["parameters"], together[0][by_hand]["parameters"]) <= tolerance
+
+
+def test_measuring_the_noise_scale_changes_no_bit(together) -> None:
+    for rank in together:
+        assert rank["sgd float32, noise scale"]["losses"] == rank["sgd float32"]["losses"]
+        assert np.array_equal(rank["sgd float32, noise scale"]["parameters"], rank["sgd float32"]["parameters"])
 
 
 def test_all_ranks_hold_the_same_parameters_bit_for_bit(together) -> None:

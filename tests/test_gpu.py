@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -332,3 +335,17 @@ def test_on_the_device_an_interrupted_training_ends_like_one_that_was_not(
         else:
             torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
     assert ends["whole"].training["scaler"] == ends["parts"].training["scaler"]
+
+
+@pytest.mark.parametrize("ddp", ["torch", "manual"])
+def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
+    """As several logical devices on one: gloo carries what NCCL would refuse to."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    flags = ["--config=digits_bn", "--set=num_epochs=2", f"--set=ddp={ddp}", f"--set=expdir={tmp_path}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    result = subprocess.run([*launch, *flags], cwd=TOP, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "ranks share a GPU, which NCCL refuses" in result.stderr
+    records = (tmp_path / "digits_bn" / "2GPU" / "00" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in records if "Accuracy/valid" in line][-1]["Accuracy/valid"] > 0.8

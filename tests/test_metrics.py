@@ -73,16 +73,16 @@ def test_ranks_average_and_agree_on_the_first_bad_rank() -> None:
         ]
 
 
-def mean_on_rank(world: World) -> float:
+def mean_on_rank(world: World) -> list[float]:
     mean = WeightedMean(world)
     if world.rank == 0:
         mean.add(torch.tensor(1.0), 3)
-    return mean.result()
+    return mean.results()
 
 
 def test_mean_is_weighted_by_samples_and_bears_a_rank_without_any() -> None:
     mean = WeightedMean(ALONE)
     mean.add(torch.tensor(1.0), 8)
     mean.add(torch.tensor(4.0), 4)
-    assert mean.result() == pytest.approx(2.0)
-    assert run_ranks(mean_on_rank, 2) == [1.0, 1.0]
+    assert mean.results() == pytest.approx([2.0])
+    assert run_ranks(mean_on_rank, 2) == [[1.0], [1.0]]

@@ -47,7 +47,7 @@ def test_sound_config_passes_and_its_figures_are_right(preflight, tmp_path: Path
     for part in (
         "ranks 1 × local batch 8 = global batch 8\n",
         "steps: 8 an epoch × 2 epochs = 16\n",
-        f"network: unet, {parameters:,} parameters; crop 8³ fits",
+        f"network: unet, {parameters:,} parameters; a sample of 4 × 8 × 8 × 8 fits",
         "memory a rank: about ",
         "learning rate: none scaling, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
         "step 15: 0.000e+00",
@@ -204,4 +204,4 @@ def test_activation_memory_is_what_the_backward_pass_keeps() -> None:
     """A convolution keeps its input, a tanh its output; weights are counted elsewhere."""
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
-    assert activation_bytes(network, batch=5, channels=4, crop=8) == 4 * 5 * 8**3 * (4 + 3)
+    assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)

@@ -43,6 +43,19 @@ CASES: dict[str, list[str]] = {
     "plain sgd": ["--set=optimizer.name=sgd", "--set=lr_schedule.start_lr=0.01"],
     "bfloat16": ["--enable_amp"],
     "other intervals": ["--set=log_interval=3", "--set=checkpoint.every_steps=5"],
+    "nadam": ["--set=optimizer.name=nadam"],
+    "lamb, by hand": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
+    "batch norm": ["--set=network.norm=batch"],
+    "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
+    "sync_batch": ["--set=network.norm=sync_batch"],
+    "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
+    "labelled samples, dropout": [
+        "--set=data_loader_config=labelled",
+        "--set=dataset.name=digits",
+        "--set=network.name=mnist_cnn",
+        "--set=loss=cross_entropy",
+        "--set=metrics=[accuracy, top5_accuracy]",
+    ],
 }
 
 

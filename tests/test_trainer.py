@@ -56,6 +56,7 @@ class RecordedStep:
     ) -> None:
         self.network = nn.Linear(1, 1)
         self.gradient_norm = torch.tensor(2.0)
+        self.probe = None
         self.rates: list[float] = []
         self.events: list[str] = []
         self._bad_steps, self._done, self._after = bad_steps or {}, done, after
@@ -86,6 +87,12 @@ class RecordedStep:
         self._note("evaluate")
         self.network(inputs.flatten()[:1])
         return inputs.mean()
+
+    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.evaluate(inputs, targets)[None]
+
+    def share_buffers(self) -> None:
+        pass
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs
@@ -179,7 +186,7 @@ def make(
     trainer = Trainer(
         step=step,
         loaders=loaders,
-        schedule=CosineSchedule(1.0, 0.0, 0, STEPS * EPOCHS),
+        schedule=CosineSchedule(peak=1.0, end=0.0, warmup_steps=0, total_steps=STEPS * EPOCHS),
         world=world,
         logs=logs,
         saving=saving,
@@ -282,7 +289,7 @@ def test_training_is_bit_for_bit_the_one_without_a_warm_up(volume_file, tmp_path
         loaders = [NativeLoader(volume, SamplePlan(STEPS * BATCH, 16, 8, split=s), batch_size=BATCH) for s in SPLITS]
         network = build_network("unet", 8, width=4, scales=2)
         initialise(network, torch.Generator().manual_seed(0), scale=0.1)
-        optimizer = build_optimizer(Optimizer(), network.parameters(), 0.01)
+        optimizer = build_optimizer(Optimizer(), network.named_parameters(), 0.01)
         trainer.loaders, trainer.step = Loaders(*loaders), kind(network, build_loss("l1"), optimizer, ALONE)
         trainer.schedule = lambda _: 0.01
         trainer.fit()

@@ -42,6 +42,8 @@ class Position:
     losses: list[float] = field(default_factory=list)  # of this epoch's steps, as far as they have been logged
     # Of the steps since the last log line: loss and gradient norm, as far as they have been read.
     interval: list[tuple[float, float]] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)  # what the gradient noise scale has summed up
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
     skipped: int = 0  # steps without an update, in all
     skipped_in_a_row: int = 0
     initial_loss: float = float("nan")  # of the validation crops, as are the next two

@@ -24,6 +24,7 @@ class Options:
     preflight_ranks: int | None
     resume: str = "auto"
     init_from: str | None = None
+    plot: str | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +57,7 @@ SWITCHES = {
     "noddp": "do not exchange gradients",
 }
 VALUES: dict[str, tuple[type, str]] = {
-    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic or auto"),
+    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic, auto or labelled"),
     "local_batch_size": (int, "samples a step a rank; the global batch is this times the ranks"),
     "num_epochs": (int, "epochs to train"),
     "num_data_workers": (int, "loader threads a rank"),
@@ -104,7 +105,25 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RANKS",
         help="check everything that can be known before training, for this many ranks, and end",
     )
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const="learning_rate.png",
+        metavar="FILE",
+        help="with --preflight: draw the learning rate over all steps (learning_rate.png)",
+    )
     return parser
+
+
+def read_changes(texts: Sequence[str]) -> dict[str, Any]:
+    """Dotted keys and values of --set's arguments."""
+    changes: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected key=value")
+        changes[key.strip()] = parse_value(value, f"--set {text}")
+    return changes
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -115,13 +134,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         value = getattr(arguments, name)
         if value is not None:
             overrides[KEYS.get(name, name)] = value
-    for text in arguments.set:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"--set {text}: expected key=value")
-        overrides[key.strip()] = parse_value(value, f"--set {text}")
+    overrides.update(read_changes(arguments.set))
     if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
         raise UserError(f"--run_num {arguments.run_num!r} must be a plain name: it is the last part of a path")
+    if arguments.plot is not None and arguments.preflight is None:
+        raise UserError("--plot draws what a preflight finds; add --preflight, or leave it out")
     return Options(
         arguments.yaml_config,
         arguments.config or default_name(arguments.yaml_config),
@@ -131,4 +148,5 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         arguments.preflight or None,
         arguments.resume,
         arguments.init_from,
+        arguments.plot,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,20 +31,24 @@ class Section(BaseModel):
 
 
 class WeightInit(Section):
-    """Convolution weights ~ N(0, conv_scale), biases constant; 'default' leaves torch's own."""
+    """Weights ~ N(0, conv_scale), biases constant; 'default': torch's own; 'glorot': uniform, by each layer's size."""
 
-    conv_init: Literal["normal", "default"] = "normal"
+    conv_init: Literal["normal", "default", "glorot"] = "normal"
     conv_scale: PositiveFloat = 0.02
     conv_bias: Finite = 0.0
 
 
 class LrSchedule(Section):
-    """Scaled start rate, linear warm-up, half a cosine to end_lr; see utils/schedule.py."""
+    """Scaled start rate, linear warm-up, then half a cosine to end_lr, drops, or nothing; see utils/schedule.py."""
 
+    shape: Literal["cosine", "step", "constant"] = "cosine"
     scaling: Literal["none", "linear", "sqrt"] = "none"
     start_lr: PositiveFloat = 2e-4
-    end_lr: Rate = 0.0
+    end_lr: Rate = 0.0  # cosine: of the last step
+    drop_epochs: list[Positive] = []  # step: after so many epochs each, the rate is multiplied by drop_factor
+    drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     warmup_steps: Count = 0
+    warmup_epochs: Rate = 0.0  # instead of warmup_steps
 
 
 class Network(Section):
@@ -53,6 +58,7 @@ class Network(Section):
     width: Positive = 64
     scales: Positive | None = None
     rewritten: list[Literal["down1", "last"]] = []  # layers as exact smaller convolutions; see networks/rewrites.py
+    norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
 
 class Optimizer(Section):
@@ -63,6 +69,14 @@ class Optimizer(Section):
     eps: PositiveFloat = 1e-8
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     weight_decay: Rate = 0.0
+
+
+class Dataset(Section):
+    """Labelled samples instead of volumes: one of utils/data/datasets.py's DATASETS, and where its files lie."""
+
+    name: str | None = None
+    directory: str = "./data"
+    verify: bool = True  # files must be the published ones, by their checksums
 
 
 class VectorChannels(Section):
@@ -110,7 +124,7 @@ class Config(Section):
     Nsamples_val: Positive = 8192  # validation crops
     num_epochs: Positive = 10
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # apex FusedAdam where installed, else torch's
+    enable_apex: bool = False  # for optimizer.name adam: apex FusedAdam where installed, else torch's
     enable_benchy: bool = False  # measure throughput and end
     enable_jit: bool = False  # compile network and loss
     expdir: str = "/logs"  # runs go to <expdir>/<config>/<ranks>GPU/<run_num>
@@ -138,7 +152,9 @@ class Config(Section):
     # What the original hard-coded.
     N_in_channels: Positive = 4
     network: Network = Network()
+    dataset: Dataset = Dataset()
     loss: str = "l1"  # one of networks' LOSSES
+    metrics: list[str] = []  # of networks' METRICS: measured beside the validation loss
     optimizer: Optimizer = Optimizer()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
@@ -148,11 +164,13 @@ class Config(Section):
     fused_pointwise: bool = False  # bias, activation, concatenation and loss in one kernel each; needs channels_last
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None
+    noise_scale: bool = True  # measure it where gradients of parts of a batch are there to compare
     vector_channels: VectorChannels = VectorChannels()
     symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
     resident_dtype: Literal["float32", "float16"] = "float32"  # of the volume in device memory
     channels_last: bool = False  # batches and network in memory as N, D, H, W, C
     log_interval: Positive = 50  # steps between log lines, and between reads of the loss
+    ddp: Literal["torch", "manual"] = "torch"  # who exchanges gradients; manual: see utils/steps/manual.py
     static_graph: bool = False  # DDP: the same parameters take part in every step
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: what gradients are sent as
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -163,6 +181,11 @@ class Config(Section):
     max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
     timeouts: Timeouts = Timeouts()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
+
+    @property
+    def labelled(self) -> bool:
+        """Whether samples come with a label each, and not as pairs of volumes."""
+        return self.dataset.name is not None
 
     @property
     def scales(self) -> int:
@@ -180,6 +203,13 @@ class Config(Section):
     def warms_up(self) -> bool:
         """Only a batch beyond the base one, with a scaled rate, needs a warm-up."""
         return self.lr_schedule.scaling != "none" and self.global_batch_size > self.base_batch_size
+
+    @property
+    def warmup_steps(self) -> int:
+        """Of the learning rate, however they are given; 0 where nothing needs a warm-up."""
+        schedule = self.lr_schedule
+        asked = schedule.warmup_steps or round(schedule.warmup_epochs * self.steps_per_epoch)
+        return asked if self.warms_up else 0
 
     def for_world(self, world_size: int) -> Config:
         """The config with both batch sizes settled for this many ranks; raises UserError where they cannot be."""
@@ -208,10 +238,37 @@ class Config(Section):
                 f"Nsamples {self.Nsamples} is less than global_batch_size {self.global_batch_size}: an epoch would "
                 f"have no step; raise Nsamples or lower the batch"
             )
-        if self.warms_up and self.lr_schedule.warmup_steps >= self.total_steps:
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        schedule = self.lr_schedule
+        if schedule.warmup_steps and schedule.warmup_epochs:
             raise UserError(
-                f"lr_schedule.warmup_steps {self.lr_schedule.warmup_steps} leaves nothing of the run's "
+                f"lr_schedule.warmup_steps {schedule.warmup_steps} and warmup_epochs {schedule.warmup_epochs} are "
+                f"both given; set one of them to 0"
+            )
+        if self.warmup_steps and self.warmup_steps >= self.total_steps:
+            key = "warmup_steps" if schedule.warmup_steps else "warmup_epochs"
+            raise UserError(
+                f"lr_schedule.{key} {getattr(schedule, key)} leaves nothing of the run's "
                 f"{self.total_steps} steps; lower it or raise num_epochs"
+            )
+        drops = schedule.drop_epochs
+        if any(second <= first for first, second in pairwise(drops)):
+            raise UserError(f"lr_schedule.drop_epochs {drops} do not increase; put them in order, each once")
+        if schedule.shape != "step":
+            return
+        if not drops:
+            raise UserError("lr_schedule.shape is step, but there are no lr_schedule.drop_epochs; say when it drops")
+        if drops[-1] >= self.num_epochs:
+            raise UserError(
+                f"lr_schedule.drop_epochs {drops}: after epoch {drops[-1]} nothing is left of {self.num_epochs} "
+                f"epochs; leave it out or raise num_epochs"
+            )
+        if drops[0] * self.steps_per_epoch <= self.warmup_steps:
+            raise UserError(
+                f"lr_schedule.drop_epochs {drops}: the first drop does not come after the {self.warmup_steps} steps of "
+                f"warm-up; make it later, or the warm-up shorter"
             )
 
     @model_validator(mode="after")
@@ -231,6 +288,10 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
         if len(set(self.network.rewritten)) < len(self.network.rewritten):
             raise ValueError(f"network.rewritten {self.network.rewritten} names a layer twice")
+        if (self.dataset.name is None) == (self.data_loader_config == "labelled"):
+            raise ValueError("data_loader_config labelled and dataset.name go together; give both or neither")
+        if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
+            raise ValueError("static_graph and gradient_compression are torch's; they cannot be had with ddp manual")
         if self.static_graph and self.accumulation_steps > 1:
             raise ValueError("static_graph needs accumulation_steps 1; turn one of them off")
         return self
@@ -325,7 +386,7 @@ def default_name(path: str) -> str:
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config `name` with `overrides` ({'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}) on top.
 
-    It is one of the YAML file's, or the one of its own name in a file <name>.yaml beside it.
+    It is one of the YAML file's, or of another file's beside it.
     """
     values = _values(path, name)
     for key, value in (overrides or {}).items():
@@ -334,26 +395,31 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
 
 def _values(path: str, name: str) -> dict[str, Any]:
-    """What the file says of the config `name`, else what the file <name>.yaml beside it does."""
+    """What the file says of the config `name`, else what another file beside it does."""
     configs = read_file(path)
     if name in configs:
         return configs[name]
-    beside = {file.stem: str(file) for file in sorted(Path(path).parent.glob("*.yaml")) if file.name != Path(path).name}
-    if name in beside:
-        found = read_file(beside[name])
-        if name not in found:
-            raise UserError(f"no config {name} in {path}, nor in {beside[name]}: it holds {', '.join(found)}")
-        return found[name]
-    known = [*configs, *(stem for stem, file in beside.items() if holds(file, stem))]
+    others = [file for file in sorted(Path(path).parent.glob("*.yaml")) if file.name != Path(path).name]
+    beside = {str(file): names(str(file)) for file in others}
+    holding = [file for file, held in beside.items() if name in held]
+    holding = [file for file in holding if Path(file).stem == name] or holding
+    if len(holding) > 1:
+        raise UserError(f"config {name} is in {' and in '.join(holding)}; say which with --yaml_config")
+    if holding:
+        return read_file(holding[0])[name]
+    own = next((str(file) for file in others if file.stem == name), None)
+    if own is not None:
+        raise UserError(f"no config {name} in {path}, nor in {own}: it holds {', '.join(read_file(own))}")
+    known = [*configs, *(other for held in beside.values() for other in held)]
     raise UserError(f"unknown config {name} in {path}; known: {', '.join(known)}{_nearest(name, known)}")
 
 
-def holds(path: str, name: str) -> bool:
-    """Whether a file has a config of this name."""
+def names(path: str) -> list[str]:
+    """Of a file's configs; none if it is one of some other program."""
     try:
-        return name in read_file(path)
-    except UserError:  # a file of some other program
-        return False
+        return list(read_file(path))
+    except UserError:
+        return []
 
 
 def validate(values: Mapping[str, Any], name: str) -> Config:

@@ -268,19 +268,28 @@ def of_this_start(store: dist.Store, rank: int, size: int, seconds: float) -> di
     raise TimeoutError("not all ranks have come")
 
 
-def choose_together(name: str, launch: Launch, store: dist.Store) -> torch.device:
+class Chosen(NamedTuple):
+    """This rank's device, and whether another rank has the same one."""
+
+    device: torch.device
+    shared: bool
+
+
+def choose_together(name: str, launch: Launch, store: dist.Store) -> Chosen:
     """choose_device for ranks that have met but have no process group yet: all have the same kind, or all fail."""
     error = ""
     try:
         device = choose_device(name, launch.local_rank)
     except UserError as caught:
         device, error = torch.device("cpu"), str(caught)
-    store.set(f"device of rank {launch.rank}", error or device.type)
-    kinds = [kind.decode() for kind in store.multi_get([f"device of rank {rank}" for rank in range(launch.world_size)])]
+    store.set(f"device of rank {launch.rank}", error or _identity(device))
+    ranks = range(launch.world_size)
+    told = [answer.decode() for answer in store.multi_get([f"device of rank {rank}" for rank in ranks])]
     if store.add("devices read", 1) == launch.world_size:
         store.set("devices read by all", "")
     if launch.rank == 0:
         store.wait(["devices read by all"])  # the store ends with rank 0
+    kinds = [answer.split(" ")[0] if answer.startswith(("cpu", "cuda ")) else answer for answer in told]
     for rank, kind in enumerate(kinds):
         if kind not in ("cpu", "cuda"):
             raise UserError(kind if len(set(kinds)) == 1 else f"rank {rank}: {kind}")
@@ -289,7 +298,12 @@ def choose_together(name: str, launch: Launch, store: dist.Store) -> torch.devic
             f"rank {kinds.index('cpu')} sees no CUDA device, rank {kinds.index('cuda')} does; use --set device=cpu, "
             f"or leave the first one's node out"
         )
-    return device
+    return Chosen(device, device.type == "cuda" and len(set(told)) < len(told))
+
+
+def _identity(device: torch.device) -> str:
+    """The kind of a device and, of a GPU, which one it is in the world: its number depends on what a rank sees."""
+    return "cpu" if device.type == "cpu" else f"cuda {torch.cuda.get_device_properties(device).uuid}"
 
 
 @contextlib.contextmanager
@@ -298,7 +312,7 @@ def connect(
 ) -> Iterator[World]:
     """The world for the length of a run; joins the process group where there are several ranks.
 
-    Gloo carries CPU tensors and objects, NCCL carries CUDA tensors.
+    Gloo carries CPU tensors and objects, NCCL carries CUDA tensors; gloo carries all where ranks share a GPU.
     """
     launch = read_launch()
     # Rank 0 holds three connections to every rank: the store's, gloo's and the watch's.
@@ -333,15 +347,17 @@ def connect(
         ) from None
     watch = join(rank, size, launch.master_addr, store, hang_seconds, rendezvous_seconds)
     with _watched(watch):
+        # NCCL refuses two ranks on one GPU; gloo takes their tensors through the host.
+        on_gpus = chosen.device.type == "cuda" and not chosen.shared
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
             store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=collective_seconds),
         )
         with _leaving_group():
-            yield World(launch, chosen, watch)
+            yield World(launch, chosen.device, watch)
 
 
 @contextlib.contextmanager

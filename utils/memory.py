@@ -37,25 +37,29 @@ class TrainingMemory:
         return self.total + self.total // 5 + GIB
 
 
-def training_memory(config: Config, build: Callable[[], nn.Module]) -> TrainingMemory:
-    """What the config's training takes; `config` has its batch sizes settled (`Config.for_world`)."""
+def training_memory(
+    config: Config, build: Callable[[], nn.Module], batch_like: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+) -> TrainingMemory:
+    """What the config's training takes; `config` has its batch sizes settled (`Config.for_world`).
+
+    `batch_like` gives so many samples' inputs and targets on torch's meta device.
+    """
     assert config.local_batch_size is not None
     with torch.device("meta"):
         network = build()
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro = config.local_batch_size // config.accumulation_steps
-    activations = activation_bytes(network, micro, config.N_in_channels, config.data_size)
-    channels = config.N_in_channels + config.N_out_channels
+    activations = activation_bytes(network, batch_like(micro)[0])
     return TrainingMemory(
         parameters,
         state=16 * parameters,  # fp32 weights, gradients and Adam's two moments
         activations=activations // 2 if config.enable_amp else activations,
-        batches=BATCHES * 4 * config.local_batch_size * channels * config.data_size**3,
+        batches=BATCHES * sum(part.nbytes for part in batch_like(config.local_batch_size)),
     )
 
 
-def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -> int:
-    """fp32 bytes that the forward pass of a network on torch's meta device keeps for the backward pass."""
+def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
+    """fp32 bytes that the forward pass of a network keeps for the backward pass, both on torch's meta device."""
     kept: dict[Any, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +70,7 @@ def activation_bytes(network: nn.Module, batch: int, channels: int, crop: int) -
         keep(parameter.data)
     own = set(kept)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        network(torch.empty(batch, channels, crop, crop, crop, device="meta"))
+        network(inputs)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
 
 

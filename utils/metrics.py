@@ -18,6 +18,7 @@ class StepRecord(NamedTuple):
     loss: float
     gradient_norm: float
     bad_rank: int | None = None  # the first with a loss that is no number; None also where only the norm is none
+    part_square: float = 0.0  # squared norm of the gradient of a part of the batch, mean over ranks; 0: not measured
 
     @property
     def updated(self) -> bool:
@@ -33,12 +34,15 @@ class LossRecorder:
 
     def __init__(self, interval: int, world: World) -> None:
         self._world = world
-        self._values = torch.zeros(interval, 2, device=world.device)  # loss, gradient norm
+        self._values = torch.zeros(interval, 3, device=world.device)  # loss, gradient norm, part's square
         self._count = 0
 
-    def record(self, loss: torch.Tensor, gradient_norm: torch.Tensor) -> None:
-        self._values[self._count, 0].copy_(loss)
-        self._values[self._count, 1].copy_(gradient_norm)
+    def record(self, loss: torch.Tensor, gradient_norm: torch.Tensor, part_square: torch.Tensor | None = None) -> None:
+        row = self._values[self._count]
+        row[0].copy_(loss)
+        row[1].copy_(gradient_norm)
+        if part_square is not None:
+            row[2].copy_(part_square)
         self._count += 1
 
     def __len__(self) -> int:
@@ -50,11 +54,12 @@ class LossRecorder:
         count, self._count = self._count, 0
         if count == 0:
             return []
-        values = self._world.gather(self._values[:count]).cpu()  # [ranks, steps, 2]; .cpu() waits for the device
+        values = self._world.gather(self._values[:count]).cpu()  # [ranks, steps, 3]; .cpu() waits for the device
         records = []
-        for losses, norms in zip(values[:, :, 0].double().T, values[:, :, 1].T, strict=True):
+        for losses, norms, squares in zip(*values.double().permute(2, 1, 0), strict=True):
             bad = (~torch.isfinite(losses)).nonzero()
-            records.append(StepRecord(float(losses.mean()), float(norms.max()), int(bad[0]) if len(bad) else None))
+            bad_rank = int(bad[0]) if len(bad) else None
+            records.append(StepRecord(float(losses.mean()), float(norms.max()), bad_rank, float(squares.mean())))
         return records
 
 
@@ -80,18 +85,19 @@ class Stopwatch:
 
 
 class WeightedMean:
-    """Mean of per-batch values weighted by samples, summed on the device and over all ranks at the end."""
+    """Means of per-batch values weighted by samples, summed on the device and over all ranks at the end."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, values: int = 1) -> None:
         self._world = world
         # float64: an epoch's sum is exact to well below what is printed.
-        self._sums = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._sums = torch.zeros(values + 1, dtype=torch.float64, device=world.device)
 
-    def add(self, value: torch.Tensor, samples: int) -> None:
-        self._sums[0] += value.double() * samples
-        self._sums[1] += samples
+    def add(self, values: torch.Tensor, samples: int) -> None:
+        """A scalar, or [values]."""
+        self._sums[:-1] += values.double() * samples
+        self._sums[-1] += samples
 
-    def result(self) -> float:
+    def results(self) -> list[float]:
         """On every rank; waits for the device."""
-        total, samples = self._world.sum(self._sums).tolist()
-        return total / samples
+        *totals, samples = self._world.sum(self._sums).tolist()
+        return [total / samples for total in totals]

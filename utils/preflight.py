@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,19 +16,35 @@ from utils import config as configs
 from utils.benchmark import read_settings
 from utils.checkpoint import FOLDER, saved_steps
 from utils.config import Config
-from utils.data import SPLITS, choose, find_loader, open_split, open_split_twins
+from utils.data import (
+    SPLITS,
+    batch_like,
+    choose,
+    find_loader,
+    open_labelled,
+    open_split,
+    open_split_twins,
+    shuffle_plan,
+)
 from utils.data.dali import check_installed
 from utils.data.volumes import Volume, first_nonfinite
 from utils.distributed import Launch, World, choose_device
 from utils.errors import UserError
+from utils.files import appearing_whole
 from utils.memory import GIB, TrainingMemory, training_memory
 from utils.optim import build_optimizer
 from utils.progress import Progress
-from utils.schedule import build_schedule
+from utils.schedule import StepSchedule, build_schedule
 
 
 def report(
-    config: Config, base: Config | None, directory: Path, ranks: int, build: Callable[[], nn.Module], anew: bool
+    config: Config,
+    base: Config | None,
+    directory: Path,
+    ranks: int,
+    build: Callable[[], nn.Module],
+    anew: bool,
+    plot: Callable[[], str] | None = None,
 ) -> Iterator[str]:
     """The findings, line by line; raises UserError at the first fault. `config` is settled for `ranks` ranks."""
     assert config.local_batch_size is not None
@@ -34,13 +52,16 @@ def report(
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
     yield f"steps: {config.steps_per_epoch} an epoch × {config.num_epochs} epochs = {config.total_steps}"
-    memory = training_memory(config, build)
-    yield f"network: {config.network.name}, {memory.parameters:,} parameters; crop {config.data_size}³ fits"
-    build_optimizer(config.optimizer, [nn.Parameter(torch.zeros(1))], config.lr_schedule.start_lr)
+    memory = training_memory(config, build, lambda samples: batch_like(config, samples))
+    shape = " × ".join(map(str, batch_like(config, 1)[0].shape[1:]))
+    yield f"network: {config.network.name}, {memory.parameters:,} parameters; a sample of {shape} fits"
+    build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
     if config.enable_benchy:
         read_settings(World(Launch("preflight"), torch.device("cpu")))
     yield from _memory(memory)
     yield from _rates(config)
+    if plot is not None:
+        yield plot()
     yield f"run directory: {_writable(directory, anew)}"
     if config.data_loader_config == "auto":
         here = World(Launch("preflight"), choose_device(config.device, 0))
@@ -52,6 +73,11 @@ def report(
         check_installed()
         for split in SPLITS:
             yield _data(open_split_twins(config, split).volume(), split)
+    elif reads == "labelled":
+        for split, data in open_labelled(config)[1].items():
+            plan = shuffle_plan(config, split, len(data.labels))
+            used = f"{plan.samples} of {plan.available} samples"
+            yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
     else:
         for split in SPLITS:
             yield _data(open_split(config, split), split)
@@ -79,11 +105,47 @@ def _memory(memory: TrainingMemory) -> Iterator[str]:
 
 
 def _rates(config: Config) -> Iterator[str]:
-    schedule, total = build_schedule(config), config.total_steps
-    marks = sorted({0, schedule.warmup_steps, total // 4, total // 2, 3 * total // 4, total - 1})
+    schedule, total, options = build_schedule(config), config.total_steps, config.lr_schedule
+    turns = schedule.drops if isinstance(schedule, StepSchedule) else (total // 4, total // 2, 3 * total // 4)
+    marks = sorted({0, schedule.warmup_steps, *turns, total - 1})
     curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in marks if step < total)
     kind = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
-    yield f"learning rate: {config.lr_schedule.scaling} scaling, {kind}, peak {schedule.peak:.3e}; {curve}"
+    how = f"{options.scaling} scaling, {kind}, peak {schedule.peak:.3e}"
+    yield f"learning rate: {how}; {curve}; shape {options.shape}"
+
+
+def plot_rates(config: Config, name: str, file: Path) -> str:
+    """Draws the learning rate of config `name`, settled for its ranks, into a PNG file; what to say of it."""
+    if file.is_dir():
+        raise UserError(f"--plot={file}: it is a directory; give a file to write")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from None
+    schedule, options, per_epoch = build_schedule(config), config.lr_schedule, config.steps_per_epoch
+    steps = range(config.total_steps)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, [schedule(step) for step in steps])
+    if schedule.warmup_steps:
+        axes.axvspan(0, schedule.warmup_steps, alpha=0.15, label=f"warm-up, {schedule.warmup_steps} steps")
+    axes.plot([schedule.warmup_steps], [schedule.peak], "o", label=f"peak {schedule.peak:.3e}")
+    if options.shape == "step":
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", ylabel="learning rate")
+    to_and_fro = (partial(operator.mul, 1 / per_epoch), partial(operator.mul, per_epoch))
+    axes.secondary_xaxis("top", functions=to_and_fro).set_xlabel("epoch")
+    axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    try:
+        with appearing_whole([file]) as (whole,):
+            figure.savefig(whole, format="png", dpi=150)
+    except OSError as error:
+        raise UserError(f"--plot={file}: cannot write it: {error.strerror or error}; give another file") from None
+    return f"learning rate plotted in {file}"
 
 
 def _writable(directory: Path, anew: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,20 @@ from utils.trainer import FitResult
 
 HISTOGRAM_BINS = 8192
 HISTOGRAM_RANGE = (-1.5, 1.5)
+
+
+def label_baselines(loader: Loader, world: World) -> dict[str, float]:
+    """Cross-entropy of the best guess that does not look at the sample: how often each class comes."""
+    counts: dict[int, int] = {}
+    for _, labels in loader.epoch(0):
+        for label in labels.tolist():
+            counts[label] = counts.get(label, 0) + 1
+    total: dict[int, int] = {}
+    for part in world.gather_objects(counts):
+        for label, count in part.items():
+            total[label] = total.get(label, 0) + count
+    samples = sum(total.values())
+    return {"frequencies": -sum(count * math.log(count / samples) for count in total.values()) / samples}
 
 
 def baseline_losses(loader: Loader, world: World) -> dict[str, float]:
@@ -65,19 +80,26 @@ def _medians(loader: Loader, world: World) -> torch.Tensor:
 
 def closing_table(result: FitResult, baselines: dict[str, float], directory: Path) -> list[str]:
     """The lines that end a run."""
-    names = {"constant": "best constant per channel", "copy": "copying density and velocities"}
+    names = {
+        "constant": "best constant per channel",
+        "copy": "copying density and velocities",
+        "frequencies": "guessing by class frequency",
+    }
     others = {"untrained network": result.initial_loss, **{names[key]: loss for key, loss in baselines.items()}}
     lines = [f"{'validation loss':<32}{'':>10}   trained is"]
     lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in others.items()]
     lines.append(f"  {'trained network':<30}{result.final_loss:>10.6f}")
+    lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in result.metrics.items()]
     lines.append(f"{'throughput, last epoch':<32}{result.samples_per_second:>10.1f}   samples/s")
     lines.append(f"{'training and validation':<32}{format_duration(result.seconds):>10}   {result.steps} steps")
+    if result.noise_scale is not None:
+        lines.append(result.noise_scale)
     lines.append(f"run directory  {directory}")
     return lines
 
 
-def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int) -> list[Path]:
-    """Writes loss_curves.png and slices.png; the slices go to TensorBoard too."""
+def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int, labelled: bool) -> list[Path]:
+    """Writes loss_curves.png and, of volumes, slices.png; the slices go to TensorBoard too."""
     try:
         import matplotlib
     except ImportError:
@@ -88,9 +110,11 @@ def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: i
 
     curves, slices = directory / "loss_curves.png", directory / "slices.png"
     records = read_records(directory / "metrics.jsonl")
-    figure = _curves(records, plt)
+    figure = _curves(records, "cross-entropy" if labelled else "mean absolute error", plt)
     figure.savefig(curves, dpi=120)
     plt.close(figure)
+    if labelled:
+        return [curves]
     batches = loader.epoch(0)
     inputs, targets = (part[:1] for part in next(batches))
     outputs = step.predict(inputs)
@@ -112,8 +136,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _curves(records: list[dict[str, Any]], plt: Any) -> Any:
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+def _curves(records: list[dict[str, Any]], measure: str, plt: Any) -> Any:
+    """Losses over steps and, below them, what else was measured in each validation."""
+    metrics = sorted({name for record in records for name in record if name.endswith("/valid")} - {"Loss/valid"})
+    size, ratios = ((7, 6.4), [3, 2]) if metrics else ((7, 4.2), [1])
+    figure, grid = plt.subplots(
+        len(ratios), figsize=size, height_ratios=ratios, sharex=True, layout="constrained", squeeze=False
+    )
+    axes = grid[0, 0]
+    for name in metrics:
+        points = [(record["step"], record[name]) for record in records if name in record]
+        label = f"{name.removesuffix('/valid').lower()}, best {max(value for _, value in points):.4f}"
+        grid[1, 0].plot(*zip(*points, strict=True), label=label, marker="o", markersize=4)
     for name, label, style in (
         ("Step/loss", "training, per interval", {"color": "0.7", "linewidth": 1}),
         ("Loss/train", "training, per epoch", {"color": "tab:blue", "marker": "o", "markersize": 4}),
@@ -126,9 +160,15 @@ def _curves(records: list[dict[str, Any]], plt: Any) -> Any:
             points = [((start + step) / 2, loss) for start, (step, loss) in zip(starts, points, strict=False)]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (mean absolute error)", yscale="log")
+    axes.set(ylabel=f"loss ({measure})", yscale="log")
     axes.grid(alpha=0.3, which="both")
-    axes.legend()
+    if axes.has_data():
+        axes.legend()
+    if metrics:
+        grid[1, 0].set(ylabel="validation")
+        grid[1, 0].grid(alpha=0.3)
+        grid[1, 0].legend()
+    grid[-1, 0].set(xlabel="step")
     return figure
 
 

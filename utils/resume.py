@@ -19,7 +19,7 @@ from utils.files import recover
 from utils.logs import lock
 
 # What decides which samples a step sees: a position in another order of samples means nothing.
-ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries")
+ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
 
 # In the folder of checkpoints while --resume=no is asked for and not yet carried out: a job that is started again
@@ -83,9 +83,9 @@ def changes(saved: Saved, config: Config) -> list[str]:
     """What has changed since, for the log; UserError where a step would now see other samples."""
     before, now = saved.weights["config"], comparable(config)
     for key in ORDER_KEYS:
-        if before.get(key) != now[key]:
+        if before.get(key, now[key]) != now[key]:
             raise UserError(
-                f"{saved.path} is of a training with {key} {before.get(key)}, this one has {now[key]}, so it would not "
+                f"{saved.path} is of a training with {key} {before[key]}, this one has {now[key]}, so it would not "
                 f"go on where that one stopped; give this one a --run_num of its own (--init_from takes weights alone)"
             )
     return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]

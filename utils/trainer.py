@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from utils.checkpoint import NoSaving, Position
 from utils.data import Loaders
@@ -16,6 +16,7 @@ from utils.errors import Stopped, UserError
 from utils.flops import counted
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
+from utils.noise_scale import NoiseScale
 from utils.profiling import NoProfiler, annotate
 from utils.progress import Progress, format_duration
 from utils.resume import random_state
@@ -33,6 +34,8 @@ class FitResult:
     best_loss: float
     samples_per_second: float  # of the last epoch, all ranks, without validation
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # of the validation samples, in the end
+    noise_scale: str | None = None  # in a sentence, where it was measured
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,18 @@ class Trainer:
         position: Position | None = None,
         save_often: SaveOften | None = None,
         max_skipped_updates: int = 10,
+        metrics: Sequence[str] = (),
     ) -> None:
+        """`metrics` are the names of what `step.measure` gives beside the loss."""
         self.step, self.loaders, self.schedule = step, loaders, schedule
         self.world, self.logs, self.saving, self.profiler = world, logs, saving, profiler
         self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
         self.signals, self.save_often = signals or NoSignals(), save_often or SaveOften()
         self.max_skipped_updates = max_skipped_updates
         self.at = position or Position()
+        self.metrics = metrics
+        probe = step.probe
+        self._noise = NoiseScale(global_batch_size / probe.parts, global_batch_size, self.at.noise) if probe else None
         self._recorder = LossRecorder(log_interval, world)
         self._agreement = Agreement(world)
         self._rate = 0.0
@@ -94,7 +102,16 @@ class Trainer:
             self._agreement.close()
         at = self.at
         seconds = self._seconds()
-        return FitResult(at.step, at.initial_loss, at.final_loss, at.best_loss, at.samples_per_second, seconds)
+        return FitResult(
+            at.step,
+            at.initial_loss,
+            at.final_loss,
+            at.best_loss,
+            at.samples_per_second,
+            seconds,
+            dict(at.metrics),
+            self._noise.sentence() if self._noise else None,
+        )
 
     def _prepare(self) -> None:
         """The curves' left ends; and what is paid once is paid, and timed, before the first epoch's clock starts."""
@@ -118,7 +135,7 @@ class Trainer:
         self.logs.line("Before training:")
         at = self.at
         at.initial_loss = at.final_loss = at.best_loss = self._validate()
-        losses = {"Loss/train": train.result(), "Loss/valid": at.initial_loss}
+        losses = {"Loss/train": train.results()[0], "Loss/valid": at.initial_loss, **self._valid_metrics()}
         self.logs.scalars({**losses, "Learning Rate": self.schedule(0)}, 0)
 
     def _train_epoch(self) -> None:
@@ -152,7 +169,8 @@ class Trainer:
         self._rate = self.schedule(at.step)
         with annotate("step"):
             loss = self.step(inputs, targets, self._rate)
-        self._recorder.record(loss, self.step.gradient_norm)
+        probe = self.step.probe
+        self._recorder.record(loss, self.step.gradient_norm, None if probe is None else probe.square)
         at.batch += 1
         at.step += 1
         interval.steps += 1
@@ -209,7 +227,7 @@ class Trainer:
         valid = self._validate(told)
         rate = self.schedule(at.step - 1)
         self.logs.scalars({"Avg iters per sec": steps / at.epoch_seconds, "Learning Rate": rate}, at.step)
-        self.logs.scalars({"Loss/train": mean, "Loss/valid": valid}, at.step)
+        self.logs.scalars({"Loss/train": mean, "Loss/valid": valid, **self._valid_metrics()}, at.step)
         at.final_loss, is_best = valid, valid < at.best_loss
         if is_best:
             at.best_loss, at.best_step = valid, at.step
@@ -223,6 +241,9 @@ class Trainer:
             at.interval.append((record.loss, record.gradient_norm))
             if record.updated:
                 at.skipped_in_a_row = 0
+                if self._noise is not None:
+                    self._noise.add(record.part_square, record.gradient_norm**2)
+                    at.noise = self._noise.sums
                 continue
             at.skipped, at.skipped_in_a_row = at.skipped + 1, at.skipped_in_a_row + 1
             where = "" if record.bad_rank is None else f" on rank {record.bad_rank}"
@@ -269,6 +290,7 @@ class Trainer:
                 "Step/data wait fraction": wait,
                 "Step/learning rate": self._rate,
                 **({"Step/updates left out": at.skipped} if at.skipped else {}),
+                **(self._noise.scalars() if self._noise else {}),
             },
             at.step,
         )
@@ -279,17 +301,20 @@ class Trainer:
         Nothing is told before it is over: a training that is stopped in it goes on by doing it again.
         """
         started = time.perf_counter()
-        mean = WeightedMean(self.world)
+        mean = WeightedMean(self.world, 1 + len(self.metrics))
+        self.step.share_buffers()
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_objects(len(valid)))):  # some ranks may have one batch less
                 self.world.watch.at("validation", self.at.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
-                    mean.add(self.step.evaluate(inputs, targets), len(inputs))
+                    mean.add(self.step.measure(inputs, targets), len(inputs))
                 self._agree()
-        loss = mean.result()
-        for line in (*told_before, f"  Avg val loss={loss:.6f}"):
+        loss, *metrics = mean.results()
+        self.at.metrics = dict(zip(self.metrics, metrics, strict=True))
+        told = [f"  Avg val {name.replace('_', ' ')}={value:.4f}" for name, value in self.at.metrics.items()]
+        for line in (*told_before, f"  Avg val loss={loss:.6f}", *told):
             self.logs.line(line)
         self.logs.line(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
         if not math.isfinite(loss):
@@ -299,3 +324,7 @@ class Trainer:
                 f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
             )
         return loss
+
+    def _valid_metrics(self) -> dict[str, float]:
+        """The last validation's, under TensorBoard's names."""
+        return {f"{name.capitalize().replace('_', ' ')}/valid": value for name, value in self.at.metrics.items()}

@@ -27,7 +27,7 @@ RATE = 0.01
 def make(world: World = ALONE, **options) -> EagerStep:
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(0), scale=0.1)
-    built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+    built = build_optimizer(Optimizer(name="sgd"), network.named_parameters(), RATE)
     return EagerStep(network, build_loss("l1", lambda_rho=0.01), built, world, StepOptions(**options))
 
 
@@ -119,7 +119,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(rewritten: tuple[st
         network = build_network("unet", 16, width=8, scales=3, rewritten=rewritten)
         initialise(network, torch.Generator().manual_seed(0), scale=0.1)
         network.cuda().to(memory_format=torch.channels_last_3d)
-        built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+        built = build_optimizer(Optimizer(name="sgd"), network.named_parameters(), RATE)
         world = World(Launch("test"), torch.device("cuda", 0))
         step = EagerStep(network, build_loss("l1"), built, world, StepOptions(enable_amp=True, enable_jit=compiled))
         generator = torch.Generator().manual_seed(1)

@@ -26,7 +26,7 @@ RATE = 0.01
 def make(optimizer: str = "sgd", scale: float = 0.1, **options) -> EagerStep:
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(0), scale=scale)
-    built = build_optimizer(Optimizer(name=optimizer), network.parameters(), RATE)
+    built = build_optimizer(Optimizer(name=optimizer), network.named_parameters(), RATE)
     return EagerStep(network, build_loss("l1"), built, ALONE, StepOptions(**options))
 
 
@@ -136,7 +136,7 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
     start = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
     fused, plain = ([nn.Parameter(value.clone().to(device)) for value in start] for _ in range(2))
     optimizers = [
-        build_optimizer(Optimizer(name=name), fused, RATE),
+        build_optimizer(Optimizer(name=name), [(str(n), parameter) for n, parameter in enumerate(fused)], RATE),
         torch.optim.Adam(plain, lr=RATE, foreach=False, fused=False),
     ]
     assert optimizers[0].defaults.get("fused", name == "apex_adam")
@@ -188,7 +188,7 @@ def describe_on_ranks(world: World) -> list[tuple[list[str], float]]:
     for options in cases:
         network = build_network("unet", 8, width=4, scales=2)
         initialise(network, torch.Generator().manual_seed(0), scale=0.1)
-        built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+        built = build_optimizer(Optimizer(name="sgd"), network.named_parameters(), RATE)
         step = EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
         for number in range(3):
             step(*batch(10 * world.rank + number), RATE)
@@ -220,7 +220,7 @@ def test_the_log_tells_the_buckets_that_gradients_travel_in() -> None:
 def without_exchange_on_ranks(world: World) -> list[float]:
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(0), scale=0.1)
-    built = build_optimizer(Optimizer(name="sgd"), network.parameters(), RATE)
+    built = build_optimizer(Optimizer(name="sgd"), network.named_parameters(), RATE)
     step = EagerStep(network, build_loss("l1"), built, world, StepOptions(accumulation_steps=2))
     step(*batch(world.rank), RATE)
     norms = [float(parameters(step).norm())]
@@ -254,7 +254,7 @@ def make_changeable(optimizer: str = "adam", world: World = ALONE, **options) ->
     torch.manual_seed(0)
     network = Changeable().to(world.device)
     settings = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
-    built = build_optimizer(settings, network.parameters(), RATE)
+    built = build_optimizer(settings, network.named_parameters(), RATE)
     return EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
 
 
@@ -394,11 +394,19 @@ def test_a_warm_up_on_the_device_leaves_nothing_behind(options: dict) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("options", [{}, {"enable_amp": True}, {"enable_amp": True, "precision": "float16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_amp": True},
+        {"enable_amp": True, "precision": "float16"},
+        {"noise_scale": True, "accumulation_steps": 2},
+    ],
+)
 def test_the_step_never_waits_for_the_device(options: dict) -> None:
     world = World(Launch("test"), torch.device("cuda", 0))
     network = build_network("unet", 8, width=4, scales=2).cuda()
-    built = build_optimizer(Optimizer(), network.parameters(), RATE)
+    built = build_optimizer(Optimizer(), network.named_parameters(), RATE)
     step = EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
     inputs, targets = (part.cuda() for part in batch())
     step(inputs, targets, RATE)
@@ -420,6 +428,8 @@ SETTINGS: dict[str, dict] = {
     "apex_adam": {"name": "apex_adam"},
     "sgd": {"name": "sgd"},
     "sgd, momentum": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
+    "nadam": {"name": "nadam"},
+    "lamb": {"name": "lamb", "weight_decay": 0.1},
 }
 STEP_MODES: list[dict] = [
     {},
@@ -449,7 +459,7 @@ def build(
     if plain:
         built: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, foreach=False)
     else:
-        built = build_optimizer(Optimizer(**settings), network.parameters(), RATE)
+        built = build_optimizer(Optimizer(**settings), network.named_parameters(), RATE)
     return EagerStep(network, loss or build_loss("l1"), built, world, StepOptions(**options))
 
 
@@ -695,8 +705,8 @@ def test_weights_alone_leave_the_optimizer_as_it_is() -> None:
 def test_on_the_device_an_update_is_left_out_without_waiting(optimizer: str, options: dict, how: str) -> None:
     world = World(Launch("test"), torch.device("cuda", 0))
     network = build_network("unet", 8, width=4, scales=2).cuda()
-    built = build_optimizer(Optimizer(**SETTINGS[optimizer]), network.parameters(), RATE)
-    if not built.defaults.get("fused"):
+    built = build_optimizer(Optimizer(**SETTINGS[optimizer]), network.named_parameters(), RATE)
+    if not getattr(built, "_step_supports_amp_scaling", False):
         pytest.skip("apex's optimizer waits for the host")
     step = EagerStep(network, build_loss("l1"), built, world, StepOptions(**options))
     good, bad = ([part.cuda() for part in parts] for parts in (batch(), spoilt(how)))

@@ -12,10 +12,12 @@ import torch
 from utils.config import Config
 from utils.data import dali
 from utils.data.dali import DaliLoader
+from utils.data.datasets import Dataset, Labelled, find_dataset, open_dataset
 from utils.data.feeder import Batch
+from utils.data.labelled import LabelledLoader
 from utils.data.native import NativeLoader
 from utils.data.page_cache import map_cached_pages, warm_page_cache
-from utils.data.plan import SamplePlan
+from utils.data.plan import SamplePlan, ShufflePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.data.shared import room_for_copies, share_volume
 from utils.data.synthetic import SyntheticLoader
@@ -66,7 +68,7 @@ def offer_next_batch(loader: Loader, beside: SideWork | None) -> None:
 
 
 class Kind(NamedTuple):
-    """How loaders of one name are built, and which files they read: 'hdf5', 'npy' or none."""
+    """How loaders of one name are built, and which files they read: 'hdf5', 'npy', 'labelled' or none."""
 
     build: Callable[[Config, World, Bytes], Loaders]
     reads: str | None = "hdf5"
@@ -107,6 +109,19 @@ def open_split_twins(config: Config, split: str) -> Twins:
     source = getattr(config, f"{prefix}_path")
     volume = open_split(config, split) if os.path.exists(source) else None
     return open_twins(paths, keys, source, _channels(config), config.box_size[0 if split == "train" else 1], volume)
+
+
+def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a batch as loaders make it, on torch's meta device: shapes and types without numbers."""
+    if config.dataset.name is not None:
+        dataset = find_dataset(config.dataset.name)
+        kind = torch.float32 if dataset.vocabulary is None else torch.int64
+        inputs = torch.empty((samples, *dataset.shape), dtype=kind, device="meta")
+        return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+    inputs, targets = (
+        torch.empty((samples, channels, *(config.data_size,) * 3), device="meta") for channels in _channels(config)
+    )
+    return inputs, targets
 
 
 def _channels(config: Config) -> tuple[int, int]:
@@ -200,6 +215,44 @@ def _synthetic(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     )
 
 
+def _labelled(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+    """Labelled samples from the device's own memory."""
+    assert config.local_batch_size is not None
+    batch_size = config.local_batch_size
+    with world.agreed():
+        dataset, splits = open_labelled(config)
+        plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
+    return _both(
+        lambda split: LabelledLoader(
+            splits[split],
+            plans[split],
+            batch_size=batch_size,
+            rank=world.rank,
+            world_size=world.size,
+            device=world.device,
+            scale=dataset.scale,
+        ),
+        world,
+        f"{config.dataset.name}: {', '.join(f'{len(data.labels)} {split}' for split, data in splits.items())} samples",
+    )
+
+
+def open_labelled(config: Config) -> tuple[Dataset, dict[str, Labelled]]:
+    """The config's data set, and its splits."""
+    name, directory = config.dataset.name, config.dataset.directory
+    assert name is not None
+    return find_dataset(name), open_dataset(name, directory, config.dataset.verify)
+
+
+def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
+    """The order of one split's samples, of which there are so many; UserError where the config asks for more."""
+    key = "Nsamples" if split == "train" else "Nsamples_val"
+    samples = getattr(config, key)
+    if samples > available:
+        raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")
+    return ShufflePlan(samples, available, config.seed, split)
+
+
 def _auto(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """The fastest of the others that fits; they all give the same batches."""
     name, reason = choose(config, world, training_bytes)
@@ -256,6 +309,7 @@ LOADERS = {
     "dali-lowmem": Kind(_dali_lowmem, reads="npy"),
     "resident": Kind(_resident),
     "synthetic": Kind(_synthetic, reads=None),
+    "labelled": Kind(_labelled, reads="labelled"),
     "auto": Kind(_auto),
 }
 

@@ -9,12 +9,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from utils.steps.probe import PartProbe
+
 
 class Step(Protocol):
     """What the trainer needs of a step."""
 
     network: nn.Module  # the bare network: weights are read from here
     gradient_norm: torch.Tensor  # of the last step, before clipping; a scalar on the device
+    probe: PartProbe | None  # the gradient of a part of the batch, where that is measured
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         """Trains on one local batch at the given learning rate; returns its loss, on the device, detached."""
@@ -39,6 +42,12 @@ class Step(Protocol):
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss without training."""
+
+    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss and the metrics, without training: [1 + metrics]."""
+
+    def share_buffers(self) -> None:
+        """Before ranks measure together: all have the same running statistics. Every rank calls it."""
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """The network's outputs, in evaluation mode."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -21,10 +22,15 @@ from utils.optim import load_state, saved_state, update
 from utils.profiling import annotate
 from utils.side_work import SideWork
 from utils.steps.compilers import Compiled, Traced
+from utils.steps.manual import ManualDataParallel
+from utils.steps.probe import PartProbe
 
 # torch 2.13 gives the option a new name.
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
+
+
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class StepOptions:
     enable_jit: bool = False
     compiler: str = "inductor"
     noddp: bool = False
+    ddp: str = "torch"
+    noise_scale: bool = False
     bucket_cap_mb: float = 25.0
     disable_broadcast_buffers: bool = False
     static_graph: bool = False
@@ -74,9 +82,12 @@ class EagerStep:
         optimizer: torch.optim.Optimizer,
         world: World,
         options: StepOptions | None = None,
+        metrics: Sequence[Metric] = (),
     ) -> None:
         self.network = network
         self.gradient_norm = torch.zeros((), device=world.device)
+        self.probe: PartProbe | None = None
+        self._metrics = metrics
         self._options = options = options or StepOptions()
         self._device = world.device
         self._optimizer = optimizer
@@ -92,8 +103,18 @@ class EagerStep:
         self._objective: nn.Module = self._bare
         if compiler == "torchscript":
             self._objective = self._compiler = Traced(self._bare)
-        if world.size > 1 and not options.noddp:
-            self._objective = _data_parallel(self._objective, world, options)
+        exchanges = world.size > 1 and not options.noddp
+        parts = options.accumulation_steps * (world.size if exchanges else 1)
+        if options.noise_scale and parts > 1:
+            self.probe = PartProbe(parts, world.device)
+        # With micro-batches the first one is the part; else it is the rank's batch, seen on its way to the others.
+        self._first_is_part = self.probe is not None and options.accumulation_steps > 1
+        passing = None if self._first_is_part else self.probe
+        self._buffers_differ = exchanges and any(True for _ in network.buffers())
+        self._parallel: DistributedDataParallel | ManualDataParallel | None = None
+        if exchanges:
+            self._parallel = _data_parallel(self._objective, world, options, passing)
+            self._objective = self._parallel
         self._forward: nn.Module = self._objective
         if compiler == "inductor":
             self._forward = self._compiler = Compiled(self._objective)
@@ -179,10 +200,12 @@ class EagerStep:
         if self._options.enable_jit:
             how += f", {'compiled by' if self.compiled else 'not compiled:'} {name}{'' if self.compiled else ' failed'}"
         lines = [f"Step: {how}"]
-        if not isinstance(self._objective, DistributedDataParallel):
+        if isinstance(self._parallel, ManualDataParallel):
+            return [*lines, "Gradients are exchanged by hand, after the backward pass (ddp: manual)"]
+        if self._parallel is None:
             return lines
         # PyTorch forms the buckets anew, in the order in which gradients came, after the first exchange.
-        data: Any = self._objective._get_ddp_logging_data()
+        data: Any = self._parallel._get_ddp_logging_data()
         listed = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
         sizes = [int(size) / 1e6 for size in listed.split(", ") if size]
         sent = "float32" if self._options.gradient_compression == "none" else self._options.gradient_compression
@@ -195,9 +218,22 @@ class EagerStep:
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.measure(inputs, targets)[0]
+
+    @torch.no_grad()
+    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss and the metrics, without training: [1 + metrics]."""
         self.network.eval()
         with self._autocast():
-            return self._bare(inputs, targets)
+            outputs = self.network(inputs)
+            loss = self._bare.loss(outputs, targets)
+            return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._metrics)])
+
+    def share_buffers(self) -> None:
+        """Every rank takes over rank 0's running statistics, as all do in the next step anyway. Every rank calls it."""
+        if self._buffers_differ:
+            for buffer in self.network.buffers():
+                dist.broadcast(buffer, src=0)
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -208,6 +244,8 @@ class EagerStep:
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Gradients of the mean loss over all micro-batches; ranks exchange them in the last one alone."""
         parts = self._options.accumulation_steps
+        if self.probe is not None:
+            self.probe.begin(self._scaler.scale(torch.ones((), device=self._device)) / parts)
         total: torch.Tensor | None = None
         for index, (part, goal) in enumerate(zip(inputs.chunk(parts), targets.chunk(parts), strict=True)):
             exchanges = self._exchanging and index == parts - 1
@@ -219,27 +257,36 @@ class EagerStep:
                     # it need not: that of a target which is NaN has gradient 0.
                     scaled = self._scaler.scale(loss)
                     scaled.backward(scaled.detach() * 0 + 1)
+            if exchanges and isinstance(self._parallel, ManualDataParallel):
+                self._parallel.exchange()
+            if index == 0 and self._first_is_part and self.probe is not None:
+                self.probe.see(*self._gradients())
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        objective = self._objective
-        return objective.no_sync() if isinstance(objective, DistributedDataParallel) else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def _clip(self) -> torch.Tensor:
         """The gradients' norm before clipping, over all parameters; stays on the device."""
         limit = self._options.clip_grad_norm
         if limit is not None:
             return nn.utils.clip_grad_norm_(self._parameters, limit).detach()
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients).detach()
+        return nn.utils.get_total_norm(self._gradients()).detach()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._options.enable_amp)
 
 
-def _data_parallel(module: nn.Module, world: World, options: StepOptions) -> DistributedDataParallel:
+def _data_parallel(
+    module: nn.Module, world: World, options: StepOptions, probe: PartProbe | None
+) -> DistributedDataParallel | ManualDataParallel:
+    if options.ddp == "manual":
+        return ManualDataParallel(module, probe, not options.disable_broadcast_buffers)
     buffers: dict[str, Any] = {_BUFFERS: not options.disable_broadcast_buffers}
     parallel = DistributedDataParallel(
         module,
@@ -249,12 +296,16 @@ def _data_parallel(module: nn.Module, world: World, options: StepOptions) -> Dis
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
     )
-    if options.gradient_compression == "bfloat16":
-        parallel.register_comm_hook(None, _send_bfloat16)
+    # Under its own name PyTorch refuses the hook that sends bfloat16 without NCCL, though gloo, too, adds such numbers.
+    compressed = options.gradient_compression == "bfloat16"
+    send = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
+
+    # PyTorch reads the annotations of hooks, and not those that are strings, as all are in this file.
+    def exchange(group, bucket):  # type: ignore[no-untyped-def]
+        if probe is not None:
+            probe.see(bucket.buffer())
+        return send(group, bucket)
+
+    if compressed or probe is not None:
+        parallel.register_comm_hook(None, exchange)
     return parallel
-
-
-# Under its own name PyTorch refuses the hook without NCCL, though gloo, too, adds bfloat16 numbers. PyTorch reads the
-# annotations of hooks, and not those that are strings, as all are in this file.
-def _send_bfloat16(group, bucket):  # type: ignore[no-untyped-def]
-    return default_hooks.bf16_compress_hook(group, bucket)

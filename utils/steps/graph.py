@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from utils.distributed import World
 from utils.errors import LocalError, UserError
 from utils.profiling import annotate
 from utils.side_work import SideWork, Work
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, Metric, StepOptions
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class GraphStep(EagerStep):
         optimizer: torch.optim.Optimizer,
         world: World,
         options: StepOptions | None = None,
+        metrics: Sequence[Metric] = (),
     ) -> None:
         self.check(world, options is not None and options.noddp)
         self._device = world.device
@@ -66,7 +67,7 @@ class GraphStep(EagerStep):
         # DistributedDataParallel's construction included, must see the one stream on which graphs are recorded.
         self._stream = torch.cuda.Stream(world.device)
         with self._on_stream():
-            super().__init__(network, loss, optimizer, world, options)
+            super().__init__(network, loss, optimizer, world, options, metrics)
         self.beside = SideWork()
         self._branch = torch.cuda.Stream(world.device)
         self._pool = torch.cuda.graph_pool_handle()

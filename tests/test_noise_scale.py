@@ -1,0 +1,133 @@
+"""The gradient noise scale is the true one where the truth is known, at the cost of looking at what is there anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from utils.distributed import Launch, World
+from utils.noise_scale import NoiseScale
+from utils.steps.eager import EagerStep, StepOptions
+
+ALONE = World(Launch("test"), torch.device("cpu"))
+SIZE, NOISE, STEPS = 200, 3.0, 400
+TRUE_GRADIENT_SQUARE, TRUE_NOISE = 0.5**2 * SIZE, NOISE**2 * SIZE  # of the quadratic below, at parameters of zero
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(SIZE // 4)), nn.Parameter(torch.zeros(SIZE - SIZE // 4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.first, self.second]) - inputs
+
+
+class HalfSquare(nn.Module):
+    """Its gradient for sample x is -x: the samples' mean is the gradient without noise, their scatter is the noise."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 0.5 * outputs.square().sum(1).mean()
+
+
+def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[float, float, float]:
+    """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without ever updating it."""
+    network = Offset()
+    step = EagerStep(
+        network,
+        HalfSquare(),
+        torch.optim.SGD(network.parameters(), lr=0.0),
+        world,
+        StepOptions(noise_scale=True, bucket_cap_mb=1e-4, **options),
+    )
+    assert step.probe is not None
+    parts = step.probe.parts
+    estimate = NoiseScale(local_batch * world.size / parts, local_batch * world.size)
+    generator = torch.Generator().manual_seed(world.rank)
+    for _ in range(STEPS):
+        inputs = 0.5 + NOISE * torch.randn(local_batch, SIZE, generator=generator)
+        step(inputs, inputs, 0.0)
+        square = float(world.sum(step.probe.square)) / world.size
+        estimate.add(square, float(step.gradient_norm) ** 2)
+    assert estimate.samples is not None
+    return estimate.gradient_square, estimate.noise, estimate.samples
+
+
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one rank, four micro-batches": (1, 32, {"accumulation_steps": 4}),
+    "two ranks": (2, 16, {}),
+    "two ranks by hand": (2, 16, {"ddp": "manual"}),
+    "two ranks, two micro-batches": (2, 16, {"accumulation_steps": 2}),
+    "two ranks, sent as bfloat16": (2, 16, {"gradient_compression": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_quadratic_of_known_noise_gives_its_noise_scale(case: str) -> None:
+    ranks, batch, options = CASES[case]
+    found = [measure(ALONE, batch, options)] if ranks == 1 else run_ranks(measure, ranks, batch, options)
+    for gradient_square, noise, samples in found:
+        assert noise == pytest.approx(TRUE_NOISE, rel=0.1)
+        assert gradient_square == pytest.approx(TRUE_GRADIENT_SQUARE, rel=0.1)
+        assert samples == pytest.approx(TRUE_NOISE / TRUE_GRADIENT_SQUARE, rel=0.1)
+
+
+def test_a_gradient_scaler_changes_nothing() -> None:
+    """float16 multiplies gradients by a large number; the part's norm must come without it, as the batch's does."""
+    plain = measure(ALONE, 32, {"accumulation_steps": 4})
+    scaled = measure(ALONE, 32, {"accumulation_steps": 4, "enable_amp": True, "precision": "float16"})
+    assert scaled == pytest.approx(plain, rel=1e-3)
+
+
+def test_there_is_nothing_to_measure_without_parts() -> None:
+    network = Offset()
+    for options in (StepOptions(noise_scale=True), StepOptions(accumulation_steps=2)):
+        step = EagerStep(network, HalfSquare(), torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
+        assert step.probe is None
+
+
+def test_the_estimate_goes_on_where_it_stopped() -> None:
+    whole, first = NoiseScale(8, 32), NoiseScale(8, 32)
+    for number in range(6):
+        whole.add(10.0 + number, 4.0)
+    for number in range(3):
+        first.add(10.0 + number, 4.0)
+    second = NoiseScale(8, 32, first.sums)
+    for number in range(3, 6):
+        second.add(10.0 + number, 4.0)
+    assert second.sums == whole.sums
+
+
+@pytest.mark.parametrize(
+    ("part_square", "batch_square", "says"),
+    [
+        (
+            1.16,
+            1.08,
+            "8 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch would",
+        ),
+        (1.16 - 1e-6, 1.08, "save 4 %"),
+        (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay less and less (twice the batch"),
+        (3.0, 2.0, "save 25 %"),
+        (
+            21.0,
+            11.0,
+            "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay (twice the batch would save 45 %",
+        ),
+        (2.0, 1.0, "the noise is nearly all there is"),
+    ],
+)
+def test_what_is_said_of_it(part_square: float, batch_square: float, says: str) -> None:
+    """Of halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
+    estimate = NoiseScale(50, 100)
+    estimate.add(part_square, batch_square)
+    assert says in estimate.sentence(), estimate.sentence()
+
+
+def test_nothing_known_says_nothing() -> None:
+    assert NoiseScale(8, 32).samples is None
+    assert NoiseScale(8, 32).scalars() == {}
