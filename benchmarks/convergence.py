@@ -1,0 +1,330 @@
+"""Convergence with large batches: conditions × seeds, each a training of its own; mean and spread over the seeds.
+
+python -m benchmarks.convergence digits      the steps from a naive large batch to LAMB, 8 ranks, on 1,797 digits
+python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must lie in data/cifar10
+python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, ways to scale the rate
+
+Trainings are kept in --runs, so that a study that was interrupted goes on with those that lack. A table, a picture and
+all curves go to --output. Spreads are standard deviations between seeds; each seed has weights and an order of samples
+of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from benchmarks.common import Parser, positive, save, settings, this_machine
+from benchmarks.tune import run_group, why_it_failed
+from networks.metrics import accuracy
+from utils import config as configs
+from utils.checkpoint import FOLDER, place, read_weights, saved_steps
+from utils.cli import read_changes
+from utils.config import Config
+from utils.data import open_labelled
+from utils.data.labelled import LabelledLoader
+from utils.data.plan import ShufflePlan
+from utils.errors import UserError, one_line_errors
+from utils.files import appearing_whole
+from utils.logs import provenance
+from utils.progress import format_duration
+from utils.report import read_records
+
+TOP = Path(__file__).parent.parent
+YAML = str(TOP / "config" / "UNet.yaml")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A way to train; `changes` are keys of the config."""
+
+    name: str
+    config: str
+    ranks: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Conditions that are held against the first one; `measure` is the scalar that decides."""
+
+    conditions: Sequence[Condition]
+    measure: str
+    label: str
+    rises: bool  # more is better
+
+
+def _large_batches(data: str) -> Study:
+    return Study(
+        (
+            Condition("1 rank", f"{data}_naive", 1),
+            Condition("8 ranks, naive", f"{data}_naive", 8),
+            Condition("+ batch norm of each rank", f"{data}_bn", 8),
+            Condition("+ rate × 8", f"{data}_scaled", 8),
+            Condition("+ warm-up", f"{data}_warmup", 8),
+            Condition("+ LAMB", f"{data}_lamb", 8),
+        ),
+        "Accuracy/valid",
+        "validation accuracy",
+        rises=True,
+    )
+
+
+def _unet() -> Study:
+    """The original's bs64, bs512_test and bs512_opt, an eighth as large throughout; warm-up is 1.25 % of the baseline's
+    steps, as there."""
+    small = {"network.width": 8, "report_baselines": False}
+    large = {**small, "global_batch_size": 64}
+
+    def scaled(rule: str) -> dict[str, Any]:
+        return {**large, "lr_schedule.scaling": rule, "lr_schedule.warmup_steps": 10}
+
+    return Study(
+        (
+            Condition("batch 8", "demo", 2, small),
+            Condition("batch 64, same rate", "demo", 2, large),
+            Condition("batch 64, rate × √8", "demo", 2, scaled("sqrt")),
+            Condition("batch 64, rate × 8", "demo", 2, scaled("linear")),
+            Condition("batch 64, rate × √8, 4 × the epochs", "demo", 2, {**scaled("sqrt"), "num_epochs": 16}),
+        ),
+        "Loss/valid",
+        "validation loss (mean absolute error)",
+        rises=False,
+    )
+
+
+STUDIES: dict[str, Study] = {
+    "digits": _large_batches("digits"),
+    "cifar10": _large_batches("cifar10"),
+    "unet": _unet(),
+}
+
+
+# --- trainings -------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """One condition with one seed."""
+
+    def __init__(self, study: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
+        self.condition, self.seed, self._runs = condition, seed, runs
+        self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
+        number = STUDIES[study].conditions.index(condition)
+        self._run_num = f"{study}-{number}-seed{seed}"
+        self.directory = runs / condition.config / f"{condition.ranks}GPU" / self._run_num
+        self.config = configs.load(YAML, condition.config, self._changes).for_world(condition.ranks)
+
+    def command(self) -> list[str]:
+        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
+        flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.condition.ranks}"]
+        return [sys.executable, *(launcher if self.condition.ranks > 1 else []), "train.py", *flags]
+
+    def complete(self) -> bool:
+        """Whether it is there, of this commit and these settings."""
+        try:
+            made = json.loads((self.directory / "provenance.json").read_text(encoding="utf-8"))
+            same = configs.load(str(self.directory / "config.yaml"), self.condition.config).for_world(
+                self.condition.ranks
+            )
+        except (OSError, ValueError, UserError):
+            return False
+        here = provenance(this_machine())["git_commit"]
+        steps = saved_steps(self.directory / FOLDER)
+        return made.get("git_commit") == here and same == self.config and self.config.total_steps in steps
+
+    def run(self, limit: float) -> None:
+        """Trains; UserError with the reason where that fails."""
+        threads = max(1, (os.cpu_count() or 1) // self.condition.ranks)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        self._runs.mkdir(parents=True, exist_ok=True)
+        log = self._runs / f"{self._run_num}.log"
+        with open(log, "wb") as file:
+            code = run_group(self.command(), environment, file, limit)
+        if code != 0:
+            why = why_it_failed(code, log.read_text(errors="replace"), limit)
+            raise UserError(f"the training {self.condition.name}, seed {self.seed}, failed: {why}; see {log}")
+
+    def curve(self) -> list[dict[str, float]]:
+        """What was measured at the start and after each epoch."""
+        batch, points = self.config.global_batch_size, []
+        for record in read_records(self.directory / "metrics.jsonl"):
+            if "Loss/valid" in record:
+                step = record["step"]
+                scalars = {name: value for name, value in record.items() if "/" in name}
+                place = {"epoch": step / self.config.steps_per_epoch, "samples": step * batch, "step": step}
+                points.append({**place, "seconds": record["seconds"], **scalars})
+        return points
+
+    def result(self) -> dict[str, Any]:
+        """The curve, and what the trained network does with the samples it was trained on."""
+        curve = self.curve()
+        found: dict[str, Any] = {"seed": self.seed, "curve": curve, "seconds": curve[-1]["seconds"]}
+        if self.config.dataset.name is not None:
+            found["training accuracy"] = training_accuracy(self.config, self.directory)
+        return found
+
+
+def training_accuracy(config: Config, directory: Path) -> float:
+    """Of a run's last weights on all training samples."""
+    network = train.build_model(config)
+    folder = directory / FOLDER
+    network.load_state_dict(read_weights(place(folder, saved_steps(folder)[0]))["network"])
+    network.eval()
+    dataset, splits = open_labelled(config)
+    samples = len(splits["train"].labels)
+    loader = LabelledLoader(
+        splits["train"], ShufflePlan(samples, samples, split="valid"), batch_size=500, scale=dataset.scale
+    )
+    with torch.no_grad():
+        right = sum(float(accuracy(network(inputs), labels)) * len(labels) for inputs, labels in loader.epoch(0))
+    return right / samples
+
+
+# --- what comes of them ----------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation between seeds, and the values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
+
+
+def summarise(study: Study, condition: Condition, config: Config, results: Sequence[Mapping[str, Any]]) -> Any:
+    """Of one condition: the end, and the curve's mean and spread at each epoch."""
+    curves = [result["curve"] for result in results]
+    points = []
+    for parts in zip(*curves, strict=True):
+        values = spread([part[study.measure] for part in parts])
+        seconds = statistics.fmean(part["seconds"] for part in parts)
+        where = {key: parts[0][key] for key in ("epoch", "samples", "step")}
+        points.append({**where, "seconds": seconds, "mean": values["mean"], "stdev": values["stdev"]})
+    summary = {
+        "name": condition.name,
+        "config": condition.config,
+        "changes": dict(condition.changes),
+        "ranks": condition.ranks,
+        "global batch": config.global_batch_size,
+        "steps": config.total_steps,
+        "epochs": config.num_epochs,
+        "seconds": spread([result["seconds"] for result in results]),
+        study.measure: spread([curve[-1][study.measure] for curve in curves]),
+        "Loss/valid": spread([curve[-1]["Loss/valid"] for curve in curves]),
+        "Loss/train": spread([curve[-1]["Loss/train"] for curve in curves]),
+        "curve": points,
+    }
+    if "training accuracy" in results[0]:
+        summary["training accuracy"] = spread([result["training accuracy"] for result in results])
+    return summary
+
+
+def reach(summary: Mapping[str, Any], goal: float, rises: bool) -> dict[str, float] | None:
+    """Where the mean curve first is as good as `goal`; None if it never is."""
+    for point in summary["curve"]:
+        if point["mean"] >= goal if rises else point["mean"] <= goal:
+            return {key: point[key] for key in ("epoch", "samples", "step", "seconds")}
+    return None
+
+
+def table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As Markdown."""
+    labelled = "training accuracy" in summaries[0]
+    digits = 1 if labelled else 5
+    goal = summaries[0][study.measure]["mean"]
+    heads = ["condition", "batch", "epochs", "steps"]
+    heads += ["validation accuracy", "training accuracy"] if labelled else ["validation loss"]
+    heads += ["seconds", "as good as the first after"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for summary in summaries:
+        cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"]]
+        for key in (study.measure, "training accuracy") if labelled else (study.measure,):
+            values = summary[key]
+            factor, sign = (100, " %") if labelled else (1, "")
+            cells.append(f"{factor * values['mean']:.{digits}f} ± {factor * values['stdev']:.{digits}f}{sign}")
+        cells.append(f"{summary['seconds']['mean']:.0f}")
+        there = reach(summary, goal, study.rises)
+        cells.append("never" if there is None else f"{there['samples']:,.0f} samples, {there['step']:,.0f} steps")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Mean ± standard deviation after each epoch, over samples, steps and seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(1, 3, figsize=(13, 4.6), sharey=True, layout="constrained")
+    for axes, (key, label) in zip(
+        grid, (("samples", "training samples"), ("step", "steps"), ("seconds", "seconds")), strict=True
+    ):
+        for number, summary in enumerate(summaries):
+            points = summary["curve"][1:]  # the untrained network is the same for all
+            places, means, spreads = ([point[name] for point in points] for name in (key, "mean", "stdev"))
+            colour = f"C{number}"
+            axes.plot(places, means, color=colour, marker="o", markersize=3, label=summary["name"])
+            low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+            axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set(xlabel=label, xscale="linear" if key == "samples" else "log")
+        if not study.rises:
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3, which="both")
+    grid[0].set_ylabel(study.label)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    with appearing_whole([path]) as (partial,):
+        figure.savefig(partial, dpi=120, format="png")
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
+    parser.add_argument("--runs", type=Path, default=TOP / "runs" / "convergence", help="where they go (%(default)s)")
+    parser.add_argument("--limit", type=positive, default=3600, help="seconds for one of them (%(default)s)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of all configs; may be repeated"
+    )
+    options = parser.parse_args(argv)
+    os.chdir(TOP)
+    changes = read_changes(options.set)
+    study = STUDIES[options.study]
+    trainings = [
+        Training(options.study, condition, seed, options.runs.absolute(), changes)
+        for seed in range(options.seeds)
+        for condition in study.conditions
+    ]
+    started, lacking = time.monotonic(), [training for training in trainings if not training.complete()]
+    for number, training in enumerate(lacking):
+        rest = (time.monotonic() - started) / max(1, number) * (len(lacking) - number)
+        about = f", about {format_duration(rest)} left" if number else ""
+        sys.stderr.write(f"{number + 1}/{len(lacking)}: {training.condition.name}, seed {training.seed}{about}\n")
+        training.run(options.limit)
+    summaries = []
+    for condition in study.conditions:
+        own = [training for training in trainings if training.condition is condition]
+        summaries.append(summarise(study, condition, own[0].config, [training.result() for training in own]))
+    lines = table(study, summaries)
+    result = {"study": options.study, "settings": settings(options), "conditions": summaries}
+    path = save(f"convergence_{options.study}", result, options.output)
+    with appearing_whole([path.with_suffix(".md")]) as (partial,):
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draw(study, summaries, path.with_suffix(".png"))
+    sys.stdout.write("\n".join([*lines, f"results: {path}, .md and .png beside it"]) + "\n")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
