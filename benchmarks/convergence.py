@@ -277,7 +277,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
             axes.plot(places, means, color=colour, marker="o", markersize=3, label=summary["name"])
             low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
             axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.set(xlabel=label, xscale="linear" if key == "samples" else "log")
+        axes.set(xlabel=label, xscale="log" if key == "step" else "linear")
         if not study.rises:
             axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
