@@ -167,7 +167,7 @@ class ImitatedGraph:
     def recording(self, step: GraphStep) -> Iterator[None]:
         ImitatedGraph.now = self
         plain = step._train
-        parameters = [parameter.detach().clone() for parameter in step.network.parameters()]
+        before = {name: value.clone() for name, value in step.network.state_dict().items()}
         states = [{name: value.clone() for name, value in step._optimizer.state[p].items()} for p in step._parameters]
 
         def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -183,8 +183,9 @@ class ImitatedGraph:
             ImitatedGraph.now = None
         self.norm, self.step = step.gradient_norm.zero_(), step
         with torch.no_grad():
-            for parameter, kept, state in zip(step._parameters, parameters, states, strict=True):
-                parameter.copy_(kept)
+            for name, value in step.network.state_dict().items():
+                value.copy_(before[name])
+            for parameter, state in zip(step._parameters, states, strict=True):
                 for name, value in state.items():
                     step._optimizer.state[parameter][name].copy_(value)
 
@@ -240,6 +241,41 @@ def test_the_replayed_steps_are_the_plain_ones(imitated, count: int, options: di
     assert len(recorded._graphs) == (count if count <= MAX_BUFFERS else MAX_BUFFERS + 1)
     replays = [known.graph.replays for known in recorded._graphs.values()]
     assert sum(replays) == steps - WARMUP_STEPS
+
+
+NORMS = ["batch", "sync_batch", "ghost(2)", "group"]
+
+
+def normed(kind: type[EagerStep], device: str, norm: str, **options) -> EagerStep:
+    network = build_network("unet", 8, width=4, scales=2, norm=norm)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+    return make(kind, "adam", device, network, **options)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_replayed_steps_keep_the_running_statistics(imitated, norm: str) -> None:
+    plain, recorded = (normed(kind, "cpu", norm) for kind in (EagerStep, GraphStep))
+    imitated.append(recorded)
+    expected, got = (curve(step, buffers(2, "cpu")) for step in (plain, recorded))
+    assert torch.equal(got, expected)
+    states = [step.network.state_dict() for step in (plain, recorded)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    tracked = [value for name, value in states[1].items() if name.endswith("num_batches_tracked")]
+    assert bool(tracked) == (norm != "group")
+    assert all(int(value) == STEPS for value in tracked)
+
+
+def test_replayed_steps_measure_the_noise_scale(imitated) -> None:
+    options = {"noise_scale": True, "accumulation_steps": 2}
+    plain, recorded = (make(kind, "adam", "cpu", **options) for kind in (EagerStep, GraphStep))
+    imitated.append(recorded)
+    for step in (plain, recorded):
+        curve(step, buffers(2, "cpu"))
+    assert plain.probe is not None
+    assert recorded.probe is not None
+    assert float(plain.probe.square) > 0
+    assert torch.equal(plain.probe.square, recorded.probe.square)
 
 
 class ImitatedLoader:
@@ -446,6 +482,15 @@ class TestOnAGpu:
         torch.testing.assert_close(got, expected, rtol=1e-2 if options.get("enable_amp") else 1e-4, atol=1e-5)
         for one, other in zip(plain.network.parameters(), recorded.network.parameters(), strict=True):
             torch.testing.assert_close(other, one, rtol=1e-2, atol=2e-2 if options.get("enable_amp") else 1e-4)
+
+    @pytest.mark.parametrize("norm", NORMS)
+    def test_replayed_steps_keep_the_running_statistics(self, norm: str) -> None:
+        """And measure the noise scale, with which nothing waits for the device either."""
+        plain, recorded = (normed(kind, "cuda", norm, noise_scale=True) for kind in (EagerStep, GraphStep))
+        expected, got = (curve(step, buffers(2)) for step in (plain, recorded))
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+        for name, value in plain.network.state_dict().items():
+            torch.testing.assert_close(recorded.network.state_dict()[name], value, rtol=1e-2, atol=1e-3)
 
     def test_the_first_steps_are_real_ones(self) -> None:
         step = make(GraphStep)
