@@ -26,7 +26,7 @@ import torch
 
 import train
 from benchmarks.common import Parser, positive, save, settings, this_machine
-from benchmarks.tune import run_group, why_it_failed
+from benchmarks.processes import launcher, run_group, why_it_failed
 from networks.metrics import accuracy
 from utils import config as configs
 from utils.checkpoint import FOLDER, place, read_weights, saved_steps
@@ -128,8 +128,7 @@ class Training:
     def command(self) -> list[str]:
         flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
         flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.condition.ranks}"]
-        return [sys.executable, *(launcher if self.condition.ranks > 1 else []), "train.py", *flags]
+        return [*launcher(self.condition.ranks), "train.py", *flags]
 
     def complete(self) -> bool:
         """Whether it is there, of this commit and these settings."""
@@ -151,7 +150,7 @@ class Training:
         self._runs.mkdir(parents=True, exist_ok=True)
         log = self._runs / f"{self._run_num}.log"
         with open(log, "wb") as file:
-            code = run_group(self.command(), environment, file, limit)
+            code = run_group(self.command(), environment, file, limit, TOP)
         if code != 0:
             why = why_it_failed(code, log.read_text(errors="replace"), limit)
             raise UserError(f"the training {self.condition.name}, seed {self.seed}, failed: {why}; see {log}")
@@ -298,7 +297,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of all configs; may be repeated"
     )
     options = parser.parse_args(argv)
-    os.chdir(TOP)
     changes = read_changes(options.set)
     study = STUDIES[options.study]
     trainings = [

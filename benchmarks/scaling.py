@@ -28,7 +28,6 @@ import math
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, Parser, positive, save, summary
+from benchmarks.processes import launcher, run_group, why_it_failed
 from utils import cli
 from utils import config as configs
 from utils.config import Config
@@ -211,10 +211,10 @@ def measure(plan: Plan, directory: Path) -> None:
         }
         # What a run directory would hold nobody needs.
         with tempfile.TemporaryDirectory() as scratch, open(log, "wb") as file:
-            call = command(plan, point, scratch)
-            code = subprocess.run(call, cwd=REPOSITORY, env=environment, stdout=file, stderr=file).returncode
+            code = run_group(command(plan, point, scratch), environment, file, directory=REPOSITORY)
         if code or not output.exists():
-            raise UserError(f"ranks {point.ranks}, local batch {point.local_batch}: {reason(log)}")
+            why = why_it_failed(code, log.read_text(encoding="utf-8", errors="replace")) or "it left no result"
+            raise UserError(f"ranks {point.ranks}, local batch {point.local_batch}: {why}; see {log}")
         log.unlink()
         rate = read_run(output, point)["FULL"]["median"]
         sys.stderr.write(
@@ -225,15 +225,7 @@ def measure(plan: Plan, directory: Path) -> None:
 
 def command(plan: Plan, point: Point, scratch: str) -> list[str]:
     """One run on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={point.ranks}"]
-    return [*launcher, "train.py", *plan.flags(point), "--set", f"expdir={scratch}"]
-
-
-def reason(log: Path) -> str:
-    """The line that a failed run told its user, or where to look."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return told[0] if told else f"the run failed; what it said is in {log}"
+    return [*launcher(point.ranks), "train.py", *plan.flags(point), "--set", f"expdir={scratch}"]
 
 
 # --- on a cluster --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ how samples are read and steps are computed; which samples, which loss and which
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -18,7 +17,6 @@ import re
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -27,11 +25,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import yaml
 
+from benchmarks.processes import STOPPED, launcher, run_group, why_it_failed
 from networks.unet import REWRITES
 from utils import cli
 from utils import config as configs
@@ -44,15 +43,12 @@ from utils.progress import format_duration
 
 TOP = Path(__file__).resolve().parent.parent
 MEASURED = ("IO", "SYNTHETIC", "FULL")
-STOPPED = "stopped: not done"
 START, COMPARE, KEPT = "start", "compare", "kept"
 NOISE = 0.02  # medians closer than this are told apart by no trial's minimum alone
 ROUNDS = 2  # of start and winner in turn, at the end
 THREADS = (1, 2, 4, 8, 16)
 BUCKETS_MB = (10.0, 25.0, 50.0, 100.0)
 MEASURED_SECONDS = (3.0, 20.0)  # of one process, beside its start: at least, at most
-# torchrun gives its ranks, which are no members of its process group, this long to end, and kills them then.
-GRACE_SECONDS = 40.0
 
 
 # --- the search ----------------------------------------------------------------------------------------------------
@@ -408,66 +404,15 @@ class Processes:
         return Result(seconds, rates, provenance=found["provenance"])
 
     def _command(self, setting: Setting, folder: Path) -> list[str]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._space.ranks}"]
         script = str(TOP / ("train_graph.py" if setting.graph else "train.py"))
         changes = {**setting.changes, "enable_manual_profiling": False, "expdir": str(folder / "runs")}
         return [
-            sys.executable,
-            *(launcher if self._space.ranks > 1 else []),
+            *launcher(self._space.ranks),
             script,
             *self._arguments,
             "--enable_benchy",
             *(f"--set={key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()),
         ]
-
-
-def run_group(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit: float) -> int | None:
-    """The command's exit code, or None where the time was up; whatever ends the wait ends all that it started."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(max(limit, 0))
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(GRACE_SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def why_it_failed(code: int | None, output: str, limit: float = 0) -> str:
-    """In one line, from what the processes wrote; empty where they did not fail."""
-    if code == 0:
-        return ""
-    if code is None:
-        return f"{STOPPED} after {limit:.0f} s"
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in output.splitlines()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)", line)]
-    raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun's, for whatever its ranks had
-    killed = re.findall(r"Signal \d+ \((SIG\w+)\)", output)
-    if code < 0:
-        killed.append(signal.Signals(-code).name)
-    ended = f"ended by {killed[0]}" if killed else f"exit code {code}"
-    if killed[:1] == ["SIGKILL"]:
-        ended += ", as where memory runs out"
-    return (told or raised or [ended])[0]
 
 
 # --- what comes out ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_rounds_are_interleaved_and_shared_points_are_measured_once() -> None:
     ],
 )
 def test_bad_input_is_one_line_before_anything_runs(tmp_path, monkeypatch, capsys, words: list[str], text: str) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing must run"))
+    monkeypatch.setattr(scaling, "run_group", lambda *_, **__: pytest.fail("nothing must run"))
     out = tmp_path / "out"
     assert text in complaint(monkeypatch, capsys, *SYNTHETIC, *words, "--output", str(out))
     assert not out.exists()
@@ -113,29 +113,27 @@ def test_missing_data_files_are_told_with_what_makes_them(tmp_path, monkeypatch,
 
 
 class Recorder:
-    """In place of subprocess.run: writes trainings' results, and keeps what they were called with."""
+    """In place of run_group: writes trainings' results, and keeps what they were called with."""
 
     def __init__(self, code: int = 0, says: str = "") -> None:
         self.calls: list[tuple[list[str], dict[str, str]]] = []
-        self._code, self._says, self._run = code, says, subprocess.run
+        self._code, self._says = code, says
 
-    def __call__(self, words: list[str], **options: Any) -> Any:
-        if words[0] != sys.executable:  # git, which tells the commit
-            return self._run(words, **options)
-        env = options["env"]
+    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], directory: Path) -> int:
+        assert directory == REPOSITORY
         self.calls.append((words, env))
-        options["stdout"].write(self._says.encode())
-        ranks = int(next(word for word in words if "nproc" in word).split("=")[1])
+        log.write(self._says.encode())
+        ranks = int(next((word for word in words if "nproc" in word), "=1").split("=")[1])
         local = int(next(word for word in words if "local_batch" in word).split("=")[1])
         if not self._code:
             values = benchy(ranks, local, 10.0 * ranks, 9.0 * ranks, 11.0 * ranks if ranks > 1 else None)
             Path(env["BENCHY_OUTPUT"]).write_text(json.dumps(values))
-        return subprocess.CompletedProcess(words, self._code)
+        return self._code
 
 
 def test_the_study_launches_every_point_with_the_same_threads(tmp_path, monkeypatch, capsys) -> None:
     run = Recorder()
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(scaling, "run_group", run)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
     stale = tmp_path / "points" / "ranks1_batch8_round9.json"
@@ -147,8 +145,9 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path, monkeypa
     assert {env["BENCHY_CONFIG_FILE"] for _, env in run.calls} == {str(tmp_path / "points" / "benchy.yaml")}
     assert all(Path(env["BENCHY_OUTPUT"]).parent == tmp_path / "points" for _, env in run.calls)
     for words, _ in run.calls:
-        assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+        assert words[0] == sys.executable
         assert {"train.py", "--enable_benchy", "--config=test", "--bucket_cap_mb=3"} <= set(words)
+    assert sum("torch.distributed.run" in words for words, _ in run.calls) == 3 * 4, "one rank needs no launcher"
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert result["provenance"]["git_commit"]
     assert [point["ranks"] for point in result["points"]] == [1, 2, 2, 4, 4]
@@ -165,7 +164,7 @@ def test_the_study_launches_every_point_with_the_same_threads(tmp_path, monkeypa
 
 def test_threads_of_the_environment_are_kept_and_crowded_points_marked(tmp_path, monkeypatch) -> None:
     run = Recorder()
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(scaling, "run_group", run)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "--strong", "--output", str(tmp_path))
@@ -177,10 +176,10 @@ def test_threads_of_the_environment_are_kept_and_crowded_points_marked(tmp_path,
 
 
 def test_a_run_that_fails_hands_on_its_line(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(subprocess, "run", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
+    monkeypatch.setattr(scaling, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
     line = complaint(monkeypatch, capsys, *SYNTHETIC, "--ranks", "1", "--output", str(tmp_path))
-    assert line == "error: ranks 1, local batch 8: no such disk; buy one\n"
-    monkeypatch.setattr(subprocess, "run", Recorder(1, "Traceback\n"))
+    assert line == f"error: ranks 1, local batch 8: no such disk; buy one; see {tmp_path / 'points' / 'log.txt'}\n"
+    monkeypatch.setattr(scaling, "run_group", Recorder(1, "Traceback\n"))
     line = complaint(monkeypatch, capsys, *SYNTHETIC, "--ranks", "1", "--output", str(tmp_path))
     assert str(tmp_path / "points" / "log.txt") in line
     assert not (tmp_path / "scaling.json").exists()
