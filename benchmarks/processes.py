@@ -1,4 +1,4 @@
-"""Trainings that a benchmark starts as processes of their own: on ranks of this machine, ended whole, failing in a line."""
+"""Trainings that a benchmark starts as processes of their own: ended whole, and failing in one line."""
 
 from __future__ import annotations
 

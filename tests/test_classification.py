@@ -154,12 +154,12 @@ def test_the_baseline_is_the_entropy_of_the_labels() -> None:
         (["--config=digits_bn", "--set=network.name=lenet"], "lenet"),
         (["--config=digits_bn", "--set=network.norm=ghost(0)"], r"unknown norm ghost\(0\); known: "),
         (
-            ["--config=digits_bn", "--set=network.norm=ghost(32)"],
-            r"ghost\(32\): a rank's batch of 16 is no multiple of 32",
+            ["--config=digits_bn", "--set=network.norm=ghost(64)"],
+            r"ghost\(64\): a rank's batch of 32 is no multiple of 64",
         ),
         (
-            ["--config=digits_bn", "--set=network.norm=ghost(16)", "--set=accumulation_steps=2"],
-            r"ghost\(16\): a rank's micro-batch of 8 is no multiple of 16",
+            ["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"],
+            r"ghost\(32\): a rank's micro-batch of 16 is no multiple of 32",
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=metrics=[acuracy]"], "unknown metric acuracy; known: accuracy"),

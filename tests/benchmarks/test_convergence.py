@@ -71,8 +71,8 @@ def test_where_a_condition_is_as_good_as_another() -> None:
 
 def test_the_table_tells_all_of_them() -> None:
     lines = table(STUDY, summaries())
-    assert lines[2].startswith("| one | 16 | 12 | 1068 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
-    assert lines[3].startswith("| two | 16 | 12 | 1068 | 92.5 ± 3.5 % | 46.2 ± 1.8 % | 2 | 100 samples, 10 steps |")
+    assert lines[2].startswith("| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
+    assert lines[3].startswith("| two | 32 | 12 | 528 | 92.5 ± 3.5 % | 46.2 ± 1.8 % | 2 | 100 samples, 10 steps |")
     assert len({line.count("|") for line in lines}) == 1
 
 
@@ -102,7 +102,7 @@ def test_trainings_are_made_once_and_compared(
 ) -> None:
     monkeypatch.setitem(STUDIES, "digits", STUDY)
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
-    small = ["--set=num_epochs=2", "--set=Nsamples=160", "--set=Nsamples_val=40"]
+    small = ["--set=num_epochs=2", "--set=Nsamples=320", "--set=Nsamples_val=40"]
     convergence.main([*arguments, *small])
     told = capsys.readouterr()
     assert "2/2: two, seed 0" in told.err
@@ -111,8 +111,8 @@ def test_trainings_are_made_once_and_compared(
     curve = found["conditions"][1]["curve"]
     assert [(point["epoch"], point["samples"], point["step"]) for point in curve] == [
         (0, 0, 0),
-        (1, 160, 10),
-        (2, 320, 20),
+        (1, 320, 10),
+        (2, 640, 20),
     ]
     assert 0 < found["conditions"][0]["training accuracy"]["mean"] <= 1
     assert (tmp_path / "out" / "convergence_digits.md").read_text() in told.out
