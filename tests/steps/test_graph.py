@@ -24,7 +24,7 @@ from utils.data.feeder import Batch, Fills, StreamFeeder
 from utils.distributed import Launch, World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import OPTIMIZERS, build_optimizer
-from utils.steps import graph
+from utils.steps import eager, graph
 from utils.steps.eager import EagerStep, StepOptions
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep, obstacle
 
@@ -276,6 +276,17 @@ def test_replayed_steps_measure_the_noise_scale(imitated) -> None:
     assert recorded.probe is not None
     assert float(plain.probe.square) > 0
     assert torch.equal(plain.probe.square, recorded.probe.square)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_no_hook_of_pythons_is_recorded_with_the_exchange(imitated, monkeypatch, parts: int) -> None:
+    """With micro-batches the noise scale needs none; else it is left out on several ranks."""
+    monkeypatch.setattr(eager, "_data_parallel", lambda module, world, options, probe: module)
+    network = build_network("unet", 8, width=4, scales=2)
+    built = build_optimizer(Optimizer(), network.named_parameters(), RATE, True)
+    options = StepOptions(noise_scale=True, accumulation_steps=parts)
+    step = GraphStep(network, build_loss("l1"), built, world("cpu", size=2), options)
+    assert (step.probe is not None) == (parts > 1)
 
 
 class ImitatedLoader:

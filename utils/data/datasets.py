@@ -534,24 +534,16 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(f"cannot read {path}: {reason}; {AGAIN}") from None
 
 
+def _of_idx_files(checksums: Mapping[str, str]) -> Dataset:
+    counts = {"train": 60000, "valid": 10000}
+    read = functools.partial(_read_idx, checksums)
+    return Dataset((1, IMAGE_SIDE, IMAGE_SIDE), CLASSES, counts, tuple(checksums), read, scale=1 / 255)
+
+
 DATASETS: dict[str, Dataset] = {
     "digits": Dataset((1, 8, 8), CLASSES, DIGITS, (), _read_digits, scale=1 / 16),
-    "mnist": Dataset(
-        (1, IMAGE_SIDE, IMAGE_SIDE),
-        CLASSES,
-        {"train": 60000, "valid": 10000},
-        tuple(MNIST_CHECKSUMS),
-        functools.partial(_read_idx, MNIST_CHECKSUMS),
-        scale=1 / 255,
-    ),
-    "fashion_mnist": Dataset(
-        (1, IMAGE_SIDE, IMAGE_SIDE),
-        CLASSES,
-        {"train": 60000, "valid": 10000},
-        tuple(FASHION_MNIST_CHECKSUMS),
-        functools.partial(_read_idx, FASHION_MNIST_CHECKSUMS),
-        scale=1 / 255,
-    ),
+    "mnist": _of_idx_files(MNIST_CHECKSUMS),
+    "fashion_mnist": _of_idx_files(FASHION_MNIST_CHECKSUMS),
     "cifar10": Dataset(
         CIFAR10_SHAPE,
         CLASSES,

@@ -8,6 +8,7 @@ whose batches are made by kernels alone has the next one made within the graph, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import warnings
@@ -61,7 +62,11 @@ class GraphStep(EagerStep):
         options: StepOptions | None = None,
         metrics: Sequence[Metric] = (),
     ) -> None:
-        self.check(world, options is not None and options.noddp)
+        options = options or StepOptions()
+        self.check(world, options.noddp)
+        if world.size > 1 and options.accumulation_steps == 1:
+            # It would take a hook of Python's in the exchange that is recorded, which nobody has tried on several GPUs.
+            options = dataclasses.replace(options, noise_scale=False)
         self._device = world.device
         # Autograd runs a parameter's gradient on the stream on which it first met the parameter: all of training,
         # DistributedDataParallel's construction included, must see the one stream on which graphs are recorded.
