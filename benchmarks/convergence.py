@@ -1,6 +1,7 @@
-"""Convergence with large batches: conditions × seeds, each a training of its own; mean and spread over the seeds.
+"""Convergence with large batches: conditions × ranks × seeds, each a training of its own; mean and spread over seeds.
 
 python -m benchmarks.convergence digits      the steps from a naive large batch to LAMB, 8 ranks, on 1,797 digits
+python -m benchmarks.convergence digits --ranks 2 4 8
 python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must lie in data/cifar10
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, ways to scale the rate
 
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,19 @@ def _unet() -> Study:
     )
 
 
+def with_ranks(study: Study, ranks: Sequence[int]) -> Study:
+    """The study's conditions of several ranks, on each of these numbers of them instead."""
+    conditions: list[Condition] = []
+    for condition in study.conditions:
+        if condition.ranks == 1:
+            conditions.append(condition)
+            continue
+        for number in ranks:
+            name = condition.name.replace(f"{condition.ranks} ranks", "").strip(", ")
+            conditions.append(replace(condition, name=f"{number} ranks, {name}", ranks=number))
+    return replace(study, conditions=tuple(conditions))
+
+
 STUDIES: dict[str, Study] = {
     "digits": _large_batches("digits"),
     "cifar10": _large_batches("cifar10"),
@@ -117,11 +131,11 @@ STUDIES: dict[str, Study] = {
 class Training:
     """One condition with one seed."""
 
-    def __init__(self, study: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
+        """`name` tells the condition from others in file names."""
         self.condition, self.seed, self._runs = condition, seed, runs
         self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
-        number = STUDIES[study].conditions.index(condition)
-        self._run_num = f"{study}-{number}-seed{seed}"
+        self._run_num = f"{name}-seed{seed}"
         self.directory = runs / condition.config / f"{condition.ranks}GPU" / self._run_num
         self.config = configs.load(YAML, condition.config, self._changes).for_world(condition.ranks)
 
@@ -290,6 +304,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--ranks", type=positive, nargs="+", help="of conditions with several ranks (the study's own)")
     parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
     parser.add_argument("--runs", type=Path, default=TOP / "runs" / "convergence", help="where they go (%(default)s)")
     parser.add_argument("--limit", type=positive, default=3600, help="seconds for one of them (%(default)s)")
@@ -299,10 +314,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     changes = read_changes(options.set)
     study = STUDIES[options.study]
+    if options.ranks is not None:
+        study = with_ranks(study, options.ranks)
     trainings = [
-        Training(options.study, condition, seed, options.runs.absolute(), changes)
+        Training(f"{options.study}-{number}", condition, seed, options.runs.absolute(), changes)
         for seed in range(options.seeds)
-        for condition in study.conditions
+        for number, condition in enumerate(study.conditions)
     ]
     started, lacking = time.monotonic(), [training for training in trainings if not training.complete()]
     for number, training in enumerate(lacking):

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from benchmarks import convergence
-from benchmarks.convergence import STUDIES, Condition, Study, Training, draw, reach, spread, summarise, table
+from benchmarks.convergence import (
+    STUDIES,
+    Condition,
+    Study,
+    Training,
+    draw,
+    reach,
+    spread,
+    summarise,
+    table,
+    with_ranks,
+)
 from utils import config as configs
 from utils.errors import UserError
 from utils.logs import provenance
@@ -84,7 +95,8 @@ def test_the_picture_is_drawn_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_conditions_are_configs_that_hold_and_differ(name: str, tmp_path: Path) -> None:
-    trainings = [Training(name, condition, 3, tmp_path, {}) for condition in STUDIES[name].conditions]
+    conditions = STUDIES[name].conditions
+    trainings = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
     assert len({training.directory for training in trainings}) == len(trainings)
     for training in trainings:
         assert training.config.seed == 3
@@ -92,8 +104,18 @@ def test_conditions_are_configs_that_hold_and_differ(name: str, tmp_path: Path) 
         assert not training.complete()
     batches = {training.config.global_batch_size for training in trainings}
     assert max(batches) == 8 * min(batches)
-    names = [condition.name for condition in STUDIES[name].conditions]
-    assert len(set(names)) == len(names)
+    assert len({condition.name for condition in conditions}) == len(conditions)
+
+
+def test_conditions_may_be_had_on_other_numbers_of_ranks() -> None:
+    found = [(condition.name, condition.ranks) for condition in with_ranks(STUDIES["digits"], [2, 4]).conditions]
+    assert found[:4] == [
+        ("1 rank", 1),
+        ("2 ranks, naive", 2),
+        ("4 ranks, naive", 4),
+        ("2 ranks, + batch norm of each rank", 2),
+    ]
+    assert len(found) == 1 + 2 * 5
 
 
 @pytest.mark.slow
