@@ -85,11 +85,11 @@ def _large_batches(data: str) -> Study:
 def _unet() -> Study:
     """The original's bs64, bs512_test and bs512_opt, an eighth as large throughout; warm-up is 1.25 % of the baseline's
     steps, as there."""
-    small = {"network.width": 8, "report_baselines": False}
+    small = {"network.width": 8, "Nsamples": 800, "report_baselines": False}
     large = {**small, "global_batch_size": 64}
 
     def scaled(rule: str) -> dict[str, Any]:
-        return {**large, "lr_schedule.scaling": rule, "lr_schedule.warmup_steps": 10}
+        return {**large, "lr_schedule.scaling": rule, "lr_schedule.warmup_steps": 5}
 
     return Study(
         (
@@ -293,6 +293,8 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
         axes.set(xlabel=label, xscale="log" if key == "step" else "linear")
         if not study.rises:
             axes.set_yscale("log")
+        if key != "step":
+            axes.locator_params(axis="x", nbins=6)
         axes.grid(alpha=0.3, which="both")
     grid[0].set_ylabel(study.label)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
