@@ -83,8 +83,9 @@ def _large_batches(data: str) -> Study:
 
 
 def _unet() -> Study:
-    """The original's bs64, bs512_test and bs512_opt, an eighth as large throughout; warm-up is 1.25 % of the baseline's
-    steps, as there."""
+    """The original's bs64, bs512_test and bs512_opt, an eighth as large; warm-up is a tenth of the large batch's steps,
+    as there.
+    """
     small = {"network.width": 8, "Nsamples": 800, "report_baselines": False}
     large = {**small, "global_batch_size": 64}
 
