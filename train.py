@@ -102,15 +102,17 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                     resume.discard(directory)
             for line in how_it_begins(options, config, saved, changed, position):
                 run_logs.line(line)
+            start = ["weights of --init_from"] if options.init_from and saved is None else []
             saved = None  # as large as the state itself
-            kept = resume.comparable(config)
+            kept, folder = resume.comparable(config), directory / FOLDER
+            saving = Saving(folder, kept, config.checkpoint.keep_last) if world.is_root else NoSaving()
             trainer = Trainer(
                 step=step,
                 loaders=loaders,
                 schedule=schedule,
                 world=world,
                 logs=run_logs,
-                saving=Saving(directory / FOLDER, kept, config.checkpoint.keep_last) if world.is_root else NoSaving(),
+                saving=saving,
                 profiler=profiler,
                 num_epochs=config.num_epochs,
                 global_batch_size=config.global_batch_size,
@@ -138,8 +140,13 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                             )
                     except OSError as error:  # what counts is done
                         run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
-                    table = report.closing_table(result, baselines, directory)
+                    table = report.closing_table(result, baselines, directory, *start)
                     run_logs.line("\n  ".join(["Result:", *table, *(f"picture: {path}" for path in pictures)]))
+                    if saving.fault is not None:
+                        raise UserError(
+                            f"the trained network is not in {folder}: {saving.fault}; mend that, and the same command "
+                            f"goes on from the newest checkpoint there"
+                        )
         loaders.train.close()
         loaders.valid.close()
         logging.getLogger().info("DONE ---- rank %d", world.rank)
@@ -173,7 +180,7 @@ def how_it_begins(
     if changed:
         lines.append(f"Changed since: {', '.join(changed)}; the learning rate follows the schedule as it is now")
     if options.init_from:
-        lines.append("--init_from has no effect: this training has a checkpoint of its own")
+        lines.append("--init_from has no effect: this training has a checkpoint of its own; give a --run_num")
     if position.epoch >= config.num_epochs:
         lines.append("This training is complete; raise num_epochs, start anew with --resume=no, or give a --run_num")
     return lines
@@ -319,6 +326,8 @@ def without_effect(config: Config, world: World) -> list[str]:
             notes.append(f"fused_pointwise has no effect: {why}")
     if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
         notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
+    if config.lr_schedule.scaling == "none" and (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs):
+        notes.append("lr_schedule's warm-up has no effect: its scaling is none")
     if world.size == 1 or config.noddp:
         asked = [
             name

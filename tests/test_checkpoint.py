@@ -622,12 +622,15 @@ def test_a_save_that_hangs_is_told_of_and_the_next_succeeds(
     assert "No checkpoint at step 4: that of step 2 is still being written" in caplog.text
     assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
     assert_whole(tmp_path, 1)
+    assert saving.fault == "it is still being written"
     release.set()
     monkeypatch.setattr(Saving, "CLOSING_SECONDS", 20.0)
     saving.close()
     assert_whole(tmp_path, 2)
+    assert saving.fault is not None, "step 4 was asked for, and is lost"
     save(saving, 5)
     assert_whole(tmp_path, 5)
+    assert saving.fault is None
 
 
 # --- kill -9 in the midst of a save ----------------------------------------------------------------------------------

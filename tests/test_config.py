@@ -227,6 +227,15 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
 
 
+def test_a_global_batch_of_the_command_line_replaces_a_local_one_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "test: {local_batch_size: 32}")
+    assert load(path, "test", {"global_batch_size": 48}).for_world(2).local_batch_size == 24
+    assert load(path, "test", {"global_batch_size": 48, "local_batch_size": 8}).for_world(2).global_batch_size == 16
+    assert load(path, "test").for_world(2).global_batch_size == 64
+    with pytest.raises(UserError, match="global_batch_size 33 is not divisible by 2 ranks"):
+        load(path, "test", {"global_batch_size": 33}).for_world(2)
+
+
 def test_a_config_may_have_a_file_of_its_own_beside_the_others(tmp_path: Path) -> None:
     """As benchmarks.tune writes it."""
     path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
@@ -254,7 +263,9 @@ def test_unknown_configs_are_refused_with_those_there_are(tmp_path: Path) -> Non
     (tmp_path / "broken.yaml").write_text("[")
     (tmp_path / "folder.yaml").mkdir()
     for name in ("tunde", "configs", "../tuned", ""):
-        with pytest.raises(UserError, match=f"^unknown config {name} in {path}; known: base, short, .*tuned") as caught:
+        with pytest.raises(
+            UserError, match=f"^unknown config {name} in {path} and beside it; known: base, short, .*tuned"
+        ) as caught:
             load(path, name)
         assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
     with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml: it holds services$"):

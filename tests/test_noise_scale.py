@@ -118,7 +118,7 @@ def test_the_estimate_goes_on_where_it_stopped() -> None:
         (
             1.16,
             1.08,
-            "8 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch would",
+            "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch would",
         ),
         (1.16 - 1e-6, 1.08, "save 4 %"),
         (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay less and less (twice the batch"),
@@ -134,6 +134,9 @@ def test_the_estimate_goes_on_where_it_stopped() -> None:
 def test_what_is_said_of_it(part_square: float, batch_square: float, says: str) -> None:
     """Of halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
     estimate = NoiseScale(50, 100)
+    for _ in range(19):
+        estimate.add(part_square, batch_square)
+    assert estimate.sentence() == "Gradient noise scale: 19 steps are too few to tell it"
     estimate.add(part_square, batch_square)
     assert says in estimate.sentence(), estimate.sentence()
 

@@ -535,7 +535,7 @@ def test_its_own_checkpoint_wins_over_weights_alone(tmp_path: Path, command: Any
     code, stderr = command(*flags)
     assert code == 0, stderr
     told = said(stderr, "INFO")
-    assert "--init_from has no effect: this training has a checkpoint of its own" in told
+    assert "--init_from has no effect: this training has a checkpoint of its own; give a --run_num" in told
     assert f"Going on from {place(directory(tmp_path) / FOLDER, 8)}, after step 8" in told
 
 
@@ -667,7 +667,9 @@ def test_a_disk_full_of_everything_ends_no_training(tmp_path: Path, command: Any
 
     with small_disk(tmp_path / "disk", "2m"):
         code, stderr = command(*flags, after=after)
-        assert code == 0, stderr
+        assert code == 2, stderr
+        why = f"the trained network is not in {run / FOLDER}: No space left on device; mend that"
+        assert f"\nerror: {why}" in stderr
         warnings = said(stderr, "WARNING")
         fault = "No space left on device; training goes on"
         steps = [8, 12, 16]
@@ -678,7 +680,7 @@ def test_a_disk_full_of_everything_ends_no_training(tmp_path: Path, command: Any
         assert warnings.count(f"Cannot record scalars in {run}: {fault}") == 1
         assert len(warnings) <= 5, "and one of pictures at most"
         assert "Traceback" not in stderr
-        assert "DONE ---- rank 0" in said(stderr, "INFO")
+        assert "DONE ---- rank 0" not in said(stderr, "INFO")
         os.remove(tmp_path / "disk" / "filler")
         code, stderr = command(*flags)
         assert code == 0, stderr
@@ -724,7 +726,8 @@ def test_a_save_that_hangs_ends_no_training(tmp_path: Path, command: Any, monkey
     monkeypatch.setattr(checkpoint, "write", hang)
     flags = ["--set=checkpoint.every_steps=2", "--set=checkpoint.keep_last=9"]
     code, stderr = command(*flags)
-    assert code == 0, stderr
+    assert code == 2, "trained to the end, but what came of it is not on the disk"
+    assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; mend that" in stderr
     (*missed, late) = said(stderr, "WARNING")
     steps = [8, 10, 12, 14, 16]
     assert [line.split(":")[0] for line in missed] == [f"No checkpoint at step {step}" for step in steps]

@@ -140,6 +140,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def read_weights(path: Path) -> dict[str, Any]:
     """The weights file of a checkpoint, or of the checkpoint in a directory, for --init_from and predictions."""
+    best = path / FOLDER / BEST  # of a run's directory
+    path = best if best.is_dir() else path
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
         raise UserError(f"no such file: {file}")
@@ -217,6 +219,8 @@ def newest(folder: Path) -> Saved | None:
 class NoSaving:
     """Saves nothing: for ranks other than 0, and for measurements."""
 
+    fault: str | None = None  # why the newest state of all that were to be saved is not on the disk
+
     def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
         """Takes a copy of the state's tensors, and has it written."""
 
@@ -240,14 +244,16 @@ class Saving(NoSaving):
         self._folder, self._config, self._keep_last = folder, dict(config), keep_last
         self._copy = HostCopy()
         self._writing: threading.Thread | None = None
-        self._step, self._waited = 0, 0.0
+        self._step, self._asked, self._waited = 0, 0, 0.0  # steps of the last one begun, and of the last one asked for
         self._began = self._started = time.monotonic()
 
     def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
         """`state` has the network's under "network"; with `last_chance` it waits until all of it is written."""
+        self._asked = position.step
         patience = self.PATIENCE_SECONDS + self.PATIENCE * (time.monotonic() - self._started) - self._waited
         patience = max(0.0, patience) + (self.BEST_SECONDS if is_best else 0.0)
         if not self._idle(self.CLOSING_SECONDS if last_chance else patience):
+            self.fault = "the one before is still being written"
             log.warning(
                 "No checkpoint at step %d: that of step %d is still being written, for %.0f s; training goes on",
                 position.step,
@@ -259,10 +265,11 @@ class Saving(NoSaving):
         try:
             finite, content = self._copy.take(state)
         except (RuntimeError, MemoryError) as error:
-            reason = (str(error) or repr(error)).splitlines()[0]
+            self.fault = reason = (str(error) or repr(error)).splitlines()[0]
             log.warning("No checkpoint at step %d: no memory for a copy (%s); training goes on", position.step, reason)
             return
         if not finite:
+            self.fault = "the weights are not all numbers"
             log.warning("No checkpoint at step %d: the network's weights are not all numbers", position.step)
             return
         content["position"] = record = asdict(position)
@@ -280,6 +287,7 @@ class Saving(NoSaving):
 
     def close(self) -> None:
         if not self._idle(self.CLOSING_SECONDS):
+            self.fault = "it is still being written"
             log.warning("The checkpoint of step %d was not written in time; earlier ones stay", self._step)
 
     def _idle(self, patience: float) -> bool:
@@ -301,9 +309,10 @@ class Saving(NoSaving):
                 point_to(self._folder / BEST, target.name)
             self._prune(step)
         except Exception as error:  # whatever it is, no training ends for it
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            self.fault = reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
             log.warning("Cannot write checkpoint %s: %s; training goes on, earlier ones stay", target, reason)
         else:
+            self.fault = None if step == self._asked else self.fault
             log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
 
     def _prune(self, last: int) -> None:

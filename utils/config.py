@@ -388,8 +388,10 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
     It is one of the YAML file's, or of another file's beside it.
     """
-    values = _values(path, name)
-    for key, value in (overrides or {}).items():
+    values, overrides = _values(path, name), overrides or {}
+    if "global_batch_size" in overrides:  # of all ranks: what the file says of one is then no longer meant
+        values = {**values, "local_batch_size": None}
+    for key, value in overrides.items():
         values = _with(values, key.split("."), value, name)
     return validate(values, name)
 
@@ -411,7 +413,7 @@ def _values(path: str, name: str) -> dict[str, Any]:
     if own is not None:
         raise UserError(f"no config {name} in {path}, nor in {own}: it holds {', '.join(read_file(own))}")
     known = [*configs, *(other for held in beside.values() for other in held)]
-    raise UserError(f"unknown config {name} in {path}; known: {', '.join(known)}{_nearest(name, known)}")
+    raise UserError(f"unknown config {name} in {path} and beside it; known: {', '.join(known)}{_nearest(name, known)}")
 
 
 def names(path: str) -> list[str]:

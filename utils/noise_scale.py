@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+LEAST_STEPS = 20  # before anything is said
 SMOOTHING = 0.99  # of the weight of all steps before, from one step to the next: about the last hundred count
 
 
@@ -22,7 +23,7 @@ class NoiseScale:
     def __init__(self, part: float, batch: float, sums: Sequence[float] = ()) -> None:
         """`part` and `batch` in samples, part < batch; `sums` as they were when an earlier process stopped."""
         self._part, self._batch = part, batch
-        self.sums = list(sums) or [0.0, 0.0, 0.0]  # weighted, of |G|², S and the weights
+        self.sums = list(sums) or [0.0, 0.0, 0.0, 0.0]  # weighted, of |G|², S and the weights; and the steps
 
     def add(self, part_square: float, batch_square: float) -> None:
         """One step's squared gradient norms: of a part of the batch, on average over the parts, and of all of it."""
@@ -31,6 +32,7 @@ class NoiseScale:
         noise = (part_square - batch_square) / (1 / part - 1 / batch)
         for index, value in enumerate((gradient, noise, 1.0)):
             self.sums[index] = SMOOTHING * self.sums[index] + (1 - SMOOTHING) * value
+        self.sums[3] += 1
 
     @property
     def gradient_square(self) -> float:
@@ -61,6 +63,8 @@ class NoiseScale:
 
     def sentence(self) -> str:
         """What it says about more ranks."""
+        if self.sums[3] < LEAST_STEPS:
+            return f"Gradient noise scale: {self.sums[3]:g} steps are too few to tell it"
         scale = self.samples
         if scale is None:
             return (
@@ -74,7 +78,8 @@ class NoiseScale:
             verdict = "expect little from more ranks"
         elif ratio > 0.5:
             verdict = "larger batches pay less and less"
+        size = f"{scale:,.0f}" if scale >= 100 else f"{scale:.1f}"
         return (
-            f"Gradient noise scale: {scale:,.0f} samples. Batch {self._batch:g} is {ratio:.2g}× the noise scale: "
+            f"Gradient noise scale: {size} samples. Batch {self._batch:g} is {ratio:.2g}× the noise scale: "
             f"{verdict} (twice the batch would save {100 * saved:.0f} % of the steps)"
         )

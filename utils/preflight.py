@@ -126,15 +126,16 @@ def plot_rates(config: Config, name: str, file: Path) -> str:
     steps = range(config.total_steps)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(steps, [schedule(step) for step in steps])
+    axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
     if schedule.warmup_steps:
         axes.axvspan(0, schedule.warmup_steps, alpha=0.15, label=f"warm-up, {schedule.warmup_steps} steps")
     axes.plot([schedule.warmup_steps], [schedule.peak], "o", label=f"peak {schedule.peak:.3e}")
+    axes.set_ylabel("learning rate")
     if options.shape == "step":
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0)
-    axes.set(xlabel="step", ylabel="learning rate")
+    axes.set(xlabel="step")
     to_and_fro = (partial(operator.mul, 1 / per_epoch), partial(operator.mul, per_epoch))
     axes.secondary_xaxis("top", functions=to_and_fro).set_xlabel("epoch")
     axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")

@@ -78,14 +78,16 @@ def _medians(loader: Loader, world: World) -> torch.Tensor:
     return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS
 
 
-def closing_table(result: FitResult, baselines: dict[str, float], directory: Path) -> list[str]:
-    """The lines that end a run."""
+def closing_table(
+    result: FitResult, baselines: dict[str, float], directory: Path, start: str = "untrained network"
+) -> list[str]:
+    """The lines that end a run; `start` is what it began with."""
     names = {
         "constant": "best constant per channel",
         "copy": "copying density and velocities",
         "frequencies": "guessing by class frequency",
     }
-    others = {"untrained network": result.initial_loss, **{names[key]: loss for key, loss in baselines.items()}}
+    others = {start: result.initial_loss, **{names[key]: loss for key, loss in baselines.items()}}
     lines = [f"{'validation loss':<32}{'':>10}   trained is"]
     lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in others.items()]
     lines.append(f"  {'trained network':<30}{result.final_loss:>10.6f}")

@@ -120,7 +120,7 @@ def test_a_norm_leaves_the_names_of_cifar_cnns_parameters() -> None:
 def test_every_classifier_learns_a_batch_by_heart(name: str, precision: torch.dtype | None) -> None:
     options = {"norm": "ghost(4)"} if name == "cifar_cnn" else {}
     network, x, y = build(name, **options), samples(name, 8), torch.arange(8)
-    loss, optimizer = build_loss("cross_entropy"), torch.optim.Adam(network.parameters(), 3e-3)
+    loss, optimizer = build_loss("cross_entropy", labelled=True), torch.optim.Adam(network.parameters(), 3e-3)
     torch.manual_seed(0)
     losses = []
     for _ in range(25):
