@@ -279,6 +279,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     figure, grid = plt.subplots(1, 3, figsize=(13, 4.6), sharey=True, layout="constrained")
     for axes, (key, label) in zip(
@@ -294,7 +295,9 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
         axes.set(xlabel=label, xscale="log" if key == "step" else "linear")
         if not study.rises:
             axes.set_yscale("log")
-        if key != "step":
+        if key == "step":
+            axes.xaxis.set_minor_formatter(NullFormatter())  # its labels would lie over each other
+        else:
             axes.locator_params(axis="x", nbins=6)
         axes.grid(alpha=0.3, which="both")
     grid[0].set_ylabel(study.label)

@@ -483,6 +483,7 @@ def _step(axes: Any, series: Series, measured: Sequence[Point], points: Measured
         axes.bar(places, heights, 0.6, bottoms, color=color, label=name)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_ylabel("ms a step")
+    axes.set_ylim(0, 1.05 * max(bottoms))
     return places
 
 
