@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import itertools
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +23,7 @@ from utils.data.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
 from utils.data.plan import SamplePlan
 from utils.data.twins import Twins, open_twins
 from utils.data.volumes import open_volume
-from utils.errors import UserError
+from utils.errors import UserError, one_line_errors
 
 VolumeFile = Callable[..., Path]
 
@@ -289,14 +291,24 @@ def test_a_failing_pipeline_is_one_line(twins: Twins, monkeypatch: pytest.Monkey
             next(batches)
 
 
-@needs_dali
-def test_a_twin_that_shrinks_is_one_line(volume_file: VolumeFile, tmp_path: Path) -> None:
-    source = volume_file(tmp_path / "box.h5", box=BOX)
-    convert(source)
+def read_while_it_shrinks(folder: Path) -> None:
+    """A process of its own: whether a check or the reading itself meets it, the process ends."""
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    source = folder / "box.h5"
     twins = open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX)
-    with closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
+    with one_line_errors(), closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
         batches = loader.epoch(0)
         next(batches)
-        cut(tmp_path / "box_label.npy")
-        with pytest.raises(UserError, match=r"box_label\.npy became shorter while it was being read"):
-            list(batches)
+        cut(folder / "box_label.npy")
+        list(batches)
+
+
+@needs_dali
+def test_a_twin_that_shrinks_is_one_line(volume_file: VolumeFile, tmp_path: Path) -> None:
+    convert(volume_file(tmp_path / "box.h5", box=BOX))
+    process = multiprocessing.get_context("spawn").Process(target=read_while_it_shrinks, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 2
+    (line,) = (line for line in (tmp_path / "stderr").read_text().splitlines() if line.startswith("error: "))
+    assert "box_label.npy became shorter while it was being read" in line
