@@ -79,6 +79,24 @@ class Dataset(Section):
     verify: bool = True  # files must be the published ones, by their checksums
 
 
+class Transform(Section):
+    """How physical values became channels, see utils/channels.py; None: unknown, so there are no physical units."""
+
+    density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
+    velocity_scale_km_s: PositiveFloat | None = 1000.0  # x = velocity / scale
+    temperature_log10_center: Finite = 5.0  # x = (log10(T / K) - center) / scale
+    temperature_log10_scale: PositiveFloat | None = 2.5
+
+
+class Evaluation(Section):
+    """Whole-volume predictions of the validation box during training, judged by physics; see utils/evaluation."""
+
+    every_epochs: Count = 0  # 0: never
+    budget: Annotated[float, Field(gt=0, le=1)] = 0.1  # at most this share of the time that training has taken
+    tile: Positive | None = None  # cells a side of what the network is given at once; None: data_size
+    step: Positive | None = None  # cells from one tile to the next; None: half a tile
+
+
 class VectorChannels(Section):
     """Channel triples that are the x, y, z components of a vector; all others are scalars."""
 
@@ -165,7 +183,10 @@ class Config(Section):
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None
     noise_scale: bool = True  # measure it where gradients of parts of a batch are there to compare
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the weights' running mean, which is what is used
+    loss_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
     vector_channels: VectorChannels = VectorChannels()
+    transform: Transform = Transform()
     symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
     resident_dtype: Literal["float32", "float16"] = "float32"  # of the volume in device memory
     channels_last: bool = False  # batches and network in memory as N, D, H, W, C
@@ -176,6 +197,7 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: Profile = Profile()
     checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
     # Beside SIGTERM: save, and end with exit code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
     max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
@@ -286,6 +308,10 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} must be triples of different channels")
             if used and max(used) >= channels:
                 raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
+        if self.loss_weights is not None and len(self.loss_weights) != self.N_out_channels:
+            raise ValueError(
+                f"loss_weights {self.loss_weights} must be one for each of the {self.N_out_channels} target channels"
+            )
         if len(set(self.network.rewritten)) < len(self.network.rewritten):
             raise ValueError(f"network.rewritten {self.network.rewritten} names a layer twice")
         if (self.dataset.name is None) == (self.data_loader_config == "labelled"):

@@ -1,0 +1,83 @@
+"""What the channels of a volume are: names, units, and how they were made of physical values.
+
+A channel x holds ln(value) or value on a linear scale: value = exp(center + scale · x), or center + scale · x.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.config import Transform
+
+DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One channel; `unit` is None, and so are physical values, where nobody has said how it was made."""
+
+    name: str
+    unit: str | None = None
+    scale: float = 1.0
+    center: float = 0.0
+    is_log: bool = False
+
+    def to_physical(self, values: Any) -> Any:
+        """Physical values of a channel's, numpy or torch, in the same type."""
+        linear = values * self.scale + self.center
+        if not self.is_log:
+            return linear
+        return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
+
+    def from_physical(self, values: Any) -> Any:
+        """The channel's values of physical ones; those of a logarithm must be above zero."""
+        if self.is_log:
+            values = values.log() if isinstance(values, torch.Tensor) else np.log(values)
+        return (values - self.center) / self.scale
+
+    def formula(self) -> str:
+        """How the channel was made of the physical value, for people."""
+        if self.unit is None:
+            return "unknown"
+        inner = f"ln(value / {self.unit})" if self.is_log else f"value / ({self.unit})"
+        moved = f"({inner} - {self.center:.10g})" if self.center else inner
+        return f"{moved} / {self.scale:.10g}"
+
+
+def input_channels(count: int, transform: Transform) -> tuple[Channel, ...]:
+    """Of `Nbody`: dark-matter density and velocity; of another number of channels nothing is known."""
+    if count != 4:
+        return _unknown(count)
+    return (_density("dark-matter density", transform), *_velocity("velocity", transform))
+
+
+def target_channels(count: int, transform: Transform) -> tuple[Channel, ...]:
+    """Of `Hydro`: gas density, velocity and temperature; of another number of channels nothing is known."""
+    if count != 5:
+        return _unknown(count)
+    scale, center = transform.temperature_log10_scale, transform.temperature_log10_center
+    temperature = Channel("temperature")
+    if scale is not None:
+        ten = math.log(10.0)
+        temperature = Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)
+    return (_density("gas density", transform), *_velocity("gas velocity", transform), temperature)
+
+
+def _unknown(count: int) -> tuple[Channel, ...]:
+    return tuple(Channel(f"channel {number}") for number in range(count))
+
+
+def _density(name: str, transform: Transform) -> Channel:
+    scale = transform.density_log_scale
+    return Channel(name) if scale is None else Channel(name, DENSITY_UNIT, scale, is_log=True)
+
+
+def _velocity(name: str, transform: Transform) -> tuple[Channel, ...]:
+    scale = transform.velocity_scale_km_s
+    names = (f"{name} {axis}" for axis in "xyz")
+    return tuple(Channel(each) if scale is None else Channel(each, VELOCITY_UNIT, scale) for each in names)
