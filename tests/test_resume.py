@@ -44,6 +44,7 @@ CASES: dict[str, list[str]] = {
     "bfloat16": ["--enable_amp"],
     "other intervals": ["--set=log_interval=3", "--set=checkpoint.every_steps=5"],
     "nadam": ["--set=optimizer.name=nadam"],
+    "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, by hand": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
     "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
@@ -60,7 +61,7 @@ CASES: dict[str, list[str]] = {
 
 
 # What ranks may do differently.
-BETWEEN_RANKS = ["batch norm, own statistics", "sync_batch", "labelled samples, dropout"]
+BETWEEN_RANKS = ["batch norm, own statistics", "sync_batch", "averaged weights", "labelled samples, dropout"]
 ALONE_TOO = [name for name in CASES if name not in ("batch norm, own statistics", "sync_batch")]
 SEVERAL = [*list(CASES)[:4], "sgd", "bfloat16", "other intervals"]
 

@@ -25,6 +25,45 @@ def test_density_term_takes_channel_0_alone_and_undoes_the_logarithm() -> None:
     assert float(loss) == pytest.approx(0.1 / 2 + 0.5 * (math.exp(1.4) - 1.0), rel=1e-6)
 
 
+def test_weights_of_channels_count_as_if_their_mean_were_1() -> None:
+    outputs, targets = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)
+    expected = (2 * 0.1 + 1 * 0.2 + 3 * 0.6) / 6
+    for weights in ([2.0, 1.0, 3.0], [20.0, 10.0, 30.0]):
+        loss = build_loss("l1", weights=weights)
+        assert float(loss(outputs, targets)) == pytest.approx(expected)
+        assert not list(loss.state_dict()), "nothing that ranks would send each other"
+    dense = build_loss("l1", weights=[2.0, 1.0, 3.0], lambda_rho=0.5)
+    assert float(dense(outputs, targets)) == pytest.approx(expected + 0.5 * (math.exp(1.4) - 1.0), rel=1e-6)
+
+
+def test_weights_of_channels_weigh_their_gradients() -> None:
+    outputs = fields(0.1, 0.2, -0.3).clone().requires_grad_()
+    build_loss("l1", weights=[2.0, 1.0, 3.0])(outputs, fields(0.0, 0.4, 0.3)).backward()
+    assert outputs.grad is not None
+    # Two cells share each channel's part.
+    assert outputs.grad[0, :, 0, 0, 0].tolist() == pytest.approx([2 / 6 / 2, -1 / 6 / 2, -3 / 6 / 2])
+
+
+def test_equal_weights_are_the_loss_without_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, targets = (torch.rand(2, 3, 4, 4, 4, generator=generator) for _ in range(2))
+    assert torch.equal(build_loss("l1", weights=[0.3, 0.3, 0.3])(outputs, targets), build_loss("l1")(outputs, targets))
+
+
+def test_in_evaluation_weights_of_channels_do_not_count() -> None:
+    outputs, targets = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)
+    loss = build_loss("l1", weights=[2.0, 1.0, 3.0])
+    in_training = loss(outputs, targets)
+    assert torch.equal(loss.eval()(outputs, targets), build_loss("l1")(outputs, targets))
+    assert torch.equal(loss.train()(outputs, targets), in_training)
+    assert not torch.equal(loss.eval()(outputs, targets), in_training)
+
+
+def test_the_fused_loss_has_no_weights() -> None:
+    with pytest.raises(ValueError, match=r"^fused_pointwise has no kernel for a loss with loss_weights; leave one of"):
+        build_loss("l1", fused=True, weights=[2.0, 1.0])
+
+
 def test_half_precision_outputs_are_compared_in_full_precision() -> None:
     loss = build_loss("l1")(fields(1.0).bfloat16(), fields(0.999))
     assert loss.dtype == torch.float32
@@ -72,7 +111,11 @@ def test_cross_entropy_of_half_precision_logits_is_float32_also_under_autocast()
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"), ({"fused": True}, "leave fused_pointwise off")],
+    [
+        ({"lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"),
+        ({"fused": True}, "leave fused_pointwise off"),
+        ({"weights": [1.0, 2.0]}, "loss_weights are of fields' channels"),
+    ],
 )
 def test_cross_entropy_refuses_what_belongs_to_other_losses(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -401,6 +401,7 @@ def test_a_warm_up_on_the_device_leaves_nothing_behind(options: dict) -> None:
         {"enable_amp": True},
         {"enable_amp": True, "precision": "float16"},
         {"noise_scale": True, "accumulation_steps": 2},
+        {"ema_decay": 0.99},
     ],
 )
 def test_the_step_never_waits_for_the_device(options: dict) -> None:

@@ -146,6 +146,14 @@ def test_a_capturable_optimizer_reads_its_rate_from_a_tensor(name: str) -> None:
 # --- on a device that is only imitated --------------------------------------------------------------------------------
 
 
+def weights(step: EagerStep) -> dict[str, torch.Tensor]:
+    """What a step has of the network, by the tensors themselves; of an average, the trained ones and its count, too."""
+    state = step.state()
+    average = state.get("average", {"trained": {}})
+    trained = {f"trained {name}": value for name, value in average["trained"].items()}
+    return {**state["network"], **trained, **({"updates": average["updates"]} if trained else {})}
+
+
 class ImitatedGraph:
     """Recording changes nothing and computes nothing that stays; a replay carries out what was recorded."""
 
@@ -167,7 +175,7 @@ class ImitatedGraph:
     def recording(self, step: GraphStep) -> Iterator[None]:
         ImitatedGraph.now = self
         plain = step._train
-        before = {name: value.clone() for name, value in step.network.state_dict().items()}
+        before = {name: value.clone() for name, value in weights(step).items()}
         states = [{name: value.clone() for name, value in step._optimizer.state[p].items()} for p in step._parameters]
 
         def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -183,7 +191,7 @@ class ImitatedGraph:
             ImitatedGraph.now = None
         self.norm, self.step = step.gradient_norm.zero_(), step
         with torch.no_grad():
-            for name, value in step.network.state_dict().items():
+            for name, value in weights(step).items():
                 value.copy_(before[name])
             for parameter, state in zip(step._parameters, states, strict=True):
                 for name, value in state.items():
@@ -241,6 +249,27 @@ def test_the_replayed_steps_are_the_plain_ones(imitated, count: int, options: di
     assert len(recorded._graphs) == (count if count <= MAX_BUFFERS else MAX_BUFFERS + 1)
     replays = [known.graph.replays for known in recorded._graphs.values()]
     assert sum(replays) == steps - WARMUP_STEPS
+
+
+@pytest.mark.parametrize("when", [1, WARMUP_STEPS, WARMUP_STEPS + 4], ids=["first step", "first replay", "replay"])
+def test_replayed_steps_average_the_weights(imitated, when: int) -> None:
+    """As plain steps do, of which one without numbers leaves the average and its count where they were."""
+    plain, recorded = (make(kind, "adam", "cpu", ema_decay=0.9) for kind in (EagerStep, GraphStep))
+    imitated.append(recorded)
+    (slot,) = buffers(1, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    for number in range(WARMUP_STEPS + 6):
+        for part in slot:
+            part.copy_(torch.rand(part.shape, generator=generator))
+        if number == when:
+            spoil(slot)
+        for step in (plain, recorded):
+            before = {name: value.clone() for name, value in weights(step).items()}
+            step(*slot, float(torch.tensor(RATE)))
+            assert (differing(weights(step), before) == []) == (number == when)
+    assert differing(kept(plain), kept(recorded)) == []
+    assert int(weights(recorded)["updates"]) == WARMUP_STEPS + 5
+    assert len(recorded._graphs) == 1
 
 
 NORMS = ["batch", "sync_batch", "ghost(2)", "group"]
@@ -352,7 +381,7 @@ def spoil(slot: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def kept(step: EagerStep) -> dict[str, torch.Tensor]:
     """Copies of the parameters, and of all that the optimizer has."""
-    found = {name: value.clone() for name, value in step.network.state_dict().items()}
+    found = {name: value.clone() for name, value in weights(step).items()}
     for number, parameter in enumerate(step._parameters):
         state = step._optimizer.state.get(parameter, {})
         found |= {f"{key} of {number}": value.clone() for key, value in state.items()}

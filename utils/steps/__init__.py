@@ -15,7 +15,7 @@ from utils.steps.probe import PartProbe
 class Step(Protocol):
     """What the trainer needs of a step."""
 
-    network: nn.Module  # the bare network: weights are read from here
+    network: nn.Module  # the bare network as it is used: validated and saved, with averaged weights where that is asked
     gradient_norm: torch.Tensor  # of the last step, before clipping; a scalar on the device
     probe: PartProbe | None  # the gradient of a part of the batch, where that is measured
 

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed import World
+from utils.ema import Average, NoAverage, trained_weights
 from utils.optim import load_state, saved_state, update
 from utils.profiling import annotate
 from utils.side_work import SideWork
@@ -50,6 +51,7 @@ class StepOptions:
     disable_broadcast_buffers: bool = False
     static_graph: bool = False
     gradient_compression: str = "none"
+    ema_decay: float | None = None
 
 
 class Objective(nn.Module):
@@ -84,7 +86,6 @@ class EagerStep:
         options: StepOptions | None = None,
         metrics: Sequence[Metric] = (),
     ) -> None:
-        self.network = network
         self.gradient_norm = torch.zeros((), device=world.device)
         self.probe: PartProbe | None = None
         self._metrics = metrics
@@ -118,6 +119,9 @@ class EagerStep:
         self._forward: nn.Module = self._objective
         if compiler == "inductor":
             self._forward = self._compiler = Compiled(self._objective)
+        # Last: DistributedDataParallel may have changed the weights.
+        self._average = NoAverage(network) if options.ema_decay is None else Average(network, options.ema_decay)
+        self.network = self._average.network
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         for group in self._optimizer.param_groups:
@@ -126,24 +130,26 @@ class EagerStep:
 
     def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Gradients and update, at the rate that the optimizer holds."""
-        self.network.train()
+        self._bare.train()
         self._optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(inputs, targets)
         with annotate("optimizer"):
             self._scaler.unscale_(self._optimizer)
             self.gradient_norm = self._clip()
+            finite = self.gradient_norm.isfinite()
             if self._scaler.is_enabled():
                 self._scaler.step(self._optimizer)  # leaves the update out itself
                 self._scaler.update()
             else:
-                update(self._optimizer, self.gradient_norm.isfinite())
+                update(self._optimizer, finite)
+            self._average.update(finite)
         return loss
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Forward and backward as in a step; what they leave behind is put back, and nothing is updated."""
         before = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         on_gpu = self._device.type == "cuda"
-        self.network.train()
+        self._bare.train()
         with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
             self._accumulate(inputs, targets)
         with torch.no_grad():
@@ -159,25 +165,29 @@ class EagerStep:
             "network": self.network.state_dict(),
             "optimizer": saved_state(self._optimizer),
             "scaler": self._scaler.state_dict(),
+            **self._average.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave; before the first step. ValueError where it does not fit."""
-        self.load_weights(state["network"])
+        self.load_weights(trained_weights(state))
+        self._average.load_state(state)
         load_state(self._optimizer, state["optimizer"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state["scaler"]))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """The network's alone; ValueError where they are of another network."""
-        own = self.network.state_dict()
+        trained = self._bare.network
+        own = trained.state_dict()
         for name in [*own, *weights]:
             here, there = (tuple(part[name].shape) if name in part else None for part in (own, weights))
             if here is None or there is None:
                 raise ValueError(f"{'it' if there is None else 'this network'} has no {name}")
             if here != there:
                 raise ValueError(f"its {name} has shape {there}, this network's has {here}")
-        self.network.load_state_dict(weights)
+        trained.load_state_dict(weights)
+        self._average.restart()
 
     @property
     def compiled(self) -> bool:
@@ -197,6 +207,8 @@ class EagerStep:
         """Lines for the log, once a step has been made."""
         amp, name = self._options.enable_amp, self._options.compiler
         how = f"{self._options.precision} autocast" if amp else "no autocast"
+        if self._options.ema_decay is not None:
+            how += f", weights averaged with decay {self._options.ema_decay:g}"
         if self._options.enable_jit:
             how += f", {'compiled by' if self.compiled else 'not compiled:'} {name}{'' if self.compiled else ' failed'}"
         lines = [f"Step: {how}"]
@@ -224,6 +236,7 @@ class EagerStep:
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss and the metrics, without training: [1 + metrics]."""
         self.network.eval()
+        self._bare.loss.eval()
         with self._autocast():
             outputs = self.network(inputs)
             loss = self._bare.loss(outputs, targets)
