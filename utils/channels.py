@@ -1,6 +1,6 @@
 """What the channels of a volume are: names, units, and how they were made of physical values.
 
-A channel x holds ln(value) or value on a linear scale: value = exp(center + scale · x), or center + scale · x.
+A channel x holds ln(value) or the value itself, scaled: value = exp(center + scale · x), or scale · x.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ class Channel:
 
     def to_physical(self, values: Any) -> Any:
         """Physical values of a channel's, numpy or torch, in the same type."""
-        linear = values * self.scale + self.center
         if not self.is_log:
-            return linear
+            return values * self.scale
+        linear = values * self.scale + self.center
         return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
 
     def from_physical(self, values: Any) -> Any:
         """The channel's values of physical ones; those of a logarithm must be above zero."""
-        if self.is_log:
-            values = values.log() if isinstance(values, torch.Tensor) else np.log(values)
-        return (values - self.center) / self.scale
+        if not self.is_log:
+            return values / self.scale
+        logarithm = values.log() if isinstance(values, torch.Tensor) else np.log(values)
+        return (logarithm - self.center) / self.scale
 
     def formula(self) -> str:
         """How the channel was made of the physical value, for people."""
         if self.unit is None:
             return "unknown"
-        inner = f"ln(value / {self.unit})" if self.is_log else f"value / ({self.unit})"
-        moved = f"({inner} - {self.center:.10g})" if self.center else inner
-        return f"{moved} / {self.scale:.10g}"
+        if not self.is_log:
+            return f"value / ({self.scale:.10g} {self.unit})"
+        inner = f"ln(value / {self.unit})"
+        return f"({inner} - {self.center:.10g}) / {self.scale:.10g}" if self.center else f"{inner} / {self.scale:.10g}"
 
 
 def input_channels(count: int, transform: Transform) -> tuple[Channel, ...]:

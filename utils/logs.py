@@ -197,6 +197,15 @@ def _outlive_last_second(folder: Path) -> None:
     time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # a clock far behind another node's is not waited for
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """What can be read of a metrics.jsonl: a full disk may have cut lines."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 from utils.data import Loader
 from utils.data.volumes import CHANNEL_NAMES
 from utils.distributed import World
-from utils.logs import SilentLogs
+from utils.evaluation import figures
+from utils.logs import SilentLogs, read_records
 from utils.progress import format_duration
 from utils.steps import Step
 from utils.trainer import FitResult
@@ -102,19 +102,13 @@ def closing_table(
 
 def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int, labelled: bool) -> list[Path]:
     """Writes loss_curves.png and, of volumes, slices.png; the slices go to TensorBoard too."""
-    try:
-        import matplotlib
-    except ImportError:
+    if importlib.util.find_spec("matplotlib") is None:
         logs.line("matplotlib is not installed (pip install matplotlib): no pictures")
         return []
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     curves, slices = directory / "loss_curves.png", directory / "slices.png"
     records = read_records(directory / "metrics.jsonl")
-    figure = _curves(records, "cross-entropy" if labelled else "mean absolute error", plt)
+    figure = figures.loss_curves(records, "cross-entropy" if labelled else "mean absolute error")
     figure.savefig(curves, dpi=120)
-    plt.close(figure)
     if labelled:
         return [curves]
     batches = loader.epoch(0)
@@ -122,65 +116,22 @@ def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: i
     outputs = step.predict(inputs)
     batches.close()
     fields = [part[0].float().cpu().numpy() for part in (inputs, targets, outputs)]
-    figure = _slices(fields[0], fields[1], fields[2], plt)
+    figure = _slices(fields[0], fields[1], fields[2])
     figure.savefig(slices, dpi=120)
     logs.figure("Slices", figure, steps)
-    plt.close(figure)
     return [curves, slices]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """What can be read of metrics.jsonl: a full disk may have cut lines."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
-
-
-def _curves(records: list[dict[str, Any]], measure: str, plt: Any) -> Any:
-    """Losses over steps and, below them, what else was measured in each validation."""
-    metrics = sorted({name for record in records for name in record if name.endswith("/valid")} - {"Loss/valid"})
-    size, ratios = ((7, 6.4), [3, 2]) if metrics else ((7, 4.2), [1])
-    figure, grid = plt.subplots(
-        len(ratios), figsize=size, height_ratios=ratios, sharex=True, layout="constrained", squeeze=False
-    )
-    axes = grid[0, 0]
-    for name in metrics:
-        points = [(record["step"], record[name]) for record in records if name in record]
-        label = f"{name.removesuffix('/valid').lower()}, best {max(value for _, value in points):.4f}"
-        grid[1, 0].plot(*zip(*points, strict=True), label=label, marker="o", markersize=4)
-    for name, label, style in (
-        ("Step/loss", "training, per interval", {"color": "0.7", "linewidth": 1}),
-        ("Loss/train", "training, per epoch", {"color": "tab:blue", "marker": "o", "markersize": 4}),
-        ("Loss/valid", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
-    ):
-        points = [(record["step"], record[name]) for record in records if name in record]
-        if name == "Loss/train":
-            # An epoch's mean belongs to its middle, not to its end.
-            starts = [0, *(step for step, _ in points)]
-            points = [((start + step) / 2, loss) for start, (step, loss) in zip(starts, points, strict=False)]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set(ylabel=f"loss ({measure})", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    if axes.has_data():
-        axes.legend()
-    if metrics:
-        grid[1, 0].set(ylabel="validation")
-        grid[1, 0].grid(alpha=0.3)
-        grid[1, 0].legend()
-    grid[-1, 0].set(xlabel="step")
-    return figure
-
-
-def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray, plt: Any) -> Any:
+def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray) -> Any:
     """Rows input, target, prediction; a column for each target channel: the middle plane of a crop [C, D, D, D]."""
+    from matplotlib.figure import Figure
+
     channels, middle = len(targets), targets.shape[1] // 2
     known = CHANNEL_NAMES["Hydro"]
     names = known if channels == len(known) else tuple(f"channel {channel}" for channel in range(channels))
     size = (2.3 * channels, 7.6)
-    figure, grid = plt.subplots(3, channels, figsize=size, layout="constrained", squeeze=False)
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(3, channels, squeeze=False)
     for channel, (column, name) in enumerate(zip(grid.T, names, strict=True)):
         target = targets[channel, middle]
         low, high = float(target.min()), float(target.max())

@@ -32,12 +32,14 @@ class Spectrum:
     @property
     def ratio(self) -> np.ndarray:
         """P_predicted / P_target; 1 where the prediction has the right amount of structure."""
-        return self.predicted / self.target
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.predicted / self.target
 
     @property
     def correlation(self) -> np.ndarray:
         """r(k) = P_cross / √(P_predicted · P_target); 1 where all structure is in the right place."""
-        return self.cross / np.sqrt(self.predicted * self.target)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self.cross / np.sqrt(self.predicted * self.target)
 
     def at(self, k: float) -> int:
         """The shell whose k is nearest."""
@@ -74,7 +76,7 @@ class Results:
 
     channels: tuple[Channel, ...]
     input_channels: tuple[Channel, ...]
-    cells: int  # of the volume, all three axes
+    cells: int  # of the volume along x
     l1: np.ndarray  # [C] mean |prediction − target|, of the channels' values
     r2: np.ndarray  # [C] 1 − Σ(prediction − target)² / Σ(target − mean)², of the channels' values
     spectra: dict[str, Spectrum]  # by field: "density", "log density", "velocity", "divergence", "log temperature" …
@@ -168,5 +170,5 @@ def load(path: Path) -> Results:
         )
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a damaged archive raises whatever zipfile, zlib or numpy come upon
         raise UserError(f"{path} holds no evaluation ({error}); make it anew with evaluate.py") from None

@@ -1,0 +1,195 @@
+"""Evaluation during training: every so many epochs the whole validation box is painted and judged, on all ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.checkpoint import Position
+from utils.data.volumes import Volume
+from utils.distributed import World
+from utils.errors import UserError
+from utils.evaluation import figures, page
+from utils.evaluation import results as kept
+from utils.evaluation.results import Results
+from utils.evaluation.statistics import Evaluation
+from utils.files import recover
+from utils.logs import SilentLogs, read_records
+from utils.prediction import Painter, ReadPlanes, Slab
+
+FOLDER = "evaluation"
+
+
+class NoEvaluation:
+    """Judges nothing: what a training has that does not ask for it."""
+
+    def after_epoch(self, at: Position, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
+        """What to record of this moment; every rank calls it, and `between` as often as work allows."""
+        return {}
+
+
+class BoxEvaluation(NoEvaluation):
+    """Paints a box every `every_epochs` epochs, within a budget, and keeps what it finds in `folder`.
+
+    All evaluations together take at most `budget` of the training's time, as far as the last one's time tells; one that
+    would take more is put off. The first one and that of the last epoch are always made.
+    """
+
+    def __init__(
+        self,
+        painter: Painter,
+        target: ReadPlanes,
+        start: Callable[[], Evaluation],
+        *,
+        every_epochs: int,
+        budget: float,
+        num_epochs: int,
+        folder: Path,
+        world: World,
+        logs: SilentLogs,
+        about: dict[str, Any],
+    ) -> None:
+        """`target(start, stop)` are planes [C, n, Y, Z] of the truth; `start` gives a new, empty evaluation."""
+        self._painter, self._target, self._start = painter, target, start
+        self._every_epochs, self._budget, self._num_epochs = every_epochs, budget, num_epochs
+        self._folder, self._world, self._logs, self._about = folder, world, logs, about
+
+    def after_epoch(self, at: Position, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
+        epoch = at.epoch + 1  # the one that ends now
+        if epoch % self._every_epochs and epoch < self._num_epochs:
+            return {}
+        allowed = self._budget * max(train_seconds - at.evaluation_seconds, 0.0)
+        wanted = at.evaluation_seconds + at.last_evaluation_seconds
+        if (
+            any(self._world.gather_objects(wanted > allowed)[:1])
+            and at.last_evaluation_seconds
+            and (epoch < self._num_epochs)
+        ):
+            self._logs.line(
+                f"  Evaluation put off: with it they would take {wanted:.1f} sec, more than evaluation.budget "
+                f"{self._budget:g} allows, {allowed:.1f}"
+            )
+            return {}
+        started = time.perf_counter()
+        about = {**self._about, "epoch": epoch, "step": at.step, "tiles": self._painter.tiling.about()}
+        found = judge(
+            self._painter.slabs(), self._target, self._start(), about, self._world, lambda slab, truth: between()
+        )
+        if self._world.is_root:
+            self._show(found, at.step)
+        at.last_evaluation_seconds = time.perf_counter() - started
+        at.evaluation_seconds += at.last_evaluation_seconds
+        self._logs.line(f"  Evaluation, {self._painter.tiling.count} tiles: {at.last_evaluation_seconds:.3f} sec")
+        for line in in_words(found):
+            self._logs.line(f"  {line}")
+        return found.scalars()
+
+    def _show(self, found: Results, step: int) -> None:
+        """Into the folder, where a full disk costs a warning, and TensorBoard."""
+        try:
+            kept.save(found, place(self._folder, step))
+        except OSError as error:
+            self._logs.warning(f"Cannot keep the evaluation in {self._folder}: {error.strerror or error}")
+        self._draw(found, step)
+
+    def _draw(self, found: Results, step: int) -> None:
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        for name in ("slices", "spectra", "distributions", "plane"):
+            if name != "plane" or found.plane is not None:
+                self._logs.figure(f"Evaluation/{name}", getattr(figures, name)(found), step)
+
+
+def judge(
+    slabs: Iterable[Slab],
+    target: ReadPlanes,
+    evaluation: Evaluation,
+    about: Mapping[str, Any],
+    world: World,
+    see: Callable[[Slab, torch.Tensor], Any] = lambda slab, truth: None,
+) -> Results:
+    """Holds a whole predicted box against the target; every rank calls it, and gets the same.
+
+    `see` is given each slab, with the truth [C, n, Y, Z] on the device, in passing.
+    """
+    for slab in slabs:
+        with world.agreed():
+            planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
+        truth = torch.from_numpy(planes).to(world.device)
+        evaluation.add(slab.start, slab.inputs, slab.predicted, truth)
+        see(slab, truth)
+    return evaluation.results(about)
+
+
+def in_words(found: Results) -> list[str]:
+    """An evaluation in a few lines, for logs and terminals."""
+    width = max(len(channel.name) for channel in found.channels)
+    lines = [
+        f"{channel.name:<{width}}  L1 {l1:.6f}, R² {r2:.4f}"
+        for channel, l1, r2 in zip(found.channels, found.l1, found.r2, strict=True)
+    ]
+    unit = "rad/cell" if found.length_unit == "cells" else f"h/{found.length_unit.removesuffix('/h')}"
+    for name, spectrum in found.spectra.items():
+        shells = [spectrum.at(k) for k in kept.telling_wavenumbers(spectrum)]
+        told = "; ".join(
+            f"k = {spectrum.k[shell]:.3g} {unit}: r {spectrum.correlation[shell]:.4f}, "
+            f"P ratio {spectrum.ratio[shell]:.3f}"
+            for shell in shells
+        )
+        lines.append(f"{name}: {told}")
+    return lines
+
+
+def draw(run: Path) -> list[Path]:
+    """Writes report.html and, of several evaluations, evaluation.gif into a run's directory; what it has written."""
+    kept_here = history(run / FOLDER)
+    if not kept_here or importlib.util.find_spec("matplotlib") is None:
+        return []
+    made_by = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
+    about = {key: str(value) for key, value in {**kept_here[-1].about, **made_by}.items() if key != "earlier"}
+    written = [run / "report.html"]
+    page.write(written[0], kept_here, about, loss_records=read_records(run / "metrics.jsonl"))
+    if len(kept_here) > 1:
+        written.append(run / "evaluation.gif")
+        figures.movie(kept_here, written[1])
+    return written
+
+
+def place(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}.npz"
+
+
+def history(folder: Path) -> list[Results]:
+    """All evaluations kept in a folder, in their order; those that cannot be read are left out."""
+    found = []
+    for path in sorted(folder.glob("step_*.npz")):
+        try:
+            found.append(kept.load(path))
+        except UserError:
+            continue
+    return found
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Removes evaluations beyond the step that a training goes on from; an anew one has none before step 0."""
+    if folder.is_dir():
+        recover(folder)
+    for path in folder.glob("step_*.npz"):
+        if path.stem[5:].isdigit() and int(path.stem[5:]) > step:
+            path.unlink(missing_ok=True)
+
+
+def volume_planes(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
+    """Readers of a volume's inputs and targets, in planes along x."""
+
+    def reader(field: Any) -> ReadPlanes:
+        return lambda start, stop: np.asarray(field[:, start:stop])
+
+    return reader(volume.inputs), reader(volume.targets)
