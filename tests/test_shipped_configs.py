@@ -129,6 +129,7 @@ def changed_value(key: str, old: Any) -> Any:
     else:
         candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "cpu"]
         candidates += ["torchscript", "bfloat16", "all", "torch", "SIGUSR2", "constant", "manual"]
+        candidates += [128, [1.0, 1.0, 1.0, 1.0, 2.0]]
     for candidate in candidates:
         if candidate == old:
             continue

@@ -53,6 +53,8 @@ class Position:
     samples_per_second: float = 0.0  # of the last epoch
     epoch_seconds: float = 0.0  # of training in this epoch, and of all of it, in all its processes
     seconds: float = 0.0
+    evaluation_seconds: float = 0.0  # of all evaluations of the whole box, and of the last one
+    last_evaluation_seconds: float = 0.0
 
 
 class DamagedCheckpoint(Exception):
@@ -105,7 +107,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless those files, and if they are all of them the list of digests, are as written."""
     try:
         listed = (directory / DIGESTS).read_bytes()
-        found = [f"{_digest(directory / name)}  {name}\n" for name in names]
+        found = [f"{digest(directory / name)}  {name}\n" for name in names]
     except OSError as error:
         raise DamagedCheckpoint(f"{Path(error.filename or directory).name}: {error.strerror or error}") from None
     good = listed.decode("ascii", "replace").splitlines(keepends=True)
@@ -116,12 +118,13 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
         raise DamagedCheckpoint(f"{bad} is not what was written")
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
+        found = hashlib.sha256()
         while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
+            found.update(block)
+    return found.hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -138,13 +141,19 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_weights(path: Path) -> dict[str, Any]:
-    """The weights file of a checkpoint, or of the checkpoint in a directory, for --init_from and predictions."""
+def weights_file(path: Path) -> Path:
+    """The weights file that `path` means: itself, the one in a checkpoint's directory, or a run's best one."""
     best = path / FOLDER / BEST  # of a run's directory
     path = best if best.is_dir() else path
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
         raise UserError(f"no such file: {file}")
+    return file
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """The content of the weights file that `path` means, for --init_from and predictions."""
+    file = weights_file(path)
     try:
         content = read(file)
         if "network" not in content:

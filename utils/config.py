@@ -308,6 +308,12 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} must be triples of different channels")
             if used and max(used) >= channels:
                 raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
+        block = 2**self.scales
+        if self.evaluation.tile is not None and self.evaluation.tile % block:
+            raise ValueError(
+                f"evaluation.tile {self.evaluation.tile} is not a multiple of {block}, by which the network divides "
+                f"the grid"
+            )
         if self.loss_weights is not None and len(self.loss_weights) != self.N_out_channels:
             raise ValueError(
                 f"loss_weights {self.loss_weights} must be one for each of the {self.N_out_channels} target channels"

@@ -21,7 +21,7 @@ from utils.errors import EXIT_HANG, EXIT_INTERRUPTED, EXIT_USER_ERROR, LocalErro
 
 log = logging.getLogger(__name__)
 
-PHASES = ("start", "data", "step", "validation", "save")  # in their order within a step
+PHASES = ("start", "data", "step", "validation", "prediction", "save")  # in their order within a step
 UNTIMED = ("start", "save")  # staging, compiling and slow storage take what they take
 TICK = 0.5  # seconds between two looks
 BEAT = 1.0  # seconds between two messages

@@ -98,7 +98,21 @@ def sample_plan(config: Config, split: str) -> SamplePlan:
 def open_split(config: Config, split: str) -> Volume:
     """The volume of one split, checked against the config."""
     train = split == "train"
-    return open_volume(config.train_path if train else config.val_path, _channels(config), config.box_size[not train])
+    path, box = config.train_path if train else config.val_path, config.box_size[not train]
+    return open_volume(path, _channels(config), box, config.transform)
+
+
+def open_box(config: Config, split: str) -> Volume:
+    """One split's volume from whichever of its files are there, to be read as a whole."""
+    reads = find_loader(config.data_loader_config).reads
+    if reads not in ("hdf5", "npy"):
+        raise UserError(
+            f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to paint; "
+            f"set it to 0, or choose another loader"
+        )
+    source = config.train_path if split == "train" else config.val_path
+    twins_alone = reads == "npy" and not os.path.exists(source)
+    return open_split_twins(config, split).volume() if twins_alone else open_split(config, split)
 
 
 def open_split_twins(config: Config, split: str) -> Twins:

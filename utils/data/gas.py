@@ -67,29 +67,14 @@ def density_to_channel(density: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(density, np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
 
 
-def channel_to_density(channel: np.ndarray) -> np.ndarray:
-    """Density in units of the mean: exp(14 x), as the training loss undoes it."""
-    return np.exp(channel * np.float32(DENSITY_LOG_SCALE))
-
-
 def velocity_to_channel(velocity: np.ndarray) -> np.ndarray:
     """km/s to the channel's linear scale."""
     return velocity / np.float32(VELOCITY_SCALE)
 
 
-def channel_to_velocity(channel: np.ndarray) -> np.ndarray:
-    """The channel's linear scale to km/s."""
-    return channel * np.float32(VELOCITY_SCALE)
-
-
 def temperature_to_channel(temperature: np.ndarray) -> np.ndarray:
     """Kelvin to the channel's logarithmic scale."""
     return (np.log10(temperature) - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
-
-
-def channel_to_temperature(channel: np.ndarray) -> np.ndarray:
-    """The channel's logarithmic scale to kelvin."""
-    return np.float32(10.0) ** (channel * np.float32(TEMPERATURE_LOG10_SCALE) + np.float32(TEMPERATURE_LOG10_CENTER))
 
 
 def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Iterator[np.ndarray]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from utils.config import Transform
+from utils.data.file_guard import FileGuard
 from utils.data.page_cache import read_ahead
 from utils.errors import UserError
 from utils.files import appearing_whole
@@ -40,6 +42,7 @@ class Volume:
     inputs: Any
     targets: Any
     files: tuple[str, ...] = ()
+    cell: float | None = None  # side of a cell in comoving Mpc/h, where it is known
 
     @property
     def box(self) -> int:
@@ -67,23 +70,64 @@ class Volume:
         return (self.inputs.shape[0] + self.targets.shape[0]) * -(-self.box // thickness)
 
 
+class Fields:
+    """One dataset [C, X, Y, Z] of a file, of any three sides, read in planes along x."""
+
+    def __init__(self, path: str, name: str, channels: int, transform: Transform) -> None:
+        """UserError with one line where it is not what the config says."""
+        file = open_file(path)
+        dataset = checked_dataset(file, path, name, channels, is_cube=False)
+        check_transform(file.attrs, transform, path)
+        self.path, self.name = path, name
+        self.attributes = dict(file.attrs)
+        self.shape: tuple[int, int, int] = dataset.shape[1:]
+        # Side of a cell in comoving Mpc/h, where the file tells that of the box: of its longest side.
+        self.cell = cell_size(self.attributes, max(self.shape))
+        self._values = _mapped(dataset)
+        self._guard = FileGuard((str(dataset.file.filename),))  # a dataset may be a link into another file
+
+    def planes(self, start: int, stop: int) -> np.ndarray:
+        """[C, stop - start, Y, Z]; UserError where one of its values is not finite, or cannot be read."""
+        self._guard.check()
+        try:
+            values = np.asarray(self._values[:, start:stop])
+        except OSError as error:
+            raise UserError(f"cannot read {self.path}: {_reason(error)}") from None
+        with np.errstate(invalid="ignore", over="ignore"):
+            if np.isfinite(values.sum(dtype=np.float64)):
+                return values
+        c, x, y, z = (int(place[0]) for place in np.nonzero(~np.isfinite(values)))
+        where = f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}]"
+        raise UserError(f"{where} is {values[c, x, y, z]}; mend the file: nothing can be made of such a value")
+
+    def close(self) -> None:
+        self._guard.close()
+
+
 def prefetch(field: Any, channel: int, start: int, thickness: int) -> None:
     """Has the slabs from plane `start` on read from disk meanwhile: else a mapped array is read in small pieces."""
     if isinstance(field, np.ndarray) and start < field.shape[1]:
         read_ahead(field[channel, start : start + SLABS_AHEAD * thickness])
 
 
-def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], box: int | None = None) -> Volume:
+def open_volume(
+    path: str | os.PathLike[str],
+    channels: tuple[int, int],
+    box: int | None = None,
+    transform: Transform | None = None,
+) -> Volume:
     """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
     path = str(path)
     file = open_file(path)
     datasets = [checked_dataset(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
+    if transform is not None:
+        check_transform(file.attrs, transform, path)
     fields = [_mapped(dataset) for dataset in datasets]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
     # A dataset may be a link into another file.
     files = dict.fromkeys(str(dataset.file.filename) for dataset in datasets)
-    return Volume(path, fields[0], fields[1], tuple(files))
+    return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1]))
 
 
 def open_file(path: str) -> h5py.File:
@@ -108,20 +152,43 @@ def _reason(error: OSError) -> str:
 
 
 def checked_dataset(
-    file: h5py.File, path: str, name: str, channels: int | None = None, box: int | None = None
+    file: h5py.File,
+    path: str,
+    name: str,
+    channels: int | None = None,
+    box: int | None = None,
+    is_cube: bool = True,
 ) -> h5py.Dataset:
-    """One dataset [C, L, L, L]; None leaves the number of channels, or the box, free."""
+    """One dataset [C, L, L, L]; None leaves the number of channels, or the box, free, and not `is_cube` each side."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         raise UserError(f"{path} has no dataset {name}; it holds {', '.join(file) or 'nothing'}")
     shape: tuple[int, ...] = dataset.shape or ()  # None where the dataset is null
-    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or len(set(shape[1:])) != 1:
-        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, L, L, L)")
+    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or (is_cube and len(set(shape[1:])) != 1):
+        sides = "L, L, L" if is_cube else "X, Y, Z"
+        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, {sides})")
     if box is not None and shape[1] != box:
         raise UserError(f"{path}: {name} is a box of {shape[1]} cells a side, but box_size says {box}; set box_size")
     if dataset.dtype != np.dtype("<f4"):
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
     return dataset
+
+
+def check_transform(attributes: Mapping[str, Any], transform: Transform, path: str) -> None:
+    """UserError where a file says that its channels were made otherwise than the config says; most say nothing."""
+    for key, expected in transform.model_dump().items():
+        said = attributes.get(key)
+        if said is not None and expected is not None and not np.isclose(float(said), expected, rtol=1e-6):
+            raise UserError(
+                f"{path} says that its channels were made with {key} {float(said):g}, the config says {expected:g}; "
+                f"set transform.{key}, or scale the file's channels"
+            )
+
+
+def cell_size(attributes: Mapping[str, Any], side: int) -> float | None:
+    """Side of a cell in comoving Mpc/h, where the file tells the box's; `side` is the box's in cells."""
+    length = attributes.get("box_size_mpc_h")
+    return None if length is None else float(length) / side
 
 
 def _mapped(dataset: h5py.Dataset) -> Any:

@@ -1,0 +1,97 @@
+"""What channels mean: back and forth between them and physical values, as the simulation makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from utils.channels import Channel, input_channels, target_channels
+from utils.config import Transform
+from utils.data import gas
+
+KNOWN = target_channels(5, Transform())
+UNKNOWN = Transform(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)
+
+
+def test_the_defaults_are_what_the_simulation_makes() -> None:
+    """And what its files say of themselves."""
+    said = gas.attributes()
+    assert Transform().model_dump() == {key: said[key] for key in Transform.model_fields}
+
+
+@pytest.mark.parametrize(
+    ("number", "to_channel", "values"),
+    [
+        (0, gas.density_to_channel, [1e-3, 0.5, 1.0, 200.0, 1e5]),
+        (1, gas.velocity_to_channel, [-800.0, -1.0, 0.0, 300.0, 1234.5]),
+        (3, gas.velocity_to_channel, [-800.0, -1.0, 0.0, 300.0, 1234.5]),
+        (4, gas.temperature_to_channel, [1e2, 1.2e4, 1e5, 3.3e7]),
+    ],
+)
+def test_channels_are_those_of_the_simulation(
+    number: int, to_channel: Callable[[np.ndarray], np.ndarray], values: list[float]
+) -> None:
+    physical, channel = np.array(values, np.float32), KNOWN[number]
+    np.testing.assert_allclose(channel.from_physical(physical), to_channel(physical), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(channel.to_physical(to_channel(physical)), physical, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.float32, torch.float64])
+@pytest.mark.parametrize("channel", [*KNOWN, Channel("unknown")], ids=lambda channel: channel.name)
+def test_there_and_back_is_the_same_in_the_same_type(channel: Channel, kind: np.dtype | torch.dtype) -> None:
+    numbers = np.linspace(-1.2, 1.2, 101)
+    values = torch.tensor(numbers, dtype=kind) if isinstance(kind, torch.dtype) else numbers.astype(kind)
+    there = channel.to_physical(values)
+    back = channel.from_physical(there)
+    for found in (there, back):
+        assert type(found) is type(values)
+        assert found.dtype == kind
+    np.testing.assert_allclose(np.asarray(back), numbers, atol=2e-6)
+
+
+def test_by_hand() -> None:
+    channel = {each.name: each for each in target_channels(5, Transform(density_log_scale=2.0))}
+    assert channel["gas density"].to_physical(np.float64(0.5)) == pytest.approx(np.e)
+    assert channel["gas velocity y"].to_physical(-0.25) == -250.0
+    assert channel["temperature"].to_physical(np.float64(-0.4)) == pytest.approx(1e4)
+    other = Transform(temperature_log10_center=4.0, temperature_log10_scale=1.0)
+    assert target_channels(5, other)[4].from_physical(np.float64(1e6)) == pytest.approx(2)
+
+
+def test_names_units_and_formulas() -> None:
+    assert [channel.name for channel in KNOWN] == [
+        "gas density",
+        "gas velocity x",
+        "gas velocity y",
+        "gas velocity z",
+        "temperature",
+    ]
+    assert [channel.unit for channel in KNOWN] == ["mean density", "km/s", "km/s", "km/s", "K"]
+    assert [channel.formula() for channel in (KNOWN[0], KNOWN[1], KNOWN[4])] == [
+        "ln(value / mean density) / 14",
+        "value / (1000 km/s)",
+        "(ln(value / K) - 11.51292546) / 5.756462732",
+    ]
+    dark = input_channels(4, Transform())
+    assert [channel.name for channel in dark] == ["dark-matter density", "velocity x", "velocity y", "velocity z"]
+    assert [channel.to_physical(1.0) for channel in dark] == [channel.to_physical(1.0) for channel in KNOWN[:4]]
+
+
+@pytest.mark.parametrize(("channels", "count"), [(input_channels, 3), (input_channels, 5), (target_channels, 4)])
+def test_of_other_numbers_of_channels_nothing_is_known(
+    channels: Callable[[int, Transform], tuple[Channel, ...]], count: int
+) -> None:
+    found = channels(count, Transform())
+    assert [channel.name for channel in found] == [f"channel {number}" for number in range(count)]
+    assert {(channel.unit, channel.formula()) for channel in found} == {(None, "unknown")}
+
+
+def test_channels_that_nobody_has_said_the_transform_of_have_names_alone() -> None:
+    for channels in (input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
+        assert {(channel.unit, channel.formula()) for channel in channels} == {(None, "unknown")}
+    assert target_channels(5, UNKNOWN)[4].name == "temperature"
+    partly = target_channels(5, Transform(density_log_scale=None))
+    assert [channel.unit is None for channel in partly] == [True, False, False, False, False]
