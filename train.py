@@ -23,17 +23,23 @@ from networks.norms import ghost_batch
 from utils import cli, distributed, logs, preflight, profiling, report, resume
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
+from utils.channels import input_channels, target_channels
 from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
-from utils.data import batch_like, build_loaders, offer_next_batch
+from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
 from utils.distributed import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
+from utils.evaluation import during
+from utils.evaluation.during import BoxEvaluation, NoEvaluation
+from utils.evaluation.statistics import Evaluation
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim import build_optimizer
+from utils.prediction import Painter
 from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.stopping import NoSignals, StopSignals
+from utils.tiling import tile_volume
 from utils.trainer import SaveOften, Trainer
 
 
@@ -106,6 +112,10 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             saved = None  # as large as the state itself
             kept, folder = resume.comparable(config), directory / FOLDER
             saving = Saving(folder, kept, config.checkpoint.keep_last) if world.is_root else NoSaving()
+            with world.agreed():
+                if world.is_root:
+                    during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
+                evaluation = build_evaluation(config, step, world, directory, run_logs)
             trainer = Trainer(
                 step=step,
                 loaders=loaders,
@@ -122,6 +132,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
                 max_skipped_updates=config.max_skipped_updates,
                 metrics=config.metrics,
+                evaluation=evaluation,
             )
             complete = position.epoch >= config.num_epochs
             result = trainer.fit()
@@ -138,6 +149,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                             pictures = report.draw(
                                 step, loaders.valid, directory, run_logs, result.steps, config.labelled
                             )
+                            pictures += during.draw(directory)
                     except OSError as error:  # what counts is done
                         run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
                     table = report.closing_table(result, baselines, directory, *start)
@@ -150,6 +162,46 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
         loaders.train.close()
         loaders.valid.close()
         logging.getLogger().info("DONE ---- rank %d", world.rank)
+
+
+def build_evaluation(
+    config: Config, step: EagerStep, world: World, directory: Path, run_logs: logs.SilentLogs
+) -> NoEvaluation:
+    """What evaluation.every_epochs asks for: predictions of the whole validation box, judged by physics."""
+    options = config.evaluation
+    if not options.every_epochs:
+        return NoEvaluation()
+    assert config.local_batch_size is not None
+    volume = open_box(config, "valid")
+    inputs, targets = (
+        input_channels(config.N_in_channels, config.transform),
+        target_channels(config.N_out_channels, config.transform),
+    )
+    tile = options.tile or config.data_size
+    shape = (volume.box,) * 3
+    read, target = during.volume_planes(volume)
+    painter = Painter(
+        step.predict,
+        read,
+        tile_volume(shape, tile, options.step),
+        (len(inputs), len(targets)),
+        # As much at once as in training, or less.
+        max(1, config.local_batch_size * config.data_size**3 // tile**3),
+        world,
+    )
+    vectors = config.vector_channels.targets
+    return BoxEvaluation(
+        painter,
+        target,
+        lambda: Evaluation(targets, inputs, shape, volume.cell, world, vectors),
+        every_epochs=options.every_epochs,
+        budget=options.budget,
+        num_epochs=config.num_epochs,
+        folder=directory / during.FOLDER,
+        world=world,
+        logs=run_logs,
+        about={"input": volume.path, "cell": volume.cell, "run": str(directory)},
+    )
 
 
 def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: World) -> Position:
@@ -226,6 +278,7 @@ def build_step(
             disable_broadcast_buffers=config.disable_broadcast_buffers,
             static_graph=config.static_graph,
             gradient_compression=config.gradient_compression,
+            ema_decay=config.ema_decay,
         ),
         metrics,
     )
@@ -260,7 +313,8 @@ def build_model(config: Config) -> nn.Module:
 
 def build_objective(config: Config) -> nn.Module:
     """The loss."""
-    return build_loss(config.loss, config.labelled, lambda_rho=config.lambda_rho, fused=config.fused_pointwise)
+    options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.loss_weights}
+    return build_loss(config.loss, config.labelled, **options)
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> profiling.NoProfiler:

@@ -13,6 +13,7 @@ from utils.data import Loaders
 from utils.data.feeder import Batch
 from utils.distributed import World
 from utils.errors import Stopped, UserError
+from utils.evaluation.during import NoEvaluation
 from utils.flops import counted
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
@@ -67,6 +68,7 @@ class Trainer:
         save_often: SaveOften | None = None,
         max_skipped_updates: int = 10,
         metrics: Sequence[str] = (),
+        evaluation: NoEvaluation | None = None,
     ) -> None:
         """`metrics` are the names of what `step.measure` gives beside the loss."""
         self.step, self.loaders, self.schedule = step, loaders, schedule
@@ -75,7 +77,7 @@ class Trainer:
         self.signals, self.save_often = signals or NoSignals(), save_often or SaveOften()
         self.max_skipped_updates = max_skipped_updates
         self.at = position or Position()
-        self.metrics = metrics
+        self.metrics, self.evaluation = metrics, evaluation or NoEvaluation()
         probe = step.probe
         self._noise = NoiseScale(global_batch_size / probe.parts, global_batch_size, self.at.noise) if probe else None
         self._recorder = LossRecorder(log_interval, world)
@@ -225,9 +227,10 @@ class Trainer:
             f"  Avg train loss={mean:.6f}",
         )
         valid = self._validate(told)
+        judged = self.evaluation.after_epoch(at, self._seconds(), self._agree)
         rate = self.schedule(at.step - 1)
         self.logs.scalars({"Avg iters per sec": steps / at.epoch_seconds, "Learning Rate": rate}, at.step)
-        self.logs.scalars({"Loss/train": mean, "Loss/valid": valid, **self._valid_metrics()}, at.step)
+        self.logs.scalars({"Loss/train": mean, "Loss/valid": valid, **self._valid_metrics(), **judged}, at.step)
         at.final_loss, is_best = valid, valid < at.best_loss
         if is_best:
             at.best_loss, at.best_step = valid, at.step
