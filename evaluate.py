@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parse(argv)
         with distributed.connect(options.device) as world:
             logs.configure_logging(world.is_root)
-            with out_of_memory_for_users():
+            with out_of_memory_for_users("lower --batch_size, or --tile"):
                 evaluate(options, world)
 
 

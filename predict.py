@@ -60,7 +60,9 @@ class Trained:
 def load_trained(checkpoint: str, device: torch.device) -> Trained:
     """The network of a checkpoint: a weights.pt, its directory, or a run's (its best one); UserError if it is none."""
     content = read_weights(Path(checkpoint))
-    config = configs.validate(content.get("config", {}), checkpoint)
+    if "config" not in content:
+        raise UserError(f"{checkpoint} does not say of which network it is; give weights that train.py has written")
+    config = configs.validate(content["config"], checkpoint)
     if config.labelled:
         raise UserError(f"{checkpoint} is of a classifier ({config.network.name}); give one trained on volumes")
     # How a layer computes is of no account here, and neither is how large a rank's batch was.
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parse(argv)
         with StopSignals() as signals, distributed.connect(options.device) as world:
             logs.configure_logging(world.is_root)
-            with out_of_memory_for_users():
+            with out_of_memory_for_users("lower --batch_size, or --tile"):
                 paint(options, world, signals)
 
 

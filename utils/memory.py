@@ -16,6 +16,9 @@ from utils.errors import LocalError
 GIB = 2**30
 # A loader hands out one batch while it fills the next; on a GPU kernels of a third may still run.
 BATCHES = 3
+TRAINING_REMEDY = (
+    "lower local_batch_size, raise accumulation_steps, or, if the volume is kept there, use --data_loader_config=lowmem"
+)
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,10 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def out_of_memory_for_users() -> Iterator[None]:
+def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
     """A device that is full is the user's to mend; PyTorch's own account of it is a paragraph."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         account = str(error).split(". ")[0].strip()
-        raise LocalError(
-            f"no device memory left ({account}); lower local_batch_size, raise accumulation_steps, or, if the volume "
-            f"is kept there, use --data_loader_config=lowmem"
-        ) from error
+        raise LocalError(f"no device memory left ({account}); {remedy}") from error

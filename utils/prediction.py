@@ -66,8 +66,8 @@ class Painter:
         for index, (origin, number) in enumerate(todo):
             with self.world.agreed():
                 self._read(origin + known, inputs[:, known:])
-            self.world.watch.at("prediction", index)  # of ranks that have no tiles, too
-            self._add_layer(index, number, inputs, total, advance)
+            self.world.watch.at("prediction")  # of ranks that have no tiles, too
+            self._add_layer(number, inputs, total, advance)
             is_wanted = origin >= begin
             done = (
                 self.starts[number + 1] if is_wanted else todo[index + 1][0]
@@ -89,15 +89,15 @@ class Painter:
             out[:, there] = torch.from_numpy(planes).to(out.device)
 
     def _add_layer(
-        self, index: int, number: int, inputs: torch.Tensor, total: torch.Tensor, advance: Callable[[int], None]
+        self, number: int, inputs: torch.Tensor, total: torch.Tensor, advance: Callable[[int], None]
     ) -> None:
-        """This rank's tiles of layer `number`, the `index`-th to be made, weighed, onto `total` [C_out, T, Y, Z]."""
+        """This rank's tiles of layer `number`, weighed, onto `total` [C_out, T, Y, Z]."""
         axes = (self.tiling.x, self.tiling.y, self.tiling.z)
         along_x, along_y, along_z = (torch.from_numpy(axis.windows).to(total.device) for axis in axes)
         side, mine = self.tiling.x.tile, self._mine()
         for begin in range(0, len(mine), self.batch_size):
             batch = mine[begin : begin + self.batch_size]
-            self.world.watch.at("prediction", index)
+            self.world.watch.at("prediction")
             tiles = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
             for tile, place in zip(tiles, batch, strict=True):
                 for y, z in self._pieces(*place):

@@ -90,7 +90,7 @@ class StopSignals:
             os._exit(128 + number)
         if self.received is None:
             self.received = name
-            log.info("%s: training will save and stop; the same signal once more ends it at once", name)
+            log.info("%s: it will save what there is and stop; the same signal once more ends it at once", name)
 
 
 class NoSignals(StopSignals):

@@ -63,9 +63,9 @@ class Watch:
     def start(self) -> None:
         self._thread.start()
 
-    def at(self, phase: str, step: int) -> None:
-        """Where the main thread is now; every call is progress, at the same place, too."""
-        self._place = (step, PHASES.index(phase), self._place[2] + 1)
+    def at(self, phase: str, step: int | None = None) -> None:
+        """Where the main thread is now, by default in the same step; every call is progress, at one place, too."""
+        self._place = (self._place[0] if step is None else step, PHASES.index(phase), self._place[2] + 1)
 
     def failed(self, error: BaseException) -> bool:
         """Tells the others of an exception on its way out: whether this rank is the cause, and so prints it."""

@@ -82,7 +82,7 @@ class Fields:
         self.attributes = dict(file.attrs)
         self.shape: tuple[int, int, int] = dataset.shape[1:]
         # Side of a cell in comoving Mpc/h, where the file tells that of the box: of its longest side.
-        self.cell = cell_size(self.attributes, max(self.shape))
+        self.cell = cell_size(self.attributes, max(self.shape), path)
         self._values = _mapped(dataset)
         self._guard = FileGuard((str(dataset.file.filename),))  # a dataset may be a link into another file
 
@@ -127,7 +127,7 @@ def open_volume(
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
     # A dataset may be a link into another file.
     files = dict.fromkeys(str(dataset.file.filename) for dataset in datasets)
-    return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1]))
+    return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1], path))
 
 
 def open_file(path: str) -> h5py.File:
@@ -177,18 +177,27 @@ def checked_dataset(
 def check_transform(attributes: Mapping[str, Any], transform: Transform, path: str) -> None:
     """UserError where a file says that its channels were made otherwise than the config says; most say nothing."""
     for key, expected in transform.model_dump().items():
-        said = attributes.get(key)
-        if said is not None and expected is not None and not np.isclose(float(said), expected, rtol=1e-6):
+        said = _number(attributes, key, path)
+        if said is not None and expected is not None and not np.isclose(said, expected, rtol=1e-6):
             raise UserError(
-                f"{path} says that its channels were made with {key} {float(said):g}, the config says {expected:g}; "
+                f"{path} says that its channels were made with {key} {said:g}, the config says {expected:g}; "
                 f"set transform.{key}, or scale the file's channels"
             )
 
 
-def cell_size(attributes: Mapping[str, Any], side: int) -> float | None:
+def cell_size(attributes: Mapping[str, Any], side: int, path: str) -> float | None:
     """Side of a cell in comoving Mpc/h, where the file tells the box's; `side` is the box's in cells."""
-    length = attributes.get("box_size_mpc_h")
-    return None if length is None else float(length) / side
+    length = _number(attributes, "box_size_mpc_h", path)
+    return None if length is None else length / side
+
+
+def _number(attributes: Mapping[str, Any], key: str, path: str) -> float | None:
+    """An attribute, where it is there; UserError where it is no number."""
+    value = attributes.get(key)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
 
 
 def _mapped(dataset: h5py.Dataset) -> Any:
