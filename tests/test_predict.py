@@ -459,7 +459,7 @@ def of_a_classifier(content: dict[str, Any]) -> None:
         (unknown_network, "unknown network vnet; known: unet"),
         (other_format, "changed.pt is of format 99, this program reads format 1"),
         (without_network, "changed.pt holds no network"),
-        (without_config, "changed.pt does not hold the network that its config names"),
+        (without_config, "changed.pt does not say of which network it is; give weights that train.py has written"),
         (of_a_classifier, "changed.pt is of a classifier (mnist_cnn); give one trained on volumes"),
     ],
 )
