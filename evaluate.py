@@ -23,10 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from predict import INPUT, OUTPUT, Manner, Trained, add_manner, build_painter, load_trained, make_parser
+from predict import (
+    INPUT,
+    OUTPUT,
+    Manner,
+    Trained,
+    add_manner,
+    agree_on_weights,
+    build_painter,
+    load_trained,
+    make_parser,
+)
 from utils import distributed, logs
 from utils.channels import input_channels, target_channels
-from utils.checkpoint import weights_file
 from utils.config import Config
 from utils.data.volumes import Fields
 from utils.distributed import World
@@ -82,11 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def evaluate(options: Options, world: World) -> None:
     """Every rank calls it; rank 0 writes."""
-    output, trained, painter = Path(options.output), None, None
+    output, trained, painter, weights = Path(options.output), None, None, None
     with world.agreed():
         check_directory(output, options.overwrite)
-        if options.checkpoint is not None:
-            trained = load_trained(options.checkpoint, world.device)
+    if options.checkpoint is not None:
+        weights = agree_on_weights(options.checkpoint, world)
+    with world.agreed():
+        trained = load_trained(str(weights), world.device) if weights is not None else None
         config = trained.config if trained else Config()
         nbody = Fields(options.input, INPUT, config.N_in_channels, config.transform)
         hydro = Fields(options.target or options.input, OUTPUT, config.N_out_channels, config.transform)
@@ -109,7 +120,7 @@ def evaluate(options: Options, world: World) -> None:
         world,
         config.vector_channels.targets,
     )
-    about = {"input": options.input, "cell": nbody.cell, **describe(options, trained, painter)}
+    about = {"input": options.input, "cell": nbody.cell, **describe(options, weights, trained, painter)}
     tilings: list[TilingFound] = []
     if painter is None:
         slabs = read_slabs(sources[0], sources[2], world)
@@ -132,12 +143,12 @@ def evaluate(options: Options, world: World) -> None:
             log.info("report: %s", output / "report.html")
 
 
-def describe(options: Options, trained: Trained | None, painter: Painter | None) -> dict[str, Any]:
+def describe(
+    options: Options, weights: Path | None, trained: Trained | None, painter: Painter | None
+) -> dict[str, Any]:
     """Where the prediction comes from."""
     if trained is None or painter is None:
         return {"prediction": options.prediction}
-    assert options.checkpoint is not None
-    weights = weights_file(Path(options.checkpoint)).resolve()
     return {**trained.record, "checkpoint": str(weights), "tiles": painter.tiling.about()}
 
 

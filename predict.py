@@ -83,6 +83,13 @@ def load_trained(checkpoint: str, device: torch.device) -> Trained:
     return Trained(network.to(device).eval(), config, record)
 
 
+def agree_on_weights(checkpoint: str, world: World) -> Path:
+    """The weights file itself, the same on all ranks: a training that is under way moves the link to its best one."""
+    with world.agreed():
+        weights = weights_file(Path(checkpoint)).resolve()
+    return world.gather_objects(weights)[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manner:
     """How a box is painted; the flags have these names."""
@@ -120,8 +127,7 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
     """Predicts the input's gas and writes it; every rank calls it."""
     with world.agreed():
         check_target(Path(options.output), options.overwrite)
-        weights = weights_file(Path(options.checkpoint)).resolve()
-    weights = world.gather_objects(weights)[0]  # a training that is under way moves the link to its best one
+    weights = agree_on_weights(options.checkpoint, world)
     with world.agreed():
         trained = load_trained(str(weights), world.device)
         config = trained.config

@@ -361,3 +361,18 @@ def test_where_the_tiles_lie_matters_less_than_how_good_the_network_is(trained: 
     error = np.abs(usual - target).mean()
     for other in (painted(shift=2**SCALES), painted(tile=2 * TILE)):
         assert 0 < np.abs(other - usual).mean() < 0.5 * error
+
+
+# --- on a device -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_paints_what_the_cpu_paints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    field, network = random_field((24, 16, 16)), small_unet()
+    expected = paint(build_painter(field, 8, 4, predict=network))
+    there = World(Launch("test"), torch.device("cuda"))
+    slabs = build_painter(field, 8, 4, predict=network.to(there.device), world=there).slabs()
+    found = torch.cat([slab.predicted.cpu() for slab in slabs], dim=1)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5 * np.abs(expected).max())
