@@ -65,8 +65,8 @@ opt:
 """
 
 
-def test_the_shipped_file_holds_the_originals_configs_and_two_small_ones() -> None:
-    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "test"}
+def test_the_shipped_file_holds_the_originals_configs_and_three_small_ones() -> None:
+    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_opt", "test"}
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
@@ -79,12 +79,15 @@ def test_original_config_has_its_meaning(name: str) -> None:
     assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
     schedule = config.lr_schedule
     assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)
+    # What pays is a default of the fast ones alone: the others keep the original's recipe.
+    recipe = (config.symmetries, schedule.shape, config.ema_decay)
+    assert recipe == (("full", "constant", 0.999) if fast else ("grid", "cosine", None))
     rates = build_schedule(config.for_world(1))
     assert rates.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
     assert rates.warmup_steps == (128 if batch > 64 else 0)
 
 
-@pytest.mark.parametrize("name", [*ORIGINALS, "demo", "test"])
+@pytest.mark.parametrize("name", [*ORIGINALS, "demo", "demo_opt", "test"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_shipped_config_runs_on_some_ranks_and_reads_back(name: str, ranks: int, tmp_path: Path) -> None:
     config = load(SHIPPED, name)
@@ -94,10 +97,12 @@ def test_shipped_config_runs_on_some_ranks_and_reads_back(name: str, ranks: int,
     assert load(str(tmp_path / "saved.yaml"), name) == settled
 
 
-def test_file_with_exactly_the_originals_keys_is_the_shipped_base(tmp_path: Path) -> None:
+def test_file_with_exactly_the_originals_keys_is_the_shipped_base_but_for_its_symmetries(tmp_path: Path) -> None:
+    """Where nothing is said of them, vectors turn along with the grid."""
     path = tmp_path / "original.yaml"
     path.write_text(ORIGINAL_KEYS)
-    assert load(str(path), "base") == load(SHIPPED, "base")
+    assert load(str(path), "base").symmetries == "full"
+    assert load(str(path), "base", {"symmetries": "grid"}) == load(SHIPPED, "base")
     opt = load(str(path), "opt")
     assert (opt.enable_amp, opt.enable_jit, opt.global_batch_size, opt.use_cache) == (True, False, 512, None)
 
@@ -127,7 +132,7 @@ def changed_value(key: str, old: Any) -> Any:
     elif isinstance(old, list):
         candidates = [[0.5, 0.75], [256, 128], [[0, 1, 2]], ["down1"]]
     else:
-        candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "cpu"]
+        candidates = [8, 0.25, "word", "linear", "default", "float16", "grid", "full", "cpu"]
         candidates += ["torchscript", "bfloat16", "all", "torch", "SIGUSR2", "constant", "manual"]
         candidates += [128, [1.0, 1.0, 1.0, 1.0, 2.0]]
     for candidate in candidates:

@@ -55,7 +55,8 @@ def training_memory(
     activations = activation_bytes(network, batch_like(micro)[0])
     return TrainingMemory(
         parameters,
-        state=16 * parameters,  # fp32 weights, gradients and Adam's two moments
+        # fp32 weights, gradients and Adam's two moments, and the weights' mean
+        state=(16 if config.ema_decay is None else 20) * parameters,
         activations=activations // 2 if config.enable_amp else activations,
         batches=BATCHES * sum(part.nbytes for part in batch_like(config.local_batch_size)),
     )

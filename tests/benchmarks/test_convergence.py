@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from benchmarks.convergence import (
     Study,
     Training,
     draw,
+    draw_samples,
     reach,
+    samples_table,
     spread,
     summarise,
     table,
@@ -80,6 +83,37 @@ def test_where_a_condition_is_as_good_as_another() -> None:
     assert found["epoch"] == 1
 
 
+def test_between_validations_it_is_read_off_the_straight_line() -> None:
+    first, second = summaries()  # their means are 0.1, 0.6, 0.85 and 0.1, 0.9, 0.925
+    assert reach(first, 0.7, rises=True, between=True) == pytest.approx(
+        {"epoch": 1.4, "samples": 140, "step": 14, "seconds": 2.8}
+    )
+    assert reach(second, 0.5, rises=True, between=True) == pytest.approx(
+        {"epoch": 0.5, "samples": 50, "step": 5, "seconds": 0.5}
+    )
+    assert reach(first, 0.6, rises=True, between=True) == reach(first, 0.6, rises=True)
+    assert reach(first, 0.05, rises=True, between=True) == reach(first, 0.05, rises=True), "nothing is before it"
+    assert reach(first, 0.9, rises=True, between=True) is None
+    falling = {"curve": [{**point, "mean": 1 - point["mean"]} for point in first["curve"]]}
+    assert reach(falling, 0.3, rises=False, between=True) == pytest.approx(reach(first, 0.7, rises=True, between=True))
+
+
+def test_the_table_of_samples_holds_them_against_the_first() -> None:
+    study = Study(STUDY.conditions, "Loss/valid", "y", rises=False, per_sample=True)
+    config = configs.load(convergence.YAML, "digits_naive").for_world(1)
+    runs = ([0.1, 0.5, 0.8], [0.1, 0.9, 0.9], [0.1, 0.2, 0.3])  # losses are one less these
+    conditions = (*study.conditions, Condition("three", "digits_bn", 1))
+    found = [
+        summarise(study, condition, config, [result(0, run), result(1, run)])
+        for condition, run in zip(conditions, runs, strict=True)
+    ]
+    assert samples_table(study, found)[2:] == [
+        "| one | 200 | 0.20000 ± 0.00000 | 1.00 | 200 samples | 100 % |",
+        "| two | 200 | 0.10000 ± 0.00000 | 0.50 | 88 samples | 44 % |",
+        "| three | 200 | 0.70000 ± 0.00000 | 3.50 | never |  |",
+    ]
+
+
 def test_the_table_tells_all_of_them() -> None:
     lines = table(STUDY, summaries())
     assert lines[2].startswith("| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
@@ -87,8 +121,9 @@ def test_the_table_tells_all_of_them() -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_the_picture_is_drawn_whole(tmp_path: Path) -> None:
-    draw(STUDY, summaries(), tmp_path / "picture.png")
+@pytest.mark.parametrize("drawn", [draw, draw_samples])
+def test_the_picture_is_drawn_whole(tmp_path: Path, drawn: Callable[..., None]) -> None:
+    drawn(STUDY, summaries(), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
 
@@ -103,7 +138,9 @@ def test_conditions_are_configs_that_hold_and_differ(name: str, tmp_path: Path) 
         assert f"--set=expdir={json.dumps(str(tmp_path))}" in training.command()
         assert not training.complete()
     batches = {training.config.global_batch_size for training in trainings}
-    assert max(batches) == 8 * min(batches)
+    assert max(batches) == (1 if name == "quality" else 8) * min(batches)
+    configurations = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings}
+    assert len(configurations) == len(trainings)
     assert len({condition.name for condition in conditions}) == len(conditions)
 
 
