@@ -5,6 +5,7 @@ python -m benchmarks.convergence digits --ranks 2 4 8
 python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must lie in data/cifar10
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, ways to scale the rate
 python -m benchmarks.convergence quality     the same U-Net on one rank: what learns more from a sample
+python -m benchmarks.convergence layers      and what norms and first weights do for it
 
 Trainings are kept in --runs, so that a study that was interrupted goes on with those that lack. A table, a picture and
 all curves go to --output. Spreads are standard deviations between seeds; each seed has weights and an order of samples
@@ -110,9 +111,9 @@ def _unet() -> Study:
 def _quality() -> Study:
     """The original's recipe at the demo's scale, and what may learn more from each sample: one change at a time.
 
-    A mean's decay of 0.98 is never reached in these 400 steps; see utils/ema.py. Tried with one seed and left out, since
-    they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20 steps.
-    The study `layers` has first weights and norms.
+    A mean's decay of 0.98 is never reached in these 400 steps; see utils/ema.py. Tried with one seed and left out,
+    since they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20
+    steps. The study `layers` has first weights and norms.
     """
     small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False}
     none, full = ({**small, "symmetries": name} for name in ("none", "full"))

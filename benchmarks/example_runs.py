@@ -10,6 +10,7 @@ interrupted goes on with those that lack; what is fit for others to see of them 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -198,8 +199,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help="a key of all; may be repeated"
     )
     options = parser.parse_args(argv)
+    options.logs, options.output, options.runs = (
+        path.absolute() for path in (options.logs, options.output, options.runs)
+    )
     chosen, changes = SETS[options.set](), read_changes(options.changes)
-    trainings = [Training(condition.name, condition, 0, options.runs.absolute(), changes) for condition in chosen.runs]
+    # What runs keep of themselves should name no place of this machine.
+    os.chdir(TOP)
+    runs_directory = Path(os.path.relpath(options.runs, TOP))
+    trainings = [Training(condition.name, condition, 0, runs_directory, changes) for condition in chosen.runs]
     for box in chosen.boxes:
         simulate(box)
     for number, training in enumerate(trainings, start=1):
