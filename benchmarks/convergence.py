@@ -389,7 +389,7 @@ def draw_samples(study: Study, summaries: Sequence[Mapping[str, Any]], path: Pat
     ends.set(xlabel=f"final {study.label}", yticks=list(rows), yticklabels=[one["name"] for one in summaries])
     ends.invert_yaxis()
     samples.set(xlabel="training samples to the first one's final loss")
-    samples.set_xlim(0, 1.15 * samples.dataLim.x1)  # room for the numbers
+    samples.set_xlim(0, 1.2 * samples.dataLim.x1)  # room for the numbers
     for axes in (ends, samples):
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)

@@ -53,7 +53,7 @@ class Set:
 
 def _demo() -> Set:
     # Twice as many epochs of half as many samples: twice as many points on the curves.
-    finer = {"Nsamples": 800, "num_epochs": 8, "evaluation.every_epochs": 2, "evaluation.budget": 0.3}
+    finer = {"Nsamples": 800, "num_epochs": 8, "evaluation.every_epochs": 4}
     base = {**finer, "report_baselines": True}
 
     def larger(factor: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _demo() -> Set:
             Condition("demo", "demo", 2, base),
             Condition("demo_opt", "demo_opt", 2, base),
             Condition("demo_bs16", "demo", 2, larger(2)),
-            Condition("demo_bs64", "demo", 2, larger(8)),
+            Condition("demo_bs32", "demo", 2, larger(4)),
         ),
         (Box("data/demo_train.h5", 128, 1), Box("data/demo_val.h5", 128, 2)),
         "the original's recipe",

@@ -138,7 +138,7 @@ def test_conditions_are_configs_that_hold_and_differ(name: str, tmp_path: Path) 
         assert f"--set=expdir={json.dumps(str(tmp_path))}" in training.command()
         assert not training.complete()
     batches = {training.config.global_batch_size for training in trainings}
-    assert max(batches) == (1 if name == "quality" else 8) * min(batches)
+    assert max(batches) == (1 if STUDIES[name].per_sample else 8) * min(batches)
     configurations = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings}
     assert len(configurations) == len(trainings)
     assert len({condition.name for condition in conditions}) == len(conditions)
