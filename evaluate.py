@@ -120,7 +120,9 @@ def evaluate(options: Options, world: World) -> None:
         world,
         config.vector_channels.targets,
     )
-    about = {"input": options.input, "cell": nbody.cell, **describe(options, weights, trained, painter)}
+    periodic = not options.not_periodic and all(bool(source.attributes.get("periodic", True)) for source in sources)
+    notes = {} if periodic else {"note": "the box is not periodic, which spectra and divergence take it to be"}
+    about = {"input": options.input, "cell": nbody.cell, **notes, **describe(options, weights, trained, painter)}
     tilings: list[TilingFound] = []
     if painter is None:
         slabs = read_slabs(sources[0], sources[2], world)
@@ -135,6 +137,10 @@ def evaluate(options: Options, world: World) -> None:
         log.info(
             "%s (%s): L1 %.6f, beside tiles' faces %.3f of elsewhere, differs by %.6f",
             *(each.name, each.tiles, each.error, each.seam, each.difference),
+        )
+    if not periodic:
+        log.warning(
+            "The box is not periodic, which spectra and divergence take it to be: they are off beside its faces"
         )
     record = logs.provenance(world)
     with world.agreed():
@@ -320,7 +326,7 @@ def draw(
         (each.name, each.tiles, f"{each.error:.6f}", f"{each.seam:.3f}", f"{each.difference:.6f}") for each in tilings
     ]
     tables = [("Tilings", heads, rows)] if tilings else []
-    about = {key: str(value) for key, value in {**found.about, **record}.items()}
+    about = {**found.about, **record}
     page.write(folder / "report.html", history, about, tables, [dict(each) for each in records])
 
 
@@ -330,6 +336,12 @@ def check_directory(output: Path, overwrite: bool) -> None:
         raise UserError(f"output {output} is a file; give the name of a directory")
     if output.exists() and any(output.iterdir()) and not overwrite:
         raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.absolute().parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror or error}; give another --output") from None
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

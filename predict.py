@@ -146,6 +146,13 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
                 volume = open_output(options, weights, trained, nbody, painter.tiling, channels, record)
         try:
             _write_slabs(options, painter, channels, volume, world, signals)
+        except UserError:
+            if volume is not None and not volume.failed:  # the input is to be mended, and will be another one
+                volume.discard()
+            raise
+        except KeyboardInterrupt:
+            log.info("Interrupted: the same command goes on with what has been painted")
+            raise
         finally:
             if volume is not None:
                 volume.close()
@@ -256,7 +263,7 @@ def open_output(
     made_of = {
         "weights": digest(weights),
         "input": str(source.resolve()),
-        "size and time of the input": [status.st_size, status.st_mtime_ns],
+        "input's size and time": [status.st_size, status.st_mtime_ns],
         "tiles": [tiling.x.tile, *(axis.origins for axis in (tiling.x, tiling.y, tiling.z))],
         "precision": options.precision,
         "physical": options.physical,
@@ -284,9 +291,10 @@ def open_output(
         PHYSICAL: {"channels": names, "units": [channel.unit or "unknown" for channel in channels]},
     }
     datasets = dict.fromkeys([OUTPUT, PHYSICAL] if options.physical else [OUTPUT], shape)
-    volume = GrowingVolume(Path(options.output), datasets, about, made_of, options.overwrite)
+    target = Path(options.output)
+    volume = GrowingVolume(target, datasets, about, made_of, options.overwrite)
     if volume.changed:
-        log.info("What had been painted before is of another %s: anew", ", ".join(volume.changed))
+        log.info("An unfinished %s was begun with other %s: starting over", target, ", ".join(volume.changed))
     return volume
 
 

@@ -42,6 +42,9 @@ from utils.stopping import NoSignals, StopSignals
 from utils.tiling import tile_volume
 from utils.trainer import SaveOften, Trainer
 
+# What a run leaves for the eye.
+KINDS = {".html": "report", ".gif": "film"}
+
 
 def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerStep) -> None:
     """Reads the command line and trains; bad input ends in one line and exit code 2, a stop signal in exit code 75."""
@@ -153,7 +156,11 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                     except OSError as error:  # what counts is done
                         run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
                     table = report.closing_table(result, baselines, directory, *start)
-                    run_logs.line("\n  ".join(["Result:", *table, *(f"picture: {path}" for path in pictures)]))
+                    run_logs.line(
+                        "\n  ".join(
+                            ["Result:", *table, *(f"{KINDS.get(path.suffix, 'picture')}: {path}" for path in pictures)]
+                        )
+                    )
                     if saving.fault is not None:
                         raise UserError(
                             f"the trained network is not in {folder}: {saving.fault}; mend that, and the same command "

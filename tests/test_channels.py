@@ -73,10 +73,15 @@ def test_names_units_and_formulas() -> None:
     assert [channel.formula() for channel in (KNOWN[0], KNOWN[1], KNOWN[4])] == [
         "ln(value / mean density) / 14",
         "value / (1000 km/s)",
-        "(ln(value / K) - 11.51292546) / 5.756462732",
+        "(log10(value / K) - 5) / 2.5",
     ]
     dark = input_channels(4, Transform())
-    assert [channel.name for channel in dark] == ["dark-matter density", "velocity x", "velocity y", "velocity z"]
+    assert [channel.name for channel in dark] == [
+        "dark-matter density",
+        "dark-matter velocity x",
+        "dark-matter velocity y",
+        "dark-matter velocity z",
+    ]
     assert [channel.to_physical(1.0) for channel in dark] == [channel.to_physical(1.0) for channel in KNOWN[:4]]
 
 

@@ -47,15 +47,17 @@ class Channel:
             return "unknown"
         if not self.is_log:
             return f"value / ({self.scale:.10g} {self.unit})"
-        inner = f"ln(value / {self.unit})"
-        return f"({inner} - {self.center:.10g}) / {self.scale:.10g}" if self.center else f"{inner} / {self.scale:.10g}"
+        if not self.center:
+            return f"ln(value / {self.unit}) / {self.scale:.10g}"
+        ten = math.log(10.0)
+        return f"(log10(value / {self.unit}) - {self.center / ten:.10g}) / {self.scale / ten:.10g}"
 
 
 def input_channels(count: int, transform: Transform) -> tuple[Channel, ...]:
     """Of `Nbody`: dark-matter density and velocity; of another number of channels nothing is known."""
     if count != 4:
         return _unknown(count)
-    return (_density("dark-matter density", transform), *_velocity("velocity", transform))
+    return (_density("dark-matter density", transform), *_velocity("dark-matter velocity", transform))
 
 
 def target_channels(count: int, transform: Transform) -> tuple[Channel, ...]:

@@ -467,3 +467,13 @@ def test_a_disk_too_full_to_begin_is_one_line(tmp_path: Path, monkeypatch: pytes
             begin_large(disk / "box.h5")
         assert not (disk / "box.h5").exists()
         filler.unlink()
+
+
+def test_what_is_discarded_leaves_nothing_and_can_be_begun_anew(tmp_path: Path) -> None:
+    target = tmp_path / "box.h5"
+    volume = begin(target)
+    write_slabs(volume)
+    volume.discard()
+    assert os.listdir(tmp_path) == []
+    assert write_all(target) == 0
+    check_whole(target)

@@ -48,6 +48,7 @@ class GrowingVolume:
         self._overwrite = overwrite
         self._file: IO[bytes] | None = None
         check_target(target, overwrite)
+        self.failed = False  # whether the disk is at fault for an error
         with self._one_line():
             target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(target.with_name(f".{target.name}.lock"))
@@ -82,6 +83,12 @@ class GrowingVolume:
         with self._one_line():
             os.replace(self._partial, self._target)
             self._journal.unlink(missing_ok=True)
+        self.close()
+
+    def discard(self) -> None:
+        """Removes it: what it was made of is not fit to go on with."""
+        self._partial.unlink(missing_ok=True)
+        self._journal.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -163,6 +170,7 @@ class GrowingVolume:
         try:
             yield
         except OSError as error:
+            self.failed = True
             reason = os.strerror(error.errno) if error.errno else str(error)  # HDF5's own text is a paragraph
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space, and the same command goes on" if full else "give another --output"

@@ -26,7 +26,7 @@ from utils.progress import Progress
 DATASETS = ("Nbody", "Hydro")
 SLABS_AHEAD = 4  # that are read from disk while one is used
 CHANNEL_NAMES = {
-    "Nbody": ("dark-matter density", "velocity x", "velocity y", "velocity z"),
+    "Nbody": ("dark-matter density", "dark-matter velocity x", "dark-matter velocity y", "dark-matter velocity z"),
     "Hydro": ("gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"),
 }
 
@@ -98,7 +98,7 @@ class Fields:
                 return values
         c, x, y, z = (int(place[0]) for place in np.nonzero(~np.isfinite(values)))
         where = f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}]"
-        raise UserError(f"{where} is {values[c, x, y, z]}; mend the file: nothing can be made of such a value")
+        raise UserError(f"{where} is {values[c, x, y, z]}; mend the file")
 
     def close(self) -> None:
         self._guard.close()
@@ -181,7 +181,7 @@ def check_transform(attributes: Mapping[str, Any], transform: Transform, path: s
         if said is not None and expected is not None and not np.isclose(said, expected, rtol=1e-6):
             raise UserError(
                 f"{path} says that its channels were made with {key} {said:g}, the config says {expected:g}; "
-                f"set transform.{key}, or scale the file's channels"
+                f"scale the file's channels, or set transform.{key} for a training on such files"
             )
 
 

@@ -153,7 +153,7 @@ def draw(run: Path) -> list[Path]:
     if not kept_here or importlib.util.find_spec("matplotlib") is None:
         return []
     made_by = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
-    about = {key: str(value) for key, value in {**kept_here[-1].about, **made_by}.items() if key != "earlier"}
+    about = {key: value for key, value in {**kept_here[-1].about, **made_by}.items() if key != "earlier"}
     written = [run / "report.html"]
     page.write(written[0], kept_here, about, loss_records=read_records(run / "metrics.jsonl"))
     if len(kept_here) > 1:

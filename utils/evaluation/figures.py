@@ -179,7 +179,9 @@ def plane(results: Results) -> Figure:
         *edges, np.ma.masked_where(empty, ratio).T, vmin=-limit, vmax=limit, cmap=RESIDUAL_COLOURS, rasterized=True
     )
     panels[2].set_title("prediction / target")
-    figure.colorbar(mesh, ax=panels[2], label=r"cells: $\log_{10}$ (predicted + 1) / (target + 1)", location="bottom")
+    figure.colorbar(
+        mesh, ax=panels[2], label=r"$\log_{10}$ [(predicted cells + 1) / (target cells + 1)]", location="bottom"
+    )
     for axes in panels:
         axes.set_xlabel(LOGARITHMS[DENSITY_UNIT])
     panels[0].set_ylabel(LOGARITHMS[TEMPERATURE_UNIT])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ th, td { padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid var(--line)
 def write(
     path: Path,
     history: Sequence[Results],
-    about: Mapping[str, str],
+    about: Mapping[str, Any],
     extra_tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = (),
     loss_records: Sequence[dict[str, Any]] = (),
 ) -> None:
@@ -95,7 +96,10 @@ def write(
         ]
     for name, header, rows in extra_tables:
         parts += [_heading(name), _table(header, rows)]
-    parts += [_heading("Provenance"), _table(("", ""), ({**last.about, **about}).items())]
+    parts += [
+        _heading("Provenance"),
+        _table(("", ""), [(key, _told(key, value)) for key, value in ({**last.about, **about}).items()]),
+    ]
     content = _page(title, parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole([path]) as (partial,):
@@ -165,6 +169,15 @@ def _fields(results: Results) -> str:
         values = _at_telling(spectrum, spectrum.correlation) + _at_telling(spectrum, spectrum.ratio)
         rows.append([name, *(_number(value) for value in values)])
     return _table(header, rows)
+
+
+def _told(key: str, value: Any) -> str:
+    """A value of the provenance, for people."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return shlex.join(map(str, value)) if key == "command" else ", ".join(map(str, value))
+    return f"{value} Mpc/h" if key == "cell" and value is not None else str(value)
 
 
 def _number(value: float, digits: int = 3) -> str:
