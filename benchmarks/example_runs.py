@@ -71,7 +71,7 @@ def _demo() -> Set:
     return Set(
         (
             Condition("demo_base", "demo", 2, {**base, **ORIGINAL_RECIPE}),
-            Condition("demo", "demo", 2, base),
+            Condition("demo_symmetries", "demo", 2, base),
             Condition("demo_opt", "demo_opt", 2, base),
             Condition("demo_bs16", "demo", 2, larger(2)),
             Condition("demo_bs32", "demo", 2, larger(4)),
