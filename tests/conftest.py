@@ -37,6 +37,16 @@ def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_logging() -> Iterator[None]:
+    """What a module's own fixtures do to logging, such as a training that its tests share, ends with the module."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher's and no benchmark's environment; logging and signals are afterwards as they were before."""

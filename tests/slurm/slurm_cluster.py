@@ -47,10 +47,10 @@ class Job:
             )
             time.sleep(0.1)
 
-    def prints(self, text: str, seconds: float = 60) -> None:
+    def prints(self, text: str, seconds: float = 180) -> None:
         self.until(lambda: text in self.output, seconds, text)
 
-    def ends(self, state: str, seconds: float = 60) -> None:
+    def ends(self, state: str, seconds: float = 180) -> None:
         self.until(lambda: self.state in ENDED, seconds, "end")
         assert self.state == state, f"{self.state}, not {state}; output:\n{self.output[-4000:]}"
 
