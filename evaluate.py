@@ -32,9 +32,8 @@ from predict import (
     agree_on_weights,
     build_painter,
     load_trained,
-    make_parser,
 )
-from utils import distributed, logs
+from utils import cli, distributed, logs
 from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data.volumes import Fields
@@ -346,7 +345,7 @@ def check_directory(output: Path, overwrite: bool) -> None:
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Raises UserError for what it cannot read."""
-    parser = make_parser(__doc__)
+    parser = cli.Parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--checkpoint", help="a run's directory (its best one), a checkpoint's, or its weights.pt")
     what.add_argument("--prediction", help=f"HDF5 file with painted {OUTPUT}, as predict.py writes it")

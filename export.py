@@ -18,18 +18,16 @@ paint.to("cuda") moves it to a GPU. What is in the file, and what it was made of
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
-import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -37,10 +35,11 @@ from torch.export import Dim
 
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from predict import Trained, load_trained
+from utils import cli, logs
 from utils import config as configs
-from utils import logs
 from utils.channels import Channel, input_channels, target_channels
 from utils.config import Config
+from utils.data.growing import check_target
 from utils.distributed import Launch, World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
@@ -105,10 +104,7 @@ def check_output(target: Path, options: Options) -> None:
     """UserError where the file may not be written."""
     if options.format == "export" and target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load asks for; rename it")
-    if target.is_dir():
-        raise UserError(f"output {target} is a directory; give the name of a file")
-    if os.path.lexists(target) and not options.overwrite:
-        raise UserError(f"output {target} exists; give --overwrite to replace it, or another --output")
+    check_target(target, options.overwrite)
     if not target.parent.is_dir():
         raise UserError(f"there is no directory {target.parent} for the output; make it, or give another --output")
 
@@ -294,14 +290,9 @@ def _each(fields: torch.Tensor, functions: Sequence[Predict]) -> torch.Tensor:
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Raises UserError for what it cannot read."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = cli.Parser(__doc__)
     parser.add_argument(
         "--checkpoint", required=True, help="a run's directory (its best one), a checkpoint's, or its weights.pt"
     )

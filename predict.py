@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,15 @@ from torch import nn
 
 from networks.norms import ghost_batch
 from train import build_model
+from utils import cli, distributed, logs
 from utils import config as configs
-from utils import distributed, logs
 from utils.channels import Channel, target_channels
 from utils.checkpoint import digest, read_weights, weights_file
 from utils.config import Config
 from utils.data.growing import GrowingVolume, check_target
 from utils.data.volumes import Fields
 from utils.distributed import World
-from utils.errors import Stopped, UserError, launched_rank, one_line_errors, value_errors_for_users
+from utils.errors import Stopped, UserError, one_line_errors, value_errors_for_users
 from utils.memory import out_of_memory_for_users
 from utils.prediction import Painter, Predict
 from utils.progress import Progress, format_duration
@@ -301,28 +301,14 @@ def open_output(
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
-    """Its complaints are UserErrors, so that several ranks print one line, and its help is printed once."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-    def print_help(self, file: Any = None) -> None:
-        if launched_rank() == 0:
-            super().print_help(file)
-
-
-def make_parser(text: str | None) -> argparse.ArgumentParser:
-    """With a module's text as its help."""
-    return _Parser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-
 def add_manner(parser: argparse.ArgumentParser) -> None:
     """The flags that say how to paint."""
     how = parser.add_argument_group("how the box is painted")
-    how.add_argument("--tile", type=positive, help="cells a side of what the network is given at once (its data_size)")
-    how.add_argument("--step", type=positive, help="cells from one tile to the next, at most (half a tile)")
-    how.add_argument("--batch_size", type=positive, help="tiles at once on each rank (4; on a GPU 32)")
+    how.add_argument(
+        "--tile", type=cli.positive, help="cells a side of what the network is given at once (its data_size)"
+    )
+    how.add_argument("--step", type=cli.positive, help="cells from one tile to the next, at most (half a tile)")
+    how.add_argument("--batch_size", type=cli.positive, help="tiles at once on each rank (4; on a GPU 32)")
     how.add_argument(
         "--precision", choices=PRECISIONS, default="float32", help="of the network's arithmetic (%(default)s)"
     )
@@ -330,16 +316,9 @@ def add_manner(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--not_periodic", action="store_true", help="the box has faces: do not go on behind them")
 
 
-def positive(text: str) -> int:
-    """A whole number above zero, for argparse."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
-    return int(text)
-
-
 def parse(argv: Sequence[str] | None = None) -> Options:
     """Raises UserError for what it cannot read."""
-    parser = make_parser(__doc__)
+    parser = cli.Parser(__doc__)
     parser.add_argument(
         "--checkpoint", required=True, help="a run's directory (its best one), a checkpoint's, or its weights.pt"
     )

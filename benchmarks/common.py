@@ -9,10 +9,11 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from utils import cli
 from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.files import appearing_whole
@@ -61,22 +62,12 @@ def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
     return path
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(cli.Parser):
     """The command line of a benchmark: its module's text as help, --output, and complaints in one line."""
 
     def __init__(self, text: str | None) -> None:
-        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        super().__init__(text)
         self.add_argument("--output", type=Path, default=RESULTS, help="directory of the results (%(default)s)")
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
-def positive(text: str) -> int:
-    """A whole number above zero, for argparse."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
-    return int(text)
 
 
 def positive_float(text: str) -> float:

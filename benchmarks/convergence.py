@@ -28,12 +28,12 @@ from typing import Any
 import torch
 
 import train
-from benchmarks.common import Parser, positive, save, settings, this_machine
+from benchmarks.common import Parser, save, settings, this_machine
 from benchmarks.processes import launcher, run_group, why_it_failed
 from networks.metrics import accuracy
 from utils import config as configs
 from utils.checkpoint import FOLDER, place, read_weights, saved_steps
-from utils.cli import read_changes
+from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data import open_labelled
 from utils.data.labelled import LabelledLoader

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from benchmarks import peaks as ceilings
-from benchmarks.common import Parser, positive, positive_float, save, this_machine
+from benchmarks.common import Parser, positive_float, save, this_machine
 from networks import build_network
+from utils.cli import positive
 from utils.errors import one_line_errors, value_errors_for_users
 
 # From the most valuable to the least: a spent budget leaves out the end.

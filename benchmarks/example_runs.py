@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Parser, positive, save, settings
+from benchmarks.common import Parser, save, settings
 from benchmarks.convergence import Condition, Training
-from utils.cli import read_changes
+from utils.cli import positive, read_changes
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole, directory_appearing_whole
 from utils.logs import read_records

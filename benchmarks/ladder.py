@@ -28,12 +28,12 @@ import torch
 
 import train
 from benchmarks import peaks
-from benchmarks.common import Parser, positive, positive_float, save, settings, summary, this_machine
+from benchmarks.common import Parser, positive_float, save, settings, summary, this_machine
 from benchmarks.convolutions import scales
 from benchmarks.loaders import endless, make_file, twins_of
 from networks import build_network
 from utils import config as configs
-from utils.cli import SWITCHES
+from utils.cli import SWITCHES, positive
 from utils.config import Config
 from utils.data import Loaders, build_loaders, offer_next_batch
 from utils.data.feeder import DEVICE_SLOTS, Batch

@@ -12,9 +12,10 @@ from collections.abc import Generator
 
 import torch
 
-from benchmarks.common import Parser, interleaved, positive, save, settings, summary, this_machine
+from benchmarks.common import Parser, interleaved, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
 from utils.checkpoint import NoSaving, Position
+from utils.cli import positive
 from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Parser, positive, positive_float, save, this_machine
+from benchmarks.common import Parser, positive_float, save, this_machine
+from utils.cli import positive
 from utils.errors import one_line_errors
 
 # tf32 is float32 multiplied by the matrix units; a CPU, which has no such mode, computes float32 for both.

@@ -38,10 +38,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, Parser, positive, save, summary
+from benchmarks.common import RESULTS, Parser, save, summary
 from benchmarks.processes import launcher, run_group, why_it_failed
 from utils import cli
 from utils import config as configs
+from utils.cli import positive
 from utils.config import Config
 from utils.data import find_loader
 from utils.errors import UserError, one_line_errors

@@ -235,7 +235,7 @@ def test_the_metadata_say_what_the_file_is(files: Path, kind: str) -> None:
     speeds = [f"velocity {axis}" for axis in "xyz"]
     assert {channel["name"]: channel["unit"] for channel in found["input"]["channels"]} == {
         "dark-matter density": "mean density",
-        **dict.fromkeys(speeds, "km/s"),
+        **{f"dark-matter {name}": "km/s" for name in speeds},
     }
     assert {channel["name"]: channel["unit"] for channel in found["output"]["channels"]} == {
         "gas density": "mean density",

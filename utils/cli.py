@@ -27,18 +27,36 @@ class Options:
     plot: str | None = None
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Its complaints are UserErrors, so that several ranks print one line, and its help is printed once."""
+
+    def __init__(self, text: str | None) -> None:
+        """`text`, such as a module's own, is the help, printed as it is."""
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+    def print_help(self, file: Any = None) -> None:
+        if launched_rank() == 0:
+            super().print_help(file)
+
+
+def positive(text: str) -> int:
+    """A whole number above zero, for argparse."""
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
+    return int(text)
+
+
+class _TrainingParser(Parser):
+    """It names the flag that may have been meant."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
         match = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1) if unknown else []
         hint = f"did you mean {match[0]}?" if match and message.startswith("unrecognized") else "see --help"
         raise UserError(f"{message}; {hint}")
-
-    def print_help(self, file: Any = None) -> None:
-        if launched_rank() == 0:
-            super().print_help(file)
 
 
 def _rank_count(text: str) -> int:
@@ -68,10 +86,9 @@ KEYS = {"profiler": "profile.profiler"}  # of flags that set a key in a section
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        description="Trains the network of a named config. A switch turns on what the YAML leaves off; "
-        "to turn off what the YAML switches on, use --set: --set enable_amp=false",
-        allow_abbrev=False,
+    parser = _TrainingParser(
+        "Trains the network of a named config. A switch turns on what the YAML leaves off;\n"
+        "to turn off what the YAML switches on, use --set: --set enable_amp=false"
     )
     parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
     parser.add_argument("--config", help="name of the config (base, or the only one there is)")
