@@ -147,7 +147,7 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
         try:
             _write_slabs(options, painter, channels, volume, world, signals)
         except UserError:
-            if volume is not None and not volume.failed:  # the input is to be mended, and will be another one
+            if volume is not None and nbody.unfit:  # it is to be mended, and will be another one
                 volume.discard()
             raise
         except KeyboardInterrupt:

@@ -30,7 +30,9 @@ from utils.checkpoint import BEST, DIGESTS, FOLDER, WEIGHTS, digest, read_weight
 from utils.config import Transform
 from utils.data import growing
 from utils.data.growing import GrowingVolume
+from utils.data.volumes import Fields
 from utils.distributed import Launch, World
+from utils.errors import UserError
 from utils.stopping import NoSignals
 from utils.tiling import tile_volume
 
@@ -539,6 +541,23 @@ def test_a_value_that_is_no_number_is_named_with_its_place(refuse: Any, tmp_path
     """It is met when its layer is read; what was painted before it goes, since a mended file will be another one."""
     with_nan(tmp_path / "bad.h5")
     refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; mend the file", nbody=tmp_path / "bad.h5")
+
+
+def test_an_input_that_cannot_be_read_for_once_costs_nothing_of_what_is_painted(
+    refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike one that has to be mended: a file system may be back the next minute."""
+    box_file(tmp_path / "good.h5")
+    planes = Fields.planes
+
+    def fail_late(self: Fields, start: int, stop: int) -> np.ndarray:
+        if stop > 20:
+            raise UserError(f"cannot read {self.path}: Input/output error")
+        return planes(self, start, stop)
+
+    monkeypatch.setattr(Fields, "planes", fail_late)
+    hidden = (".hydro.h5.journal", ".hydro.h5.lock", ".hydro.h5.partial")
+    refuse("Input/output error", nbody=tmp_path / "good.h5", left=hidden)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,6 @@ class GrowingVolume:
         self._overwrite = overwrite
         self._file: IO[bytes] | None = None
         check_target(target, overwrite)
-        self.failed = False  # whether the disk is at fault for an error
         with self._one_line():
             target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(target.with_name(f".{target.name}.lock"))
@@ -170,7 +169,6 @@ class GrowingVolume:
         try:
             yield
         except OSError as error:
-            self.failed = True
             reason = os.strerror(error.errno) if error.errno else str(error)  # HDF5's own text is a paragraph
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some space, and the same command goes on" if full else "give another --output"

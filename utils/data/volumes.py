@@ -79,6 +79,7 @@ class Fields:
         dataset = checked_dataset(file, path, name, channels, is_cube=False)
         check_transform(file.attrs, transform, path)
         self.path, self.name = path, name
+        self.unfit = False  # whether a value has been met that is no number
         self.attributes = dict(file.attrs)
         self.shape: tuple[int, int, int] = dataset.shape[1:]
         # Side of a cell in comoving Mpc/h, where the file tells that of the box: of its longest side.
@@ -96,6 +97,7 @@ class Fields:
         with np.errstate(invalid="ignore", over="ignore"):
             if np.isfinite(values.sum(dtype=np.float64)):
                 return values
+        self.unfit = True
         c, x, y, z = (int(place[0]) for place in np.nonzero(~np.isfinite(values)))
         where = f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}]"
         raise UserError(f"{where} is {values[c, x, y, z]}; mend the file")
