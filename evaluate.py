@@ -14,11 +14,13 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -50,6 +52,8 @@ from utils.tiling import Tiling, tile_volume
 
 NEAR_CELLS = 2  # from a tile's face: what counts as beside it
 SLAB_CELLS = 2**22  # at once, of a prediction that is read from a file
+
+WRITTEN = {"report.html", "evaluation.json", "evaluation.npz", *(f"{name}.png" for name in figures.PICTURES)}
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +186,9 @@ def judge_network(
     shape = painter.tiling.shape
     with tempfile.TemporaryFile(dir=Path(options.output).absolute().parent) as scratch:
         first: np.ndarray | None = None
-        if world.is_root and not options.one_tiling:
-            first = np.memmap(scratch, np.float32, "w+", shape=(painter.channels[1], *shape))
+        with world.agreed():
+            if world.is_root and not options.one_tiling:
+                first = room_for((painter.channels[1], *shape), scratch)
         meter = Meter(painter.tiling)
 
         def see(slab: Slab, truth: torch.Tensor) -> None:
@@ -207,6 +212,19 @@ def judge_network(
                 meter.see(slab, truth, before)
             tilings.append(meter.found(name))
     return found, tilings
+
+
+def room_for(shape: tuple[int, ...], scratch: IO[bytes]) -> np.ndarray:
+    """An array in that file; UserError where the disk has no room: writing to it later would end the process."""
+    try:
+        os.posix_fallocate(scratch.fileno(), 0, 4 * math.prod(shape))
+    except OSError as error:
+        size = 4e-9 * math.prod(shape)
+        raise UserError(
+            f"no room for the {size:.1f} GB of a prediction beside --output ({error.strerror}); free some space, or "
+            f"give --one_tiling"
+        ) from None
+    return np.memmap(scratch, np.float32, "r+", shape=shape)
 
 
 def painted(painter: Painter, title: str, world: World) -> Iterator[Slab]:
@@ -317,9 +335,8 @@ def draw(
     if importlib.util.find_spec("matplotlib") is None:
         log.info("matplotlib is not installed (pip install matplotlib): no pictures, no report")
         return
-    for name in ("slices", "spectra", "distributions", "plane"):
-        if name != "plane" or found.plane is not None:
-            (folder / f"{name}.png").write_bytes(figures.encoded(getattr(figures, name)(found)))
+    for name, figure in figures.of(found):
+        (folder / f"{name}.png").write_bytes(figures.encoded(figure))
     heads = ("tiles", "", "L1", "L1 beside tiles' faces / elsewhere", "mean |difference| to the first")
     rows = [
         (each.name, each.tiles, f"{each.error:.6f}", f"{each.seam:.3f}", f"{each.difference:.6f}") for each in tilings
@@ -333,8 +350,12 @@ def check_directory(output: Path, overwrite: bool) -> None:
     """UserError where a report may not be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    if output.exists() and any(output.iterdir()) and not overwrite:
+    there = {path.name for path in output.iterdir()} if output.exists() else set()
+    if there and not overwrite:
         raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
+    others = sorted(there - WRITTEN)
+    if others:  # --overwrite would remove them
+        raise UserError(f"output {output} holds {others[0]}, which is of no report; give another --output")
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.absolute().parent):

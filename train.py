@@ -39,7 +39,7 @@ from utils.prediction import Painter
 from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.stopping import NoSignals, StopSignals
-from utils.tiling import tile_volume
+from utils.tiling import Tiling, tile_volume
 from utils.trainer import SaveOften, Trainer
 
 # What a run leaves for the eye.
@@ -184,23 +184,16 @@ def build_evaluation(
         input_channels(config.N_in_channels, config.transform),
         target_channels(config.N_out_channels, config.transform),
     )
-    tile = options.tile or config.data_size
-    shape = (volume.box,) * 3
+    tiling = plan_evaluation(config)
     read, target = during.volume_planes(volume)
-    painter = Painter(
-        step.predict,
-        read,
-        tile_volume(shape, tile, options.step),
-        (len(inputs), len(targets)),
-        # As much at once as in training, or less.
-        max(1, config.local_batch_size * config.data_size**3 // tile**3),
-        world,
-    )
+    # As much at once as in training, or less.
+    batch_size = max(1, config.local_batch_size * config.data_size**3 // tiling.x.tile**3)
+    painter = Painter(step.predict, read, tiling, (len(inputs), len(targets)), batch_size, world)
     vectors = config.vector_channels.targets
     return BoxEvaluation(
         painter,
         target,
-        lambda: Evaluation(targets, inputs, shape, volume.cell, world, vectors),
+        lambda: Evaluation(targets, inputs, tiling.shape, volume.cell, world, vectors),
         every_epochs=options.every_epochs,
         budget=options.budget,
         num_epochs=config.num_epochs,
@@ -209,6 +202,12 @@ def build_evaluation(
         logs=run_logs,
         about={"input": volume.path, "cell": volume.cell, "run": str(directory)},
     )
+
+
+def plan_evaluation(config: Config) -> Tiling:
+    """How the validation box is cut; UserError where the tiles do not fit it."""
+    options = config.evaluation
+    return tile_volume((config.box_size[1],) * 3, options.tile or config.data_size, options.step)
 
 
 def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: World) -> Position:
@@ -366,6 +365,9 @@ def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> N
     directory = logs.run_directory(config, options.config, options.run_num, ranks)
     with value_errors_for_users():
         build_objective(config)
+        if config.evaluation.every_epochs:
+            plan_evaluation(config)
+            open_box(config, "valid")
         anew = resume.starts_anew(options.resume)
         plot = None
         if options.plot is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +114,36 @@ def test_bad_input_is_told_in_one_line(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_what_is_no_report_is_never_replaced(
+    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite with the name of some other directory would remove all that is in it."""
+    (tmp_path / "thesis.tex").write_text("years of work")
+    command = [f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path}"]
+    assert "holds thesis.tex, which is of no report" in refused(capfd, *command, "--overwrite")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_disk_without_room_is_told_before_the_work(
+    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(evaluate, "painted", lambda *_: pytest.fail("it has begun"))
+    line = refused(capfd, f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path / 'new'}")
+    assert "no room for the 0.0 GB of a prediction beside --output (No space left on device)" in line
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_report_is_replaced_only_when_asked_to(
     run: Path, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "draw", lambda folder, *_: (folder / "report.html").write_text("drawn"))
     output = tmp_path / "evaluation"
     output.mkdir()
-    (output / "old.txt").write_text("old")
+    (output / "plane.png").write_text("of an older report")
     command = [f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--one_tiling", "--device=cpu"]
     evaluate.main([*command, "--overwrite"])
     assert {path.name for path in output.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz"}

@@ -69,9 +69,8 @@ class Painter:
             self.world.watch.at("prediction")  # of ranks that have no tiles, too
             self._add_layer(number, inputs, total, advance)
             is_wanted = origin >= begin
-            done = (
-                self.starts[number + 1] if is_wanted else todo[index + 1][0]
-            ) - origin  # no later layer reaches these
+            stop = self.starts[number + 1] if is_wanted else todo[index + 1][0]
+            done = stop - origin  # planes that no later layer reaches
             if is_wanted:
                 yield Slab(number, origin, inputs[:, :done], self.world.sum(total[:, :done]))
             known = axis.tile - done

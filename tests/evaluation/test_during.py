@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +68,35 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
     assert not (plain / "report.html").exists()
     weights = [read_weights(path)["network"] for path in (trained, plain)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def test_a_training_that_is_stopped_in_an_evaluation_makes_it_when_it_goes_on(
+    trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
+    monkeypatch.setattr(during, "draw", lambda _: [])
+    every = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
+    add, calls = Evaluation.add, []
+
+    def stop_in_the_second(self: Evaluation, *arguments: Any) -> None:
+        calls.append(1)
+        add(self, *arguments)
+        if len(calls) == 6:  # slabs; an evaluation of the box has four
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # for the thread that hears it
+
+    monkeypatch.setattr(Evaluation, "add", stop_in_the_second)
+    with pytest.raises(SystemExit) as stop:
+        run(data_flags, tmp_path, *every)
+    assert stop.value.code == 75
+    directory = tmp_path / "test/1GPU/00"
+    assert [each.about["epoch"] for each in during.history(directory / during.FOLDER)] == [1]
+    run(data_flags, tmp_path, *every)
+    assert [each.about["epoch"] for each in during.history(directory / during.FOLDER)] == [1, 2]
+    weights = [read_weights(path)["network"] for path in (trained, directory)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    records = read_records(directory / "metrics.jsonl")
+    assert [record["step"] for record in records if "Evaluation/L1" in record] == [8, 16]
 
 
 def test_a_run_anew_forgets_evaluations_of_the_one_it_replaces(
@@ -180,6 +212,14 @@ def test_a_tile_that_the_network_cannot_halve_is_refused(data_flags: list[str], 
         run(data_flags, tmp_path, "--set=evaluation.every_epochs=1", "--set=evaluation.tile=6")
     assert stop.value.code == 2
     assert "evaluation.tile 6 is not a multiple of 4" in capfd.readouterr().err
+
+
+def test_the_preflight_finds_tiles_that_do_not_fit(data_flags: list[str], capfd: Any) -> None:
+    flags = ["--set=evaluation.every_epochs=1", "--set=evaluation.tile=8", "--set=evaluation.step=9"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--config=test", *data_flags, "--preflight", *flags])
+    assert stop.value.code == 2
+    assert "step 9 does not suit a tile of 8 cells" in capfd.readouterr().err
 
 
 def test_what_cannot_be_read_is_left_out_of_the_history(trained: Path, tmp_path: Path) -> None:

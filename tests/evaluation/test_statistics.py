@@ -20,6 +20,7 @@ from utils.evaluation import results
 from utils.evaluation.results import Results
 from utils.evaluation.spectra import Shells
 from utils.evaluation.statistics import Evaluation
+from utils.watch import Watch
 
 CPU = torch.device("cpu")
 ONE = World(Launch("test"), CPU)
@@ -314,6 +315,7 @@ class Thread:
     barrier: threading.Barrier
     given: list[torch.Tensor]
     device: torch.device = CPU
+    watch: Watch = dataclasses.field(default_factory=lambda: Watch(0))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         self.barrier.wait()

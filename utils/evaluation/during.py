@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from utils.checkpoint import Position
+from utils.data.file_guard import FileGuard
 from utils.data.volumes import Volume
 from utils.distributed import World
 from utils.errors import UserError
@@ -67,11 +68,8 @@ class BoxEvaluation(NoEvaluation):
             return {}
         allowed = self._budget * max(train_seconds - at.evaluation_seconds, 0.0)
         wanted = at.evaluation_seconds + at.last_evaluation_seconds
-        if (
-            any(self._world.gather_objects(wanted > allowed)[:1])
-            and at.last_evaluation_seconds
-            and (epoch < self._num_epochs)
-        ):
+        put_off = at.last_evaluation_seconds > 0 and wanted > allowed and epoch < self._num_epochs
+        if self._world.gather_objects(put_off)[0]:  # clocks differ: the first rank's decides
             self._logs.line(
                 f"  Evaluation put off: with it they would take {wanted:.1f} sec, more than evaluation.budget "
                 f"{self._budget:g} allows, {allowed:.1f}"
@@ -102,9 +100,8 @@ class BoxEvaluation(NoEvaluation):
     def _draw(self, found: Results, step: int) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             return
-        for name in ("slices", "spectra", "distributions", "plane"):
-            if name != "plane" or found.plane is not None:
-                self._logs.figure(f"Evaluation/{name}", getattr(figures, name)(found), step)
+        for name, figure in figures.of(found):
+            self._logs.figure(f"Evaluation/{name}", figure, step)
 
 
 def judge(
@@ -187,9 +184,14 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def volume_planes(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
-    """Readers of a volume's inputs and targets, in planes along x."""
+    """Readers of a volume's inputs and targets, in planes along x; LocalError where a file has become shorter."""
+    guard = FileGuard(volume.files)
 
     def reader(field: Any) -> ReadPlanes:
-        return lambda start, stop: np.asarray(field[:, start:stop])
+        def planes(start: int, stop: int) -> np.ndarray:
+            guard.check()
+            return np.asarray(field[:, start:stop])
+
+        return planes
 
     return reader(volume.inputs), reader(volume.targets)

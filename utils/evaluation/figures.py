@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,6 +78,13 @@ def residual(channel: Channel, predicted: np.ndarray, target: np.ndarray) -> np.
 def residual_unit(channel: Channel) -> str:
     """Of `residual`."""
     return "dex" if channel.is_log else channel.unit or "channel value"
+
+
+def of(results: Results) -> Iterator[tuple[str, Figure]]:
+    """Each of PICTURES that there is something to show in, with its name."""
+    for name, draw in PICTURES.items():
+        if name != "plane" or results.plane is not None:
+            yield name, draw(results)
 
 
 def spectra(results: Results, earlier: Sequence[Results] = ()) -> Figure:
@@ -224,6 +231,14 @@ def slices(results: Results) -> Figure:
         axes.set_xlabel(f"y ({unit})")
     figure.suptitle(f"the plane at x = {middle:g} {unit}")
     return figure
+
+
+PICTURES: dict[str, Callable[[Results], Figure]] = {
+    "slices": slices,
+    "spectra": spectra,
+    "distributions": distributions,
+    "plane": plane,
+}
 
 
 def over_epochs(history: Sequence[Results]) -> Figure:

@@ -144,6 +144,7 @@ class Evaluation:
         sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
         divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
         for field in self._fields:
+            self._world.watch.at("prediction")  # the transforms of a large box take their time
             kept = self._kept.pop(0)  # its memory goes when the next one comes
             if DIVERGENCE in field.spectra:
                 divergence = _measured_divergence(kept)
