@@ -16,6 +16,7 @@ cpus=${SLURM_CLUSTER_CPUS:-256}   # of a node; may be more than there are
 gpus=${SLURM_CLUSTER_GPUS:-4}     # of a node
 port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
 export SLURM_CONF=$d/slurm.conf
+PATH=$PATH:/usr/sbin:/sbin # of the daemons; not every shell looks there
 
 fail() {
   echo "cluster.sh: $*" >&2
