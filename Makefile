@@ -35,9 +35,9 @@ data/demo_val.h5: SEED = 2
 $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
 
-# Tests of one group, such as those that share a Slurm, stay in one process.
+# The tests of a file stay in one process: what they share, such as a Slurm, is made once.
 test: $(TEST_READY)
-	$(BIN)/python -m pytest -n $$(( $(CORES) < 4 ? $(CORES) : 4 )) --dist loadgroup
+	$(BIN)/python -m pytest -n $$(( $(CORES) < 4 ? $(CORES) : 4 )) --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/python -m ruff check .

@@ -148,7 +148,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 if world.is_root:
                     pictures = []
                     try:
-                        if not complete:
+                        if config.report_pictures and not complete:
                             pictures = report.draw(
                                 step, loaders.valid, directory, run_logs, result.steps, config.labelled
                             )

@@ -20,6 +20,12 @@ torch.set_num_threads(1)
 VolumeFile = Callable[..., Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files with long tests come first, so that no process has one left when the others are done."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def volume_file() -> VolumeFile:
     """`volume_file(path, box=16, seed=0, chunks=None, dtype='f4', channels=(4, 5), compression=None) -> path`."""

@@ -424,6 +424,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]):
     """A training of config 'test' by the real command: (flags, what it printed, its run directory)."""
     expdir = tmp_path_factory.mktemp("trained")
     flags = ["--config=test", *data_flags, f"--set=expdir={expdir}", "--run_num=first", "--set=use_cache=None"]
+    flags += ["--set=report_pictures=true"]
     run = command(flags)
     assert run.returncode == 0, run.stderr
     return flags, run, expdir / "test" / "1GPU" / "first"
@@ -480,6 +481,13 @@ def test_valid_input_leaves_the_contracts_curves(trained: Any) -> None:
         assert key in hparams
     assert events.Scalars("hparam/final loss")[0].value == pytest.approx(curve("Loss/valid")[16])
     assert events.Tags()["images"] == ["Slices"]
+
+
+def test_without_pictures_a_training_leaves_none(data_flags: list[str], tmp_path: Path) -> None:
+    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
+    directory = tmp_path / "test" / "1GPU" / "00"
+    assert "Result:" in (directory / "out.log").read_text()
+    assert not list(directory.rglob("*.png"))
 
 
 def test_valid_input_leaves_a_config_that_loads_back(trained: Any) -> None:

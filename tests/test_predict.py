@@ -58,7 +58,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path
     handlers, level = list(logging.getLogger().handlers), logging.getLogger().level
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(TOP)
-        patched.setattr(train.report, "draw", lambda *_: [])  # pictures take longer than the training
         flags = ["--set=report_baselines=false", f"--set=expdir={folder}"]
         train.main(["--config=test", *data_flags, *flags])
     logging.getLogger().handlers[:] = handlers

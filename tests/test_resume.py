@@ -660,7 +660,7 @@ def test_a_full_disk_costs_checkpoints_and_no_training(tmp_path: Path, command: 
 def test_a_disk_full_of_everything_ends_no_training(tmp_path: Path, command: Any) -> None:
     """Logs, curves and pictures lie on it, too; it stays full to the end, and is emptied before the next start."""
     run = directory(tmp_path / "disk")
-    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={tmp_path / 'disk'}"]
+    flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={tmp_path / 'disk'}", "--set=report_pictures=true"]
 
     def after(step: int) -> None:
         if step == 5:

@@ -203,6 +203,7 @@ class Config(Section):
     max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
     timeouts: Timeouts = Timeouts()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
+    report_pictures: bool = True  # end with loss curves, slices and evaluations as pictures, where matplotlib is there
 
     @property
     def labelled(self) -> bool:

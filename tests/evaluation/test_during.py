@@ -41,7 +41,7 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     """A run of two epochs with an evaluation after each."""
     every = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
     # The second may take longer than the training has: it is the last one, which is always made.
-    return run(data_flags, tmp_path_factory.mktemp("runs"), *every)
+    return run(data_flags, tmp_path_factory.mktemp("runs"), *every, "--set=report_pictures=true")
 
 
 def test_each_epoch_leaves_an_evaluation_its_scalars_and_pictures(trained: Path) -> None:
@@ -74,7 +74,6 @@ def test_a_training_that_is_stopped_in_an_evaluation_makes_it_when_it_goes_on(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
-    monkeypatch.setattr(during, "draw", lambda _: [])
     every = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
     add, calls = Evaluation.add, []
 
@@ -104,7 +103,6 @@ def test_a_run_anew_forgets_evaluations_of_the_one_it_replaces(
 ) -> None:
     every = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
     monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
-    monkeypatch.setattr(during, "draw", lambda _: [])
     folder = run(data_flags, tmp_path, *every) / during.FOLDER
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", *every)

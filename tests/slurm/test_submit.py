@@ -15,7 +15,7 @@ import pytest
 import torch
 from slurm_cluster import TOP, Cluster, Job
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
 EPOCHS, STEPS_PER_EPOCH = 50, 8  # some seconds
