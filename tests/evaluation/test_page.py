@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -174,6 +175,16 @@ def test_extra_tables_and_provenance_are_there(parsed: Parsed) -> None:
     assert ["step", "300"] in parsed.rows
     assert ["epoch", "of the caller"] in parsed.rows
     assert ["epoch", "3"] not in parsed.rows
+
+
+def test_only_values_of_facts_may_be_broken(written: Path) -> None:
+    """Where any cell's words may, a browser makes narrow columns of numbers and names, and breaks those."""
+    text = written.read_text()
+    assert re.findall(r"^([^{}]*)\{[^{}]*overflow-wrap", text, re.MULTILINE) == [".facts td + td "]
+    tables = re.findall(r"<table(.*?)>(<\w+>)", text)
+    assert (' class="facts"', "<tbody>") in tables
+    assert ("", "<thead>") in tables
+    assert len(set(tables)) == 2
 
 
 def test_pictures_are_embedded(history: list[Results], parsed: Parsed) -> None:

@@ -35,7 +35,8 @@ figcaption { max-width: 50rem; color: var(--faint); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid var(--line); text-align: left;
-         vertical-align: top; overflow-wrap: anywhere; }
+         vertical-align: top; }
+.facts td + td { overflow-wrap: anywhere; }
 """
 
 
@@ -192,9 +193,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     def line(cells: Sequence[Any], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in cells)}</tr>"
 
-    head = f"<thead>{line(header, 'th')}</thead>" if any(header) else ""
     body = "".join(line(row, "td") for row in rows)
-    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
+    if not any(header):  # names and values, the latter of any length
+        return f'<div class="wide"><table class="facts"><tbody>{body}</tbody></table></div>'
+    return f'<div class="wide"><table><thead>{line(header, "th")}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _picture(figure: Figure, text: str) -> str:
