@@ -88,7 +88,7 @@ def _unet() -> Study:
     """The original's bs64, bs512_test and bs512_opt, an eighth as large; warm-up is a tenth of the large batch's steps,
     as there.
     """
-    small = {"network.width": 8, "Nsamples": 800, "report_baselines": False}
+    small = {"network.width": 8, "Nsamples": 800, "report_baselines": False, "report_pictures": False}
     large = {**small, "global_batch_size": 64}
 
     def scaled(rule: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _quality() -> Study:
     since they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20
     steps. The study `layers` has first weights and norms.
     """
-    small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False}
+    small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False, "report_pictures": False}
     none, full = ({**small, "symmetries": name} for name in ("none", "full"))
     twice, four = ({"lr_schedule.start_lr": rate} for rate in (4e-3, 8e-3))
     constant, mean = {"lr_schedule.shape": "constant"}, {"ema_decay": 0.98}
@@ -148,7 +148,7 @@ def _quality() -> Study:
 
 def _layers() -> Study:
     """Norms, first weights, and a mean of weights under the cosine, each against the same network without it."""
-    small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False}
+    small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False, "report_pictures": False}
     changes: dict[str, dict[str, Any]] = {
         "48 symmetries": {},
         "group norm": {"network.norm": "group"},
