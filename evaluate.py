@@ -106,6 +106,8 @@ def evaluate(options: Options, world: World) -> None:
         hydro = Fields(options.target or options.input, OUTPUT, config.N_out_channels, config.transform)
         sources = [nbody, hydro]
         if options.prediction is not None:
+            if not Path(options.prediction).exists():
+                raise UserError(f"no such file: {options.prediction}; predict.py makes one")
             sources.append(Fields(options.prediction, OUTPUT, config.N_out_channels, config.transform))
         for other in sources[1:]:
             if other.shape != nbody.shape:
@@ -309,6 +311,14 @@ def write(
         records = logs.read_records(run / "metrics.jsonl")
     summary = {
         "scalars": found.scalars(),
+        "spectra": {
+            name: {
+                f"k ({found.wavenumber_unit})": _short(each.k),
+                "P ratio": _short(each.ratio),
+                "r": _short(each.correlation),
+            }
+            for name, each in found.spectra.items()
+        },
         "about": dict(found.about),
         "tilings": [dataclasses.asdict(each) for each in tilings],
         "provenance": dict(record),
@@ -321,6 +331,11 @@ def write(
             draw(partial, found, history, tilings, records, record)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}; give another --output") from None
+
+
+def _short(values: np.ndarray) -> list[float | None]:
+    """Six digits of each; JSON has no NaN."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
 def draw(
@@ -351,11 +366,11 @@ def check_directory(output: Path, overwrite: bool) -> None:
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
     there = {path.name for path in output.iterdir()} if output.exists() else set()
-    if there and not overwrite:
-        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
     others = sorted(there - WRITTEN)
     if others:  # --overwrite would remove them
         raise UserError(f"output {output} holds {others[0]}, which is of no report; give another --output")
+    if there and not overwrite:
+        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.absolute().parent):

@@ -58,6 +58,12 @@ def test_the_report_is_whole(report: Path, run: Path) -> None:
     assert summary["scalars"] == pytest.approx(results.load(report / "evaluation.npz").scalars())
     assert summary["about"]["checkpoint"].startswith(str(run.resolve()))
     assert summary["provenance"]["git_commit"]
+    found = results.load(report / "evaluation.npz").spectra
+    assert summary["spectra"].keys() == found.keys()
+    for name, spectrum in found.items():
+        k, ratio, r = summary["spectra"][name].values()
+        for told, measured in ((k, spectrum.k), (ratio, spectrum.ratio), (r, spectrum.correlation)):
+            np.testing.assert_allclose(told, measured, rtol=1e-5)
     page = (report / "report.html").read_text()
     assert "not overlapping" in page
     assert "gas velocity x" in page
@@ -110,6 +116,7 @@ def test_bad_input_is_told_in_one_line(
     assert "one of the arguments --checkpoint --prediction" in refused(capfd, given, new)
     assert "not allowed with" in refused(capfd, check, "--prediction=x.h5", given, new)
     assert "no such file" in refused(capfd, f"--checkpoint={tmp_path / 'none'}", given, new)
+    assert "x.h5; predict.py makes one" in refused(capfd, f"--prediction={tmp_path / 'x.h5'}", given, new)
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -120,7 +127,8 @@ def test_what_is_no_report_is_never_replaced(
     """--overwrite with the name of some other directory would remove all that is in it."""
     (tmp_path / "thesis.tex").write_text("years of work")
     command = [f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path}"]
-    assert "holds thesis.tex, which is of no report" in refused(capfd, *command, "--overwrite")
+    for flags in ([], ["--overwrite"]):
+        assert "holds thesis.tex, which is of no report; give another" in refused(capfd, *command, *flags)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

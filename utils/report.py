@@ -147,7 +147,7 @@ def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray) -> Any
                 continue
             # axis 0 of the plane is y: drawn to the right, with z upwards
             image = axes.imshow(plane.T, origin="lower", vmin=low, vmax=high, cmap=colours)
-        figure.colorbar(image, ax=list(column), location="bottom", shrink=0.9, pad=0.02)
+        figure.colorbar(image, ax=list(column), location="bottom", shrink=0.9, pad=0.02, label="channel's value")
         column[0].set_title(name.removeprefix("gas "))
     for axes, title in zip(grid[:, 0], ("input: dark matter", "target: gas", "prediction"), strict=True):
         axes.set_ylabel(title)

@@ -132,11 +132,10 @@ def in_words(found: Results) -> list[str]:
         f"{channel.name:<{width}}  L1 {l1:.6f}, R² {r2:.4f}"
         for channel, l1, r2 in zip(found.channels, found.l1, found.r2, strict=True)
     ]
-    unit = "rad/cell" if found.length_unit == "cells" else f"h/{found.length_unit.removesuffix('/h')}"
     for name, spectrum in found.spectra.items():
         shells = [spectrum.at(k) for k in kept.telling_wavenumbers(spectrum)]
         told = "; ".join(
-            f"k = {spectrum.k[shell]:.3g} {unit}: r {spectrum.correlation[shell]:.4f}, "
+            f"k = {spectrum.k[shell]:.3g} {found.wavenumber_unit}: r {spectrum.correlation[shell]:.4f}, "
             f"P ratio {spectrum.ratio[shell]:.3f}"
             for shell in shells
         )

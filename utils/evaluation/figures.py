@@ -49,11 +49,6 @@ FRAME_MILLISECONDS, LAST_FRAME_MILLISECONDS = 350, 2000
 MOVIE_BYTES = 1_200_000  # more than noise-free frames need; beyond it, frames are left out
 
 
-def wavenumber_unit(results: Results) -> str:
-    """Of k in the spectra."""
-    return "h/Mpc" if results.length_unit == "Mpc/h" else "rad/cell"
-
-
 def when(results: Results) -> str:
     """At which epoch, or step, of the training; empty where nobody has said."""
     for name in ("epoch", "step"):
@@ -121,7 +116,7 @@ def spectra(results: Results, earlier: Sequence[Results] = ()) -> Figure:
     lowest = correlations.min() if correlations.size else 0.0
     below.set(xscale="log", ylim=(min(0.0, lowest) - 0.04, 1.04), ylabel="correlation r with the target")
     ks = _finite(*(spectrum.k for spectrum in results.spectra.values()))
-    below.set(xlim=(ks.min() / 1.2, ks.max() * 1.2), xlabel=f"wavenumber k ({wavenumber_unit(results)})")
+    below.set(xlim=(ks.min() / 1.2, ks.max() * 1.2), xlabel=f"wavenumber k ({results.wavenumber_unit})")
     for axis in (above.yaxis, below.xaxis):
         _plain_numbers(axis)
     figure.align_ylabels()
@@ -181,13 +176,18 @@ def plane(results: Results) -> Figure:
     # One more cell in each, so that a bin where only one of the two has cells has a ratio, too.
     ratio = np.log10((found.predicted + 1) / (found.target + 1))
     empty = (found.predicted == 0) & (found.target == 0)
-    limit = max(1.0, float(np.abs(ratio).max()))
+    # A few cells beside the others would have the colours to themselves.
+    limit = max(1.0, float(np.percentile(np.abs(ratio[~empty]), 99))) if not empty.all() else 1.0
     mesh = panels[2].pcolormesh(
         *edges, np.ma.masked_where(empty, ratio).T, vmin=-limit, vmax=limit, cmap=RESIDUAL_COLOURS, rasterized=True
     )
     panels[2].set_title("prediction / target")
     figure.colorbar(
-        mesh, ax=panels[2], label=r"$\log_{10}$ [(predicted cells + 1) / (target cells + 1)]", location="bottom"
+        mesh,
+        ax=panels[2],
+        label=r"$\log_{10}$ [(predicted cells + 1) / (target cells + 1)]",
+        location="bottom",
+        extend="both",
     )
     for axes in panels:
         axes.set_xlabel(LOGARITHMS[DENSITY_UNIT])
@@ -335,7 +335,7 @@ def curves_over_epochs(history: Sequence[Results]) -> Figure:
     panels["L1"].set(yscale="log", ylabel="L1 of the channel's values")
     _plain_numbers(panels["L1"].yaxis)
     panels["R2"].set(ylabel="R²")
-    panels["R2"].legend(fontsize="small")
+    figure.legend(*panels["R2"].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
     colours = _colours(last.spectra)
     for name in last.spectra:
         for number in range(3):
@@ -346,10 +346,10 @@ def curves_over_epochs(history: Sequence[Results]) -> Figure:
         axes.set(ylabel="correlation r")
         if last.spectra:
             k = _correlation(last, next(iter(last.spectra)), number)[0]
-            axes.set_title(f"{scale} scales, k = {k:.2g} {wavenumber_unit(last)}", fontsize="medium")
+            axes.set_title(f"{scale} scales, k = {k:.2g} {last.wavenumber_unit}", fontsize="medium")
             axes.axhline(1, color="0.3", linewidth=0.8, zorder=0.5)
     if last.spectra:
-        panels["r 2"].legend(fontsize="small")
+        figure.legend(*panels["r 2"].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     for axes in panels.values():
         axes.set(xlabel=label)
         axes.grid(alpha=0.25)
@@ -404,8 +404,8 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
         ("Loss/valid", "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
     ):
         points = [(record["step"], record[name]) for record in records if name in record]
-        if name == "Loss/train":
-            # An epoch's mean belongs to its middle, not to its end.
+        if name != "Loss/valid":
+            # The mean of an epoch, or an interval, belongs to its middle, not to its end.
             starts = [0, *(step for step, _ in points)]
             points = [((start + step) / 2, loss) for start, (step, loss) in zip(starts, points, strict=False)]
         if points:
@@ -543,5 +543,5 @@ def _caption(results: Results) -> str:
     parts = [f"L1 {results.l1.mean():.4f}"]
     for name in list(results.spectra)[:1]:
         k, correlation = _correlation(results, name, 1)
-        parts.append(f"{name} r {correlation:.3f} at k = {k:.2g} {wavenumber_unit(results)}")
+        parts.append(f"{name} r {correlation:.3f} at k = {k:.2g} {results.wavenumber_unit}")
     return f"{when(results)}\n{', '.join(parts)}"

@@ -114,7 +114,7 @@ def summary(results: Results) -> list[str]:
     )
     sentences = [f"L1 is {_number(float(results.l1.mean()), 4)}, the mean over all channels; R² is {scores}."]
     if results.spectra:
-        unit = figures.wavenumber_unit(results)
+        unit = results.wavenumber_unit
         scales = ", ".join(f"{k:.2g}" for k in _wavenumbers(next(iter(results.spectra.values()))))
         correlations = "; ".join(
             f"{', '.join(_number(r) for r in _at_telling(spectrum, spectrum.correlation))} ({name})"
@@ -162,7 +162,7 @@ def _channels(results: Results) -> str:
 
 def _fields(results: Results) -> str:
     """r and power at the telling wavenumbers."""
-    unit = figures.wavenumber_unit(results)
+    unit = results.wavenumber_unit
     ks = [f"{k:.2g}" for k in _wavenumbers(next(iter(results.spectra.values())))]
     header = ["field", *(f"r at k = {k} {unit}" for k in ks), *(f"power ratio at {k}" for k in ks)]
     rows = []

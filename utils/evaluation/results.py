@@ -87,6 +87,11 @@ class Results:
     slices: dict[str, np.ndarray]  # "input" [C_in, Y, Z], "target" [C, Y, Z], "predicted" [C, Y, Z]: the middle plane
     about: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, checkpoint, input, tiling …: plain values
 
+    @property
+    def wavenumber_unit(self) -> str:
+        """Of k in the spectra."""
+        return "h/Mpc" if self.length_unit == "Mpc/h" else "rad/cell"
+
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and metrics.jsonl, under their names there."""
         found = {"Evaluation/L1": float(self.l1.mean())}
