@@ -28,6 +28,7 @@ from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_wei
 from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
+from utils.data.volumes import Volume
 from utils.distributed import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.evaluation import during
@@ -72,6 +73,8 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
         metrics = build_metrics(config.metrics, config.labelled)
+    with world.agreed():
+        evaluated = plan_evaluation(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
     saved = resume.find(directory, options.resume, world) if settings is None else None
     changed = resume.changes(saved, config) if saved else []
@@ -118,7 +121,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             with world.agreed():
                 if world.is_root:
                     during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
-                evaluation = build_evaluation(config, step, world, directory, run_logs)
+            evaluation = build_evaluation(config, evaluated, step, world, directory, run_logs)
             trainer = Trainer(
                 step=step,
                 loaders=loaders,
@@ -171,20 +174,39 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
         logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
-def build_evaluation(
-    config: Config, step: EagerStep, world: World, directory: Path, run_logs: logs.SilentLogs
-) -> NoEvaluation:
-    """What evaluation.every_epochs asks for: predictions of the whole validation box, judged by physics."""
+def plan_evaluation(config: Config) -> tuple[Volume, Tiling] | None:
+    """The validation box and how it will be cut, where evaluation.every_epochs asks for it; UserError if it cannot be.
+
+    Before anything is written: what cannot be evaluated at an epoch's end must not begin.
+    """
     options = config.evaluation
     if not options.every_epochs:
+        return None
+    volume = open_box(config, "valid")
+    try:
+        return volume, tile_volume((volume.box,) * 3, options.tile or config.data_size, options.step)
+    except UserError as error:
+        raise UserError(f"evaluation.tile, evaluation.step: {error}") from None
+
+
+def build_evaluation(
+    config: Config,
+    planned: tuple[Volume, Tiling] | None,
+    step: EagerStep,
+    world: World,
+    directory: Path,
+    run_logs: logs.SilentLogs,
+) -> NoEvaluation:
+    """What evaluation.every_epochs asks for: predictions of the whole validation box, judged by physics."""
+    if planned is None:
         return NoEvaluation()
     assert config.local_batch_size is not None
-    volume = open_box(config, "valid")
+    volume, tiling = planned
+    options = config.evaluation
     inputs, targets = (
         input_channels(config.N_in_channels, config.transform),
         target_channels(config.N_out_channels, config.transform),
     )
-    tiling = plan_evaluation(config)
     read, target = during.volume_planes(volume)
     # As much at once as in training, or less.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // tiling.x.tile**3)
@@ -204,12 +226,6 @@ def build_evaluation(
     )
 
 
-def plan_evaluation(config: Config) -> Tiling:
-    """How the validation box is cut; UserError where the tiles do not fit it."""
-    options = config.evaluation
-    return tile_volume((config.box_size[1],) * 3, options.tile or config.data_size, options.step)
-
-
 def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: World) -> Position:
     """Gives the step what it starts with, and says where that is; raises UserError where it does not fit."""
     source: object = saved.path if saved else options.init_from
@@ -224,7 +240,8 @@ def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: Wor
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{source} does not fit this training: {error}; give it a --run_num of its own") from None
+        remedy = "give it a --run_num of its own" if saved else "name a run of the same network"
+        raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
     return Position()
 
 
@@ -365,9 +382,7 @@ def check(options: cli.Options, config: Config, make_step: type[EagerStep]) -> N
     directory = logs.run_directory(config, options.config, options.run_num, ranks)
     with value_errors_for_users():
         build_objective(config)
-        if config.evaluation.every_epochs:
-            plan_evaluation(config)
-            open_box(config, "valid")
+        plan_evaluation(config)
         anew = resume.starts_anew(options.resume)
         plot = None
         if options.plot is not None:

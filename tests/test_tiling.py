@@ -76,7 +76,7 @@ def test_a_step_that_does_not_divide_is_spread_evenly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((15, 16, 8), r"the box has 15 cells a side, fewer than a tile's 16; give a larger box or a smaller --tile"),
+        ((15, 16, 8), r"the box has 15 cells a side, fewer than a tile's 16; give a larger box or smaller tiles"),
         ((15, 16, 8, False), r"the box has 15 cells a side, fewer than a tile's 16"),
         ((32, 16, 17), r"step 17 does not suit a tile of 16 cells; give one from 1 to 16, best is half"),
         ((32, 16, 0), r"step 0 does not suit a tile of 16 cells"),

@@ -45,7 +45,7 @@ def cut(size: int, tile: int, step: int, periodic: bool = True) -> Axis:
     """
     if size < tile:
         raise UserError(
-            f"the box has {size} cells a side, fewer than a tile's {tile}; give a larger box or a smaller --tile"
+            f"the box has {size} cells a side, fewer than a tile's {tile}; give a larger box or smaller tiles"
         )
     if not 1 <= step <= tile:
         raise UserError(f"step {step} does not suit a tile of {tile} cells; give one from 1 to {tile}, best is half")

@@ -212,12 +212,39 @@ def test_a_tile_that_the_network_cannot_halve_is_refused(data_flags: list[str], 
     assert "evaluation.tile 6 is not a multiple of 4" in capfd.readouterr().err
 
 
-def test_the_preflight_finds_tiles_that_do_not_fit(data_flags: list[str], capfd: Any) -> None:
-    flags = ["--set=evaluation.every_epochs=1", "--set=evaluation.tile=8", "--set=evaluation.step=9"]
+@pytest.mark.parametrize("more", [["--preflight"], []], ids=["preflight", "training"])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["tile=8", "step=9"], "error: evaluation.tile, evaluation.step: step 9 does not suit a tile of 8 cells"),
+        (["tile=64"], "error: evaluation.tile, evaluation.step: the box has 16 cells a side, fewer than a tile's 64"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_found_before_anything_is_written(
+    data_flags: list[str], tmp_path: Path, capfd: Any, flags: list[str], says: str, more: list[str]
+) -> None:
+    keys = [f"--set=evaluation.{flag}" for flag in ("every_epochs=1", *flags)]
     with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *data_flags, "--preflight", *flags])
+        run(data_flags, tmp_path / "runs", *keys, *more)
     assert stop.value.code == 2
-    assert "step 9 does not suit a tile of 8 cells" in capfd.readouterr().err
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith(says)
+    assert "--tile" not in line, "no flag of a training's"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_training_without_volumes_that_is_to_be_evaluated_is_left_as_it_was(tmp_path: Path, capfd: Any) -> None:
+    """Told too late, its config.yaml was already one that cannot run."""
+    yaml = str(Path(train.__file__).parent / "config" / "classification.yaml")
+    flags = [f"--yaml_config={yaml}", "--config=digits_naive", f"--set=expdir={tmp_path}", "--set=device=cpu"]
+    train.main([*flags, "--num_epochs=1"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train.main([*flags, "--set=evaluation.every_epochs=1"])
+    assert stop.value.code == 2
+    assert "data_loader_config labelled reads no volumes to paint" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_what_cannot_be_read_is_left_out_of_the_history(trained: Path, tmp_path: Path) -> None:
