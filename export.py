@@ -38,6 +38,7 @@ from predict import Trained, load_trained
 from utils import cli, logs
 from utils import config as configs
 from utils.channels import Channel, input_channels, target_channels
+from utils.checkpoint import digest, weights_file
 from utils.config import Config
 from utils.data.growing import check_target
 from utils.distributed import Launch, World
@@ -78,7 +79,8 @@ def export(options: Options) -> None:
     if options.units == "physical":
         check_units(trained.config, options.checkpoint)
     network = wrap(trained, options.units).requires_grad_(False)
-    content = kind.pack(network, trained.config, json.dumps(describe(trained, options), indent=2, allow_nan=False))
+    about = {**describe(trained, options), "weights_sha256": digest(weights_file(Path(options.checkpoint)))}
+    content = kind.pack(network, trained.config, json.dumps(about, indent=2, allow_nan=False))
     try:
         with appearing_whole([target]) as (partial,):
             partial.write_bytes(content)

@@ -43,6 +43,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"
 BATCH_SIZES = {"cpu": 4, "cuda": 32}
 # What a file may say of its box that holds for gas painted onto it, too.
+PROBED_PLANES, LIKELY_VALUE = 8, 30.0  # channels are made so that they lie about between -1 and 1
 OF_THE_BOX = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,8 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
         if options.physical:
             check_units(channels)
         painter = build_painter(trained, nbody, options, world)
+        if world.is_root:
+            warn_of_scale(nbody)
     with closing(nbody):
         record = logs.provenance(world)
         volume: GrowingVolume | None = None
@@ -156,6 +159,16 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
         finally:
             if volume is not None:
                 volume.close()
+
+
+def warn_of_scale(nbody: Fields) -> None:
+    """Says so where the first planes cannot be channels as a network is trained on, but physical values."""
+    largest = float(np.abs(nbody.planes(0, min(PROBED_PLANES, nbody.shape[0]))).max())
+    if largest > LIKELY_VALUE:
+        log.warning(
+            f"Values of {nbody.path} reach {largest:,.0f}, and those that networks are trained on about 1: make its "
+            f"channels as the README's Data says. (What export.py writes takes physical values.)"
+        )
 
 
 def _write_slabs(

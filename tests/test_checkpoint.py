@@ -306,7 +306,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no format": (resave(WEIGHTS, without("format")), "weights.pt is of format None, this program reads format 1"),
     "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt is of format None"),
     "a bomb": (resave(WEIGHTS, lambda content: {**content, "network": Bomb()}), "weights.pt: "),
-    "a pickled bomb": (plain_pickle, "training.pt: "),
+    "a pickled bomb": (plain_pickle, "training.pt is cut off, or no checkpoint of PyTorch's"),
     "swapped": (swap, ""),
     "no position": (resave(TRAINING, without("position")), ""),
     "no network": (resave(WEIGHTS, without("network")), ""),

@@ -509,6 +509,11 @@ def with_dataset(name: str, data: np.ndarray) -> Callable[[Path], None]:
     return make
 
 
+def with_group(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_group("Nbody")
+
+
 def with_nan(path: Path) -> None:
     with h5py.File(box_file(path), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
@@ -521,6 +526,7 @@ def with_nan(path: Path) -> None:
         (no_hdf5, "it is not an HDF5 file"),
         (truncated, "the file is truncated"),
         (with_dataset("Dark", np.zeros((4, 16, 16, 16), "f4")), "has no dataset Nbody; it holds Dark"),
+        (with_group, "has no dataset Nbody; it holds group Nbody"),
         (with_dataset("Nbody", np.zeros((3, 16, 16, 16), "f4")), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", np.zeros((4, 16, 16), "f4")), "Nbody is (4, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", np.zeros((4, 16, 16, 16))), "Nbody is of type float64, expected little-endian float32"),
@@ -534,6 +540,19 @@ def test_a_box_that_does_not_fit_is_one_line(
 ) -> None:
     make(tmp_path / "bad.h5")
     refuse(says, nbody=tmp_path / "bad.h5")
+
+
+def test_physical_values_where_channels_belong_are_told(command: Any, run: Path, tmp_path: Path) -> None:
+    """An exported file takes them, this command does not; nothing else would show that the gas is nonsense."""
+    box_file(tmp_path / "box.h5")
+    assert "Values of" not in command(f"--input={tmp_path / 'box.h5'}")[1]
+    with h5py.File(tmp_path / "box.h5", "r+") as file:
+        file["Nbody"][1:] *= 1000  # km/s
+    code, stderr = command(f"--input={tmp_path / 'box.h5'}", "--overwrite")
+    assert code == 0
+    assert re.search(
+        r"WARNING - Values of .*/box.h5 reach [0-9,]+, and those that networks are trained on about 1", stderr
+    )
 
 
 def test_a_value_that_is_no_number_is_named_with_its_place(refuse: Any, tmp_path: Path) -> None:
@@ -563,7 +582,7 @@ def test_an_input_that_cannot_be_read_for_once_costs_nothing_of_what_is_painted(
     ("flags", "says"),
     [
         (("--tile=10",), "--tile 10 is not a multiple of 4, by which the network divides the grid"),
-        (("--tile=20",), "the box has 16 cells a side, fewer than a tile's 20; give a larger box or a smaller --tile"),
+        (("--tile=20",), "the box has 16 cells a side, fewer than a tile's 20; give a larger box or smaller tiles"),
         (("--tile=0",), "argument --tile: '0' is no whole number above zero; see --help"),
         (("--step=0",), "argument --step: '0' is no whole number above zero; see --help"),
         (("--step=-1",), "argument --step: '-1' is no whole number above zero"),
@@ -638,7 +657,7 @@ def test_a_directory_that_takes_no_files_is_one_line(refuse: Any, tmp_path: Path
 
 def test_a_disk_too_small_is_one_line_before_anything_is_painted(refuse: Any, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "100k") as disk:
-        refuse("GB free and the output takes", "free some space", output=disk / "hydro.h5")
+        refuse("MB free and the output takes", "free some space", output=disk / "hydro.h5")
         assert os.listdir(disk) == []
 
 

@@ -550,14 +550,16 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
     for path, says, flags in (
         (source / TRAINING, f"cannot read {source / TRAINING}: training.pt holds no network", []),
         (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: its ", ["--set=network.width=8"]),
+        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: ", ["--set=network.scales=1"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: ", []),
         (damaged / WEIGHTS, f"cannot read {damaged / WEIGHTS}: ", []),
-        (Path(YAML), f"cannot read {YAML}: ", []),
+        (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is cut off, or no checkpoint of PyTorch's", []),
     ):
         code, stderr = command(f"--init_from={path}", *flags)
         assert code == 2, stderr
         assert error_line(stderr).startswith(f"error: {says}")
+        assert error_line(stderr).endswith(("or its weights.pt", "; name a run of the same network"))
         assert not directory(tmp_path).exists(), "nothing is written"
 
 

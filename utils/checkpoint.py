@@ -14,6 +14,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ FORMAT = 1
 WEIGHTS, TRAINING, DIGESTS = "weights.pt", "training.pt", "SHA256SUMS"
 TRAINING_KEYS = ("optimizer", "scaler", "random", "position")
 FOLDER, BEST = "checkpoints", "best"
+ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
 
 
 @dataclass
@@ -129,6 +131,8 @@ def digest(path: Path) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """One file's content, without running code in it; raises DamagedCheckpoint for what is no such file."""
+    if path.is_file() and not zipfile.is_zipfile(path):  # torch's own words for these are about its insides
+        raise DamagedCheckpoint(f"{path.name} is cut off, or no checkpoint of PyTorch's")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -147,7 +151,7 @@ def weights_file(path: Path) -> Path:
     path = best if best.is_dir() else path
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
-        raise UserError(f"no such file: {file}")
+        raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}")
     return file
 
 
@@ -161,7 +165,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         if (file.parent / DIGESTS).exists():
             verify(file.parent, (file.name,))
     except DamagedCheckpoint as damage:
-        raise UserError(f"cannot read {file}: {damage}") from None
+        raise UserError(f"cannot read {file}: {damage}; give {ANY_CHECKPOINT}") from None
     return content
 
 

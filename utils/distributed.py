@@ -230,7 +230,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UserError("device is cuda, but torch sees no CUDA device; use --set device=cpu")
+        raise UserError(
+            "device is cuda, but torch sees no CUDA device; use --set device=cpu, or --device cpu where that is a flag"
+        )
     # Slurm's --gpus-per-task=1 shows each rank one device, number 0, whatever its local rank.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

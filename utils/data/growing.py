@@ -140,7 +140,7 @@ class GrowingVolume:
         size, free = sum(4 * int(np.prod(shape)) for shape in datasets.values()), free_bytes(self._target.parent)
         if free < size:
             raise UserError(
-                f"{self._target.parent} has {free / 1e9:.1f} GB free and the output takes {size / 1e9:.1f} GB; "
+                f"{self._target.parent} has {free / 1e6:,.1f} MB free and the output takes {size / 1e6:,.1f} MB; "
                 f"free some space, or give another --output"
             )
         in_place = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

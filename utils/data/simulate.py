@@ -222,7 +222,7 @@ def check_output(path: str | os.PathLike[str], overwrite: bool, size: int = 0) -
         raise UserError(f"directory {target.parent} is not writable; give another --output")
     if free < size:
         raise UserError(
-            f"directory {target.parent} has {free / 1e9:.1f} GB free and the output takes {size / 1e9:.1f} GB; "
+            f"directory {target.parent} has {free / 1e6:,.1f} MB free and the output takes {size / 1e6:,.1f} MB; "
             "free some space, give another --output or a smaller --grid"
         )
 

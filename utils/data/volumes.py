@@ -164,7 +164,8 @@ def checked_dataset(
     """One dataset [C, L, L, L]; None leaves the number of channels, or the box, free, and not `is_cube` each side."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
-        raise UserError(f"{path} has no dataset {name}; it holds {', '.join(file) or 'nothing'}")
+        there = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
+        raise UserError(f"{path} has no dataset {name}; it holds {', '.join(there) or 'nothing'}")
     shape: tuple[int, ...] = dataset.shape or ()  # None where the dataset is null
     if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or (is_cube and len(set(shape[1:])) != 1):
         sides = "L, L, L" if is_cube else "X, Y, Z"
