@@ -233,6 +233,24 @@ def test_tiles_that_do_not_fit_are_found_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_device_that_is_full_in_an_evaluation_is_told_with_what_helps_there(
+    data_flags: list[str], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller batch, which helps a training, would not."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
+
+    monkeypatch.setattr(Evaluation, "add", full)
+    with pytest.raises(SystemExit) as stop:
+        run(data_flags, tmp_path, "--set=evaluation.every_epochs=1")
+    assert stop.value.code != 0
+    line = "no device memory left (CUDA out of memory); take more ranks, a smaller evaluation.tile, or go on with"
+    assert line in capfd.readouterr().err
+    folder = run(data_flags, tmp_path, "--set=evaluation.every_epochs=0") / during.FOLDER
+    assert not folder.exists()
+
+
 def test_a_training_without_volumes_that_is_to_be_evaluated_is_left_as_it_was(tmp_path: Path, capfd: Any) -> None:
     """Told too late, its config.yaml was already one that cannot run."""
     yaml = str(Path(train.__file__).parent / "config" / "classification.yaml")

@@ -23,9 +23,11 @@ from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
 from utils.files import recover
 from utils.logs import SilentLogs, read_records
+from utils.memory import out_of_memory_for_users
 from utils.prediction import Painter, ReadPlanes, Slab
 
 FOLDER = "evaluation"
+MEMORY_REMEDY = "take more ranks, a smaller evaluation.tile, or go on with --set evaluation.every_epochs=0"
 
 
 class NoEvaluation:
@@ -77,9 +79,10 @@ class BoxEvaluation(NoEvaluation):
             return {}
         started = time.perf_counter()
         about = {**self._about, "epoch": epoch, "step": at.step, "tiles": self._painter.tiling.about()}
-        found = judge(
-            self._painter.slabs(), self._target, self._start(), about, self._world, lambda slab, truth: between()
-        )
+        with out_of_memory_for_users(MEMORY_REMEDY):
+            found = judge(
+                self._painter.slabs(), self._target, self._start(), about, self._world, lambda slab, truth: between()
+            )
         if self._world.is_root:
             self._show(found, at.step)
         at.last_evaluation_seconds = time.perf_counter() - started
