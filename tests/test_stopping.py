@@ -367,6 +367,29 @@ def test_a_signal_before_training_begins_does_no_harm(start: Start, flags: list[
     assert codes[:2] == [75, 128 + signal.SIGTERM]
 
 
+STUCK = """
+import os, signal, threading
+from utils import stopping
+from utils.errors import one_line_errors
+stopping.INTERRUPT_SECONDS = 0.5
+with one_line_errors(), stopping.StopSignals():
+    lock = threading.Lock()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(30)
+    finally:
+        lock.acquire()
+        lock.acquire()
+"""
+
+
+def test_ctrl_c_ends_a_program_that_is_stuck_on_its_way_out(start: Start) -> None:
+    """An interrupt between a lock's acquisition and the block that releases it left a training waiting for ever."""
+    program = start([sys.executable, "-c", STUCK])
+    assert program.end() == 130
+    assert program.lines == ["interrupted"]
+
+
 def test_ctrl_c_ends_at_once_as_ever(start: Start, flags: list[str], tmp_path: Path) -> None:
     program = start(command(flags, LONG))
     program.wait_for("epoch 2/")

@@ -10,6 +10,7 @@ import ctypes
 import enum
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import World
+from utils.errors import EXIT_INTERRUPTED, launched_rank
 
 log = logging.getLogger(__name__)
 
 # Slurm and torchrun both signal a rank that runs under both: so soon after the first, it is the same signal.
 SAME_SIGNAL_SECONDS = 1.0
+INTERRUPT_SECONDS = 15.0  # for what Ctrl-C has interrupted to end by itself, a save that is under way with it
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -39,7 +42,9 @@ class Wish(enum.IntEnum):
 class StopSignals:
     """Within it, SIGTERM and the signal named are remembered, as `received`; the same one again ends the process.
 
-    A thread waits for them: the main one may be stuck in a library, where Python runs no handler of its own.
+    A thread waits for them: the main one may be stuck in a library, where Python runs no handler of its own. SIGINT
+    remains Python's KeyboardInterrupt, which may strike where a lock has just been taken that the way out asks for: the
+    thread sees to it that the process ends all the same.
     """
 
     def __init__(self, name: str = "SIGUSR1") -> None:
@@ -75,12 +80,21 @@ class StopSignals:
         os.close(self._reader)
 
     def _listen(self) -> None:
+        poll, deadline = select.poll(), None
+        poll.register(self._reader, select.POLLIN)
         while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+            if not poll.poll(left):
+                if launched_rank() == 0:
+                    os.write(2, b"interrupted\n")  # sys.stderr has a lock, too
+                os._exit(EXIT_INTERRUPTED)
             for number in os.read(self._reader, 64):
                 if number == 0:
                     return
                 if number in self._numbers:
                     self._take(number)
+                elif number == signal.SIGINT and deadline is None:
+                    deadline = time.monotonic() + INTERRUPT_SECONDS
 
     def _take(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
