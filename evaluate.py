@@ -218,13 +218,16 @@ def judge_network(
 
 def room_for(shape: tuple[int, ...], scratch: IO[bytes]) -> np.ndarray:
     """An array in that file; UserError where the disk has no room: writing to it later would end the process."""
+    size = 4 * math.prod(shape)
     try:
-        os.posix_fallocate(scratch.fileno(), 0, 4 * math.prod(shape))
+        if hasattr(os, "posix_fallocate"):  # macOS lacks it
+            os.posix_fallocate(scratch.fileno(), 0, size)
+        else:
+            os.truncate(scratch.fileno(), size)
     except OSError as error:
-        size = 4e-9 * math.prod(shape)
         raise UserError(
-            f"no room for the {size:.1f} GB of a prediction beside --output ({error.strerror}); free some space, or "
-            f"give --one_tiling"
+            f"no room for the {size / 1e9:.1f} GB of a prediction beside --output ({error.strerror}); free some "
+            "space, or give --one_tiling"
         ) from None
     return np.memmap(scratch, np.float32, "r+", shape=shape)
 
@@ -365,18 +368,18 @@ def check_directory(output: Path, overwrite: bool) -> None:
     """UserError where a report may not be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    there = {path.name for path in output.iterdir()} if output.exists() else set()
-    others = sorted(there - WRITTEN)
-    if others:  # --overwrite would remove them
-        raise UserError(f"output {output} holds {others[0]}, which is of no report; give another --output")
-    if there and not overwrite:
-        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
     try:
+        there = {path.name for path in output.iterdir()} if output.exists() else set()
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.absolute().parent):
             pass
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror or error}; give another --output") from None
+    others = sorted(there - WRITTEN)
+    if others:  # --overwrite would remove them
+        raise UserError(f"output {output} holds {others[0]}, which is of no report; give another --output")
+    if there and not overwrite:
+        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -75,11 +75,12 @@ def export(options: Options) -> None:
     """Writes the file and proves it against the network; UserError, and no file, where that cannot be."""
     target, kind = Path(options.output), FORMATS[options.format]
     check_output(target, options)
-    trained = load_trained(options.checkpoint, CPU)
+    weights = weights_file(Path(options.checkpoint))  # once: a training that goes on may have a better one by then
+    trained = load_trained(str(weights), CPU)
     if options.units == "physical":
         check_units(trained.config, options.checkpoint)
     network = wrap(trained, options.units).requires_grad_(False)
-    about = {**describe(trained, options), "weights_sha256": digest(weights_file(Path(options.checkpoint)))}
+    about = {**describe(trained, options), "weights_sha256": digest(weights)}
     content = kind.pack(network, trained.config, json.dumps(about, indent=2, allow_nan=False))
     try:
         with appearing_whole([target]) as (partial,):

@@ -42,8 +42,8 @@ from utils.tiling import Tiling, tile_volume
 PRECISIONS = ("float32", "tf32", "bfloat16")
 INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"
 BATCH_SIZES = {"cpu": 4, "cuda": 32}
-# What a file may say of its box that holds for gas painted onto it, too.
 PROBED_PLANES, LIKELY_VALUE = 8, 30.0  # channels are made so that they lie about between -1 and 1
+# What a file may say of its box that holds for gas painted onto it, too.
 OF_THE_BOX = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 
 log = logging.getLogger(__name__)

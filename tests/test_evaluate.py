@@ -132,6 +132,25 @@ def test_what_is_no_report_is_never_replaced(
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_directory_that_cannot_be_looked_into_is_one_line(
+    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    line = refused(capfd, f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path}")
+    assert f"cannot write {tmp_path}: Permission denied; give another --output" in line
+
+
+def test_a_system_without_fallocate_evaluates_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    with open(tmp_path / "scratch", "w+b") as scratch:
+        room = evaluate.room_for((2, 3, 4, 5), scratch)
+        room[1, 2, 3, 4] = 7
+        assert room.sum() == 7
+
+
 def test_a_disk_without_room_is_told_before_the_work(
     run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

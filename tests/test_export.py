@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -245,6 +246,7 @@ def test_the_metadata_say_what_the_file_is(files: Path, kind: str) -> None:
     assert found["checkpoint"] == {"epoch": 3, "step": 24, "final_loss": 0.125}
     assert found["versions"]["torch"] == torch.__version__
     assert found["git_commit"]
+    assert re.fullmatch("[0-9a-f]{64}", found["weights_sha256"])
     assert configs.validate(configs.parse_value(found["config"])["trained"], "trained") == config
 
 
