@@ -61,7 +61,7 @@ def rank_main(rank: int, port: int, flags: list[str], log: str) -> None:
 
 
 def start(flags: list[str], log: Path) -> list[BaseProcess]:
-    from ranks import free_port
+    from processes import free_port
 
     # New processes of an interpreter that has imported everything: a start costs half a second instead of five.
     context = multiprocessing.get_context("forkserver")

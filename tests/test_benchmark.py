@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 
 from utils import benchmark

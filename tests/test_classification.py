@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dataset_files import write, write_idx
-from ranks import run_ranks
+from processes import run_ranks
 
 import train
 from networks import build_metrics

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks
+from processes import free_port, run_ranks
 
 from utils import distributed
 from utils.distributed import (

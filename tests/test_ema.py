@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

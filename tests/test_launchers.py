@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+from processes import free_port
 
 TOP = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils.distributed import Launch, World
 from utils.metrics import LossRecorder, StepRecord, WeightedMean

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 
 from utils.distributed import Launch, World

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from disks import fill, small_disk
-from ranks import run_ranks
+from processes import run_ranks
 from volume_files import smooth_field, write_volume
 
 import predict

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 import train
 from utils import cli

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from disks import fill, small_disk
-from ranks import run_ranks
+from processes import run_ranks
 
 import train
 from utils import checkpoint, cli, trainer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import free_port, run_ranks
+from processes import free_port, run_ranks
 
 from utils import checkpoint
 from utils.checkpoint import FOLDER

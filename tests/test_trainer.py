@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 
 from networks import build_loss, build_network, initialise

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils import data
 from utils.config import Config, load

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils.data import page_cache
 from utils.data.page_cache import (

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils import distributed
 from utils.data import gather, resident, symmetry

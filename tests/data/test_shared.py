@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 from utils.data import shared
 from utils.data.shared import share_volume

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 
 import train
 from networks import build_network, initialise

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from volume_files import smooth_field
 
 from utils.channels import Channel, input_channels, target_channels

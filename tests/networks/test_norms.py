@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import free_port, run_ranks
+from processes import free_port, run_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

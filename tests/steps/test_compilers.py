@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 from torch._dynamo.utils import counters
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import run_ranks
+from processes import run_ranks
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 

@@ -1,0 +1,252 @@
+"""Starts processes from a server that has imported the program, so that a start costs a fork and no imports.
+
+run_ranks(function, 2)              calls a function on ranks that are joined by gloo
+run(["train.py", "--config=test"])  runs an entry script as its own process: exit code, stdout, stderr
+
+The server runs no torch operation before it forks: torch's thread pools do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TOP = Path(__file__).parent.parent
+GENEROUS = 300.0  # seconds: a limit for a hang, not an expectation
+_CONTEXT = multiprocessing.get_context("forkserver")
+_STARTING = threading.Lock()
+
+
+def context() -> ForkServerContext:
+    """The server's context; its first use starts the server."""
+    with _STARTING:
+        _CONTEXT.set_forkserver_preload(["preload"])
+        search, variables = os.environ.get("PYTHONPATH"), {"OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(TOP), str(TOP / "tests"), *([search] if search else [])])
+        # Python before 3.12.8 does not hand its sys.path on to the server's imports.
+        with _environment({**os.environ, **variables, "PYTHONPATH": path}):
+            forkserver.ensure_running()
+    return _CONTEXT
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]):
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = GENEROUS) -> list[Any]:
+    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` is a module's own, not a lambda."""
+    server = context()
+    results: Any = server.Queue()
+    port = free_port()
+    processes = [
+        server.Process(target=_rank, args=(function, rank, world_size, port, arguments, results))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        answers = dict(results.get(timeout=timeout) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(timeout=30)
+            if process.is_alive():
+                process.kill()
+    failed = {rank: answer for rank, (good, answer) in answers.items() if not good}
+    assert not failed, "\n".join(failed.values())
+    return [answers[rank][1] for rank in range(world_size)]
+
+
+def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, results: Any) -> None:
+    import torch
+
+    from utils import distributed
+
+    os.environ.update(rank_variables(rank, size, port))
+    torch.set_num_threads(1)
+    try:
+        with distributed.connect(device="cpu", rendezvous_seconds=GENEROUS, collective_seconds=GENEROUS) as world:
+            try:
+                answer = (True, function(world, *arguments))
+            except BaseException:
+                # Caught here: it would end the other ranks, which have answers of their own.
+                answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    except BaseException:
+        answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
+    results.put((rank, answer))
+
+
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment that a launcher gives to one rank on this machine."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {name: str(value) for name, value in variables.items()}
+
+
+# --- entry scripts ---------------------------------------------------------------------------------------------------
+
+
+class Completed(NamedTuple):
+    """An ended process; the exit code as a shell reports it, 128 + N after signal N."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Program:
+    """A running entry script. Its output goes to `<output>.out` and `<output>.err`."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | Path],
+        output: Path,
+        cwd: Path = TOP,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`arguments` are what follows `python`: a script and its arguments, or -m, a module and its arguments."""
+        self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
+        variables = dict(os.environ if environment is None else environment)
+        words = [str(argument) for argument in arguments]
+        self.process = context().Process(
+            target=_script, args=(words, str(self.stdout_path), str(self.stderr_path), str(cwd), variables)
+        )
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        """What it has written so far, stdout first."""
+        paths = (self.stdout_path, self.stderr_path)
+        return "".join(path.read_text(errors="replace") for path in paths if path.exists())
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait_for(self, pattern: str, seconds: float = GENEROUS) -> None:
+        """Returns once it has written the pattern; fails if it ends without."""
+        wait_until(
+            lambda: re.search(pattern, self.text, re.MULTILINE),
+            seconds,
+            lambda: f"{pattern!r} in:\n{self.text}",
+            alive=lambda: self.process.exitcode is None,
+        )
+
+    def end(self, seconds: float = GENEROUS) -> Completed:
+        """Waits for its end."""
+        self.process.join(seconds)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+            raise AssertionError(f"still running after {seconds:.0f} s:\n{self.text}")
+        return Completed(
+            128 - code if code < 0 else code,
+            self.stdout_path.read_text(errors="replace"),
+            self.stderr_path.read_text(errors="replace"),
+        )
+
+    def kill(self) -> None:
+        """Ends it, even if it is stopped; nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.process.join(30)
+
+
+def run(
+    arguments: Sequence[str | Path],
+    output: Path,
+    cwd: Path = TOP,
+    environment: Mapping[str, str] | None = None,
+    seconds: float = GENEROUS,
+) -> Completed:
+    """Runs an entry script to its end; see Program."""
+    return Program(arguments, output, cwd, environment).end(seconds)
+
+
+def wait_until(
+    condition: Callable[[], Any],
+    seconds: float = GENEROUS,
+    what: Callable[[], str] = lambda: "the condition",
+    alive: Callable[[], bool] = lambda: True,
+) -> None:
+    """Returns once the condition holds; AssertionError if it does not in time, or not when `alive` has ended."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = not alive()
+        if ended and condition():
+            return
+        assert not ended, f"ended without {what()}"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what()}"
+        time.sleep(0.02)
+
+
+def _script(words: list[str], stdout: str, stderr: str, cwd: str, variables: dict[str, str]) -> None:
+    for number, path in ((1, stdout), (2, stderr)):
+        file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    # A shell has what it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+
+    torch.set_num_threads(1)
+    code: Any = 0
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, cwd)
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(cwd, words[0]).parent))
+            runpy.run_path(str(Path(cwd, words[0])), run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
