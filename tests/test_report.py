@@ -1,4 +1,4 @@
-"""The predictors that a trained network is held against, and the closing table."""
+"""Baseline predictors that a trained network is compared with, and the table that ends a run."""
 
 from __future__ import annotations
 
@@ -28,31 +28,23 @@ def baselines(world: World, path: str) -> dict[str, float]:
     )
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, volume_file) -> str:
-    return str(volume_file(tmp_path_factory.mktemp("report") / "box.h5"))
-
-
-def test_baselines_are_those_of_numpy(path: str) -> None:
+def test_baselines_agree_with_numpy_on_one_rank_and_on_two(tmp_path: Path, volume_file) -> None:
+    """The second of two ranks has fewer crops than the first."""
+    path = str(volume_file(tmp_path / "box.h5"))
     volume, plan = open_volume(path, (4, 5)), SamplePlan(SAMPLES, 16, 8, split="valid").epoch(0)
     crops = [tuple(slice(int(start), int(start) + 8) for start in origin) for origin in plan.origins]
     inputs = np.stack([volume.inputs[(slice(None), *crop)] for crop in crops]).astype(np.float64)
     targets = np.stack([volume.targets[(slice(None), *crop)] for crop in crops]).astype(np.float64)
     medians = np.median(targets, axis=(0, 2, 3, 4), keepdims=True)
     copy = np.concatenate([inputs, np.broadcast_to(medians[:, 4:], targets[:, 4:].shape)], axis=1)
-    found = baselines(ALONE, path)
-    assert found["constant"] == pytest.approx(np.abs(targets - medians).mean(), rel=1e-4)
-    assert found["copy"] == pytest.approx(np.abs(targets - copy).mean(), rel=1e-4)
-
-
-def test_ranks_share_the_work_and_agree(path: str) -> None:
-    """More ranks than fill the last batch: one of them has fewer crops than the other."""
     alone = baselines(ALONE, path)
+    assert alone["constant"] == pytest.approx(np.abs(targets - medians).mean(), rel=1e-4)
+    assert alone["copy"] == pytest.approx(np.abs(targets - copy).mean(), rel=1e-4)
     for rank in run_ranks(baselines, 2, path):
         assert rank == pytest.approx(alone, rel=1e-9)
 
 
-def test_table_tells_what_part_the_trained_loss_is() -> None:
+def test_the_closing_table_compares_the_trained_loss_with_the_others() -> None:
     result = FitResult(400, 0.2, 0.01, 0.01, 50.0, 65.0)
     table = "\n".join(closing_table(result, {"constant": 0.08, "copy": 0.04}, Path("runs/x")))
     for expected in ("0.200000   0.050 of it", "0.080000   0.125 of it", "0.040000   0.250 of it", "50.0", "1:05"):
