@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # A real two-node Slurm on one Debian machine, for tests: no systemd, no cgroups, no database.
 #
-#   sudo tests/slurm/cluster.sh up     installs the packages if missing; munged, slurmctld, one slurmd a node
-#   . "$SLURM_CLUSTER_DIR/env"         SLURM_CONF and PATH; then sinfo, srun, sbatch, scancel work
+#   sudo tests/slurm/cluster.sh up     installs missing packages; starts munged, slurmctld and one slurmd per node
+#   . "$SLURM_CLUSTER_DIR/env"         sets SLURM_CONF and PATH for sinfo, srun, sbatch, scancel
 #   sudo tests/slurm/cluster.sh down   ends what `up` started; SLURM_CLUSTER_KEEP=1 keeps the logs
 #   sudo tests/slurm/cluster.sh node NAME   starts a node's slurmd again, after it was killed
 #
 # Everything but the packages and one marked line in /etc/hosts is in SLURM_CLUSTER_DIR: with another directory and
-# another SLURM_CLUSTER_PORT a second cluster runs beside the first.
+# another SLURM_CLUSTER_PORT a second cluster runs alongside the first.
 set -euo pipefail
 
 d=${SLURM_CLUSTER_DIR:-${TMPDIR:-/tmp}/slurm-cluster}
 nodes=${SLURM_CLUSTER_NODES:-2}
-cpus=${SLURM_CLUSTER_CPUS:-256}   # of a node; may be more than there are
-gpus=${SLURM_CLUSTER_GPUS:-4}     # of a node
+cpus=${SLURM_CLUSTER_CPUS:-256}   # per node; may be more than there are
+gpus=${SLURM_CLUSTER_GPUS:-4}     # per node
 port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
 export SLURM_CONF=$d/slurm.conf
 PATH=$PATH:/usr/sbin:/sbin # of the daemons; not every shell looks there
@@ -128,11 +128,12 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 GresTypes=gpu
-# for quick tests; real sites have a KillWait of 30 s and a GraceTime of minutes
-KillWait=5
+# seconds from SIGTERM to SIGKILL, Slurm's default
+KillWait=30
 MinJobAge=3600
 SlurmdTimeout=60
-# jobs of partition "high" preempt those of "low"
+# Jobs of partition "high" preempt those of "low". Their GraceTime is long, as on real sites: on a busy machine the
+# ranks may need many seconds to save, and a second SIGTERM, at its end, would cut them off.
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -145,7 +146,7 @@ CONF
   done
   cat >>"$SLURM_CONF" <<'CONF'
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=off DefaultTime=10 State=UP
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=10 Default=YES DefaultTime=10 State=UP
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=300 Default=YES DefaultTime=10 State=UP
 CONF
   # shellcheck disable=SC2016 # $PATH expands where the file is sourced
   printf 'export SLURM_CONF=%q PATH=%q:$PATH\n' "$SLURM_CONF" "$d/bin" >"$d/env"
@@ -170,6 +171,7 @@ start_node() {
 up() {
   [ "$(id -u)" -eq 0 ] || fail "must be root"
   [ -e /etc/debian_version ] || fail "needs Debian's packages"
+  case $d in *[[:space:]]*) fail "slurm.conf takes no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
   [ ! -e "$d/up" ] || fail "$d is up already; run $0 down first"
   mkdir -p "$d"/{state,log,dev,munge,bin}
   chmod 0755 "$d" "$d"/{state,log,dev,munge,bin}
@@ -184,7 +186,7 @@ up() {
     --log-file="$d/log/munged.log" --seed-file="$d/munge/seed"
   slurmctld -c -f "$SLURM_CONF"
   for ((n = 1; n <= nodes; n++)); do start_node "node$n"; done
-  for _ in {1..150}; do
+  for _ in {1..1500}; do
     if [ "$(sinfo -h -N -p low -t idle -o %N 2>/dev/null | sort -u | wc -l)" -eq "$nodes" ]; then
       trap - EXIT
       echo "ready: . $d/env"

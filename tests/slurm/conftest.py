@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ UNAVAILABLE = 69  # cluster.sh's exit code where the packages cannot be installe
 
 
 def why_not() -> str | None:
-    """What this machine lacks for a Slurm of its own."""
+    """The reason why this machine cannot have a Slurm of its own."""
     if os.geteuid() != 0:
         return "a Slurm of its own needs root"
     if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
@@ -24,12 +25,15 @@ def why_not() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), free_ports(1 + NODES))
-    # A pytest that is told to end takes the cluster down, too.
+    # slurm.conf takes no paths with spaces, and a socket's path must be short: not under pytest's own directory.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    folder.chmod(0o755)
+    cluster = Cluster(folder / "cluster", free_ports(1 + NODES))
+    # A pytest that is asked to end takes the cluster down, too.
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 128 + signal.SIGTERM))
     try:
         up = cluster.script("up")
@@ -41,3 +45,4 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         down = cluster.script("down")
         signal.signal(signal.SIGTERM, previous)
         assert down.returncode == 0, down.stdout
+        shutil.rmtree(folder)

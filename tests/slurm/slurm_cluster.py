@@ -6,22 +6,23 @@ import contextlib
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-TOP = Path(__file__).parent.parent.parent
+from processes import GENEROUS, TOP, wait_until
+
 SCRIPT = Path(__file__).parent / "cluster.sh"
 NODES = 2
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
 class Job:
-    """A submitted job, as Slurm tells of it."""
+    """A submitted job, as Slurm describes it."""
 
     def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
         self.cluster, self.number, self._output = cluster, number, output
@@ -39,36 +40,32 @@ class Job:
     def output(self) -> str:
         return self._output.read_text() if self._output.exists() else ""
 
-    def until(self, condition: Callable[[], object], seconds: float, what: str) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"no {what} within {seconds} s, {self.state}; output:\n{self.output[-4000:]}"
-            )
-            time.sleep(0.1)
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        wait_until(condition, what=lambda: f"{what}; {self.state}; output:\n{self.output[-4000:]}")
 
-    def prints(self, text: str, seconds: float = 180) -> None:
-        self.until(lambda: text in self.output, seconds, text)
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Returns once the output has the text so many times."""
+        self.wait_until(lambda: self.output.count(text) >= times, f"{times} × {text!r}")
 
-    def ends(self, state: str, seconds: float = 180) -> None:
-        self.until(lambda: self.state in ENDED, seconds, "end")
+    def ends(self, state: str) -> None:
+        self.wait_until(lambda: self.state in ENDED, "end")
         assert self.state == state, f"{self.state}, not {state}; output:\n{self.output[-4000:]}"
 
-    def is_requeued(self, seconds: float = 30) -> None:
-        """Waits for it; then it starts again within seconds rather than the two minutes that Slurm lets pass.
+    def is_requeued(self) -> None:
+        """Waits for it, and shortens the two minutes after which Slurm would start the job again.
 
-        Not at once: a node refuses a job that it has ended within the same second, which fails it.
+        Not to zero: a node refuses a job that it has ended within the same second, which fails it.
         """
-        self.until(lambda: self.field("Restarts") != "0" and self.state != "COMPLETING", seconds, "requeue")
+        self.wait_until(lambda: self.field("Restarts") != "0" and self.state != "COMPLETING", "requeue")
         if self.state == "PENDING":
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
 
     def signal_shell(self, name: str) -> None:
-        """To the batch script's shell alone, as Slurm does before the time limit with --signal=B:…"""
+        """Signals the batch script's shell alone, as Slurm does before the time limit with --signal=B:…"""
         self.cluster.run("scancel", f"--signal={name}", "--batch", self.number)
 
     def processes(self, **environment: str) -> list[int]:
-        """Of its tasks, those with these variables."""
+        """Those of the job's processes that were started with these variables."""
         wanted = {f"{name}={value}".encode() for name, value in environment.items()}
         wanted.add(f"SLURM_JOB_ID={self.number}".encode())
         found = []
@@ -77,6 +74,21 @@ class Job:
                 if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                     found.append(int(folder.name))
         return found
+
+    def suspend_ranks(self, count: int) -> list[int]:
+        """Stops the ranks where they are, until a SIGCONT, and returns their process ids."""
+        ranks = [pid for rank in range(count) for pid in self.processes(RANK=str(rank))]
+        assert len(ranks) == count, self.output
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        return ranks
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """True if the signal has been sent to the stopped process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = re.search(r"^ShdPnd:\s*(\w+)$", status, re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
 
 
 class Cluster:
@@ -95,28 +107,32 @@ class Cluster:
 
     def script(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(SCRIPT), *arguments]
-        # Its output into a file: the daemons would keep a pipe open.
+        # Its output goes to a file: the daemons would keep a pipe open.
         with open(self.directory.with_suffix(".txt"), "w+") as log:
-            done = subprocess.run(command, env=self._script, stdout=log, stderr=log, timeout=600, check=False)
+            done = subprocess.run(command, env=self._script, stdout=log, stderr=log, timeout=900, check=False)
             log.seek(0)
             done.stdout = log.read()
         return done
 
     def run(self, *command: str, **variables: str) -> str:
-        done = subprocess.run(
-            command, cwd=TOP, env={**self.environment, **variables}, capture_output=True, text=True, timeout=60
-        )
+        environment = {**self.environment, **variables}
+        done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True, timeout=GENEROUS)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
     def submit(self, output: Path, options: str, *arguments: str, **variables: str) -> Job:
         """submit_pm.sh with sbatch's options; the output file has the job's number in its name."""
-        command = ["sbatch", "--parsable", f"--output={output}/%j.out", *options.split()]
+        command = ["sbatch", "--parsable", f"--output={output}/%j.out", *shlex.split(options)]
         number = self.run(*command, "submit_pm.sh", *arguments, **variables).strip()
         return Job(self, number, output / f"{number}.out")
 
     def stand_in(self, output: Path, options: str, *arguments: str, **variables: str) -> Job:
         return self.submit(output, options, *arguments, TRAIN_SCRIPT="tests/slurm/stand_in.py", **variables)
+
+    def preempt(self) -> None:
+        """A job of higher priority that needs all GPUs of both nodes."""
+        wanted = ["--partition=high", "--nodes=2", "--gpus-per-node=4"]
+        self.run("sbatch", *wanted, "--output=/dev/null", "--wrap=true")
 
     def freeze(self, node: str, job: Job) -> Callable[[], None]:
         """A node that is gone from one moment to the next: nothing on it answers, and no connection ends.

@@ -1,10 +1,10 @@
-"""In train.py's place, where only what reaches a rank matters, or how it ends; without PyTorch, so within a second.
+"""Replaces train.py where only what reaches a rank matters, or how it ends; starts quickly, since it needs no PyTorch.
 
-stand_in.py dump DIRECTORY [ANYTHING ...]    arguments and environment into DIRECTORY/<rank>.json
+stand_in.py dump DIRECTORY [ANYTHING ...]    writes arguments and environment to DIRECTORY/<rank>.json
 stand_in.py exit RANK CODE                   that rank ends with a message and that code, the others wait
-stand_in.py wait                             until a signal, then 75, like a training; not when it was restarted
-stand_in.py deaf                             the same as a program that does not catch its signals
-stand_in.py late                             like wait, but rank 0 is gone before the others, which no longer listen
+stand_in.py wait                             waits for a signal, then exits with 75, as a training does; a restart: 0
+stand_in.py deaf                             like wait, but does not catch its signals
+stand_in.py late                             like wait, but rank 0 ends before the others, which no longer listen
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def main(action: str, arguments: list[str]) -> int:
         if arguments[0] == RANK:
             print(f"error: rank {RANK} is out of luck", file=sys.stderr, flush=True)
             return int(arguments[1])
-        time.sleep(600)
+        time.sleep(1800)
     if "SLURM_RESTART_COUNT" in os.environ:
-        say("goes on")
+        say("is restarted")
         return 0
     stopped: list[int] = []
     if action in ("wait", "late"):
@@ -48,7 +48,7 @@ def main(action: str, arguments: list[str]) -> int:
     say(f"saves after {signal.Signals(stopped[0]).name}")
     if action == "late" and RANK != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(600)
+        time.sleep(1800)
     return EXIT_AGAIN
 
 

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from slurm_cluster import TOP, Cluster, Job
+from processes import GENEROUS, TOP, Program, free_port, rank_variables, wait_until
+from slurm_cluster import Cluster, Job, is_pending
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
 FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
-EPOCHS, STEPS_PER_EPOCH = 50, 8  # some seconds
+EPOCHS, STEPS_PER_EPOCH = 24, 8
 NO_GPUS = "--gpus-per-node=0 --cpus-per-task=1"
-
-
-def train(cluster: Cluster, folder: Path, data_flags: list[str], options: str = FOUR_RANKS) -> Job:
-    arguments = ["--config=test", *data_flags, "--set=report_baselines=false", "--num_epochs", str(EPOCHS)]
-    return cluster.submit(folder, options, *arguments, LOGS_DIR=str(folder / "logs"))
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -39,233 +36,102 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def dumped(folder: Path) -> list[dict[str, Any]]:
-    """What `stand_in.py dump` of each rank says."""
+    """The arguments and environment of each rank of `stand_in.py dump`."""
     files = {int(path.stem): path for path in folder.glob("*.json")}
     return [json.loads(files[rank].read_text()) for rank in sorted(files)]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job that waits for its time limit's warning while the other tests run: Slurm looks every half minute."""
-    options = f"--ntasks=1 --nodelist=node1 --partition=high {NO_GPUS}"
-    job = cluster.stand_in(tmp_path_factory.mktemp("limited"), options, "wait")
-    job.prints("rank 0 waits")
-    # The shipped script asks for a warning 120 s before: the next time that Slurm looks.
-    cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+2minutes")
-    return job
+@pytest.fixture(scope="module")
+def flags(data_flags: list[str]) -> list[str]:
+    return ["--config=test", *data_flags, "--set=report_baselines=false", f"--num_epochs={EPOCHS}"]
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    train(cluster, folder, data_flags).ends("COMPLETED")
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """The same training on four ranks without Slurm, undisturbed."""
+    folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
+    command = ["train.py", *flags, f"--set=expdir={folder}/logs"]
+    environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
+    ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
+    assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
     return folder
 
 
-# --- training, and what interrupts it ---
+def train_some_epochs(cluster: Cluster, folder: Path, flags: list[str]) -> tuple[Job, list[int]]:
+    """A training that is in its third epoch, and the process ids of its ranks, which a SIGSTOP holds there."""
+    job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / "logs"))
+    job.wait_for("epoch 3/")
+    return job, job.suspend_ranks(4)
 
 
-def test_trains(uninterrupted: Path) -> None:
-    run = uninterrupted / "logs/test/4GPU/00"
-    assert (run / "provenance.json").is_file()
-    (output,) = uninterrupted.glob("*.out")
-    assert output.read_text().count("Avg train loss=") == EPOCHS, "rank 0 alone logs"
-    assert final_weights(uninterrupted)
+def resume(ranks: list[int]) -> None:
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
 
 
-def goes_on_to_the_same_end(job: Job, folder: Path, uninterrupted: Path) -> None:
+def stopped_after(job: Job, by: str) -> int:
+    """The step after which the ranks agreed to stop; rank 0 may hear of the signal from another rank first."""
+    (step,) = re.findall(rf"Stopping after step (\d+): (?:{by}|a signal to another rank)$", job.output, re.MULTILINE)
+    assert 0 < int(step) < EPOCHS * STEPS_PER_EPOCH
+    return int(step)
+
+
+def ends_with_the_same_weights(job: Job, folder: Path, uninterrupted: Path) -> None:
     job.ends("COMPLETED")
-    assert "Going on from" in job.output
-    assert job.output.count("cluster configuration lacks support") == 2, "both runs' output is kept"
     expected, weights = final_weights(uninterrupted), final_weights(folder)
     assert expected.keys() == weights.keys()
     for name, value in expected.items():
         assert torch.equal(value, weights[name]), name
 
 
-def test_a_warned_training_saves_is_queued_again_and_goes_on(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, data_flags: list[str]
+def test_a_preempted_training_saves_is_requeued_and_resumes(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    job = train(cluster, tmp_path, data_flags)
-    job.prints("epoch 3/")
-    job.signal_shell("USR1")
+    """It ends with the bits of an uninterrupted training, and both runs' output is in one file, from rank 0 alone."""
+    job, _ = train_some_epochs(cluster, tmp_path, flags)
+    cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     job.is_requeued()
-    assert ": SIGUSR1" in job.output
-    goes_on_to_the_same_end(job, tmp_path, uninterrupted)
+    ends_with_the_same_weights(job, tmp_path, uninterrupted)
+    assert re.search(rf"Going on from .*, after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
+    assert job.output.count("Avg train loss=") == EPOCHS
+    assert (tmp_path / "logs/test/4GPU/00/provenance.json").is_file()
 
 
-def test_a_preempted_training_saves_is_queued_again_and_goes_on(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, data_flags: list[str]
-) -> None:
-    job = train(cluster, tmp_path, data_flags)
-    job.prints("epoch 3/")
-    cluster.run("sbatch", "--partition=high", "--nodes=2", "--gpus-per-node=4", "--output=/dev/null", "--wrap=sleep 1")
-    job.is_requeued()
-    assert ": SIGTERM" in job.output
-    goes_on_to_the_same_end(job, tmp_path, uninterrupted)
+# --- the end of a job ---
 
 
-def test_a_training_whose_node_is_gone_goes_on_from_its_last_checkpoint(
-    cluster: Cluster, uninterrupted: Path, tmp_path: Path, data_flags: list[str]
-) -> None:
-    job = train(cluster, tmp_path, data_flags)
-    job.prints("epoch 3/")
-    bring_back = cluster.freeze("node2", job)
-    job.until(lambda: job.state == "PENDING", 30, "requeue")
-    bring_back()
-    job.is_requeued()
-    goes_on_to_the_same_end(job, tmp_path, uninterrupted)
-
-
-def test_a_cancelled_training_saves_and_stays_cancelled(
-    cluster: Cluster, tmp_path: Path, data_flags: list[str]
-) -> None:
-    job = train(cluster, tmp_path, data_flags)
-    job.prints("epoch 3/")
-    cluster.run("scancel", job.number)
-    job.ends("CANCELLED")
-    assert job.field("Restarts") == "0"
-    (line,) = (line for line in job.output.splitlines() if "Stopping after step" in line)
-    assert int(line.split("step ")[1].split(":")[0]) in checkpoints(tmp_path)
-
-
-def test_a_rank_that_dies_fails_the_job_at_once(cluster: Cluster, tmp_path: Path, data_flags: list[str]) -> None:
-    job = train(cluster, tmp_path, data_flags)
-    job.prints("epoch 3/")
-    for pid in job.processes(SLURM_PROCID="2"):
-        os.kill(pid, signal.SIGKILL)
-    job.ends("FAILED", seconds=20)
-    assert "task 2: Killed" in job.output
-    assert "error: rank 2 (host " in job.output
-
-
-# --- how it ends ---
-
-
-def test_the_time_limits_own_warning(limited: Job) -> None:
-    limited.prints("rank 0 saves after SIGUSR1", seconds=60)
-    limited.is_requeued()
-    limited.ends("COMPLETED")
-    assert "rank 0 goes on" in limited.output
-    assert limited.output.index("warned") < limited.output.index("saves") < limited.output.index("goes on")
-
-
-def test_a_rank_that_fails_says_why_and_ends_the_others(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.stand_in(tmp_path, FOUR_RANKS, "exit", "1", "3")
-    job.ends("FAILED", seconds=20)
+    job.ends("FAILED")
     assert "error: rank 1 is out of luck" in job.output
     assert "Exited with exit code 3" in job.output
 
 
-@pytest.mark.parametrize("code", [2, 76])
-def test_other_codes_are_the_jobs(cluster: Cluster, tmp_path: Path, code: int) -> None:
-    job = cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", str(code))
-    job.ends("FAILED")
-    assert job.field("ExitCode") == f"{code}:0"
+def test_the_programs_exit_code_is_the_jobs(cluster: Cluster, tmp_path: Path) -> None:
+    jobs = {code: cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", str(code)) for code in (2, 76)}
+    for code, job in jobs.items():
+        job.ends("FAILED")
+        assert job.field("ExitCode") == f"{code}:0"
 
 
-def test_a_warning_that_is_a_term_is_passed_on_as_the_stop_signal(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, f"{FOUR_RANKS} --signal=B:TERM@120", "wait", STOP_SIGNAL="USR2")
-    job.until(lambda: job.output.count("waits") == 4, 30, "start")
-    job.signal_shell("TERM")
-    job.is_requeued()
-    assert job.output.count("saves after SIGUSR2") == 4
-    job.ends("COMPLETED")
-
-
-@pytest.mark.parametrize("program", ["deaf", "late"])
-def test_a_step_that_ends_by_a_signal_after_a_warning_is_queued_again(
-    cluster: Cluster, tmp_path: Path, program: str
-) -> None:
-    """The warning came before the program could catch it; or -K1 ended ranks that had saved and were still ending."""
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, program)
-    job.until(lambda: job.output.count("waits") == 4, 30, "start")
-    job.signal_shell("USR1")
-    job.is_requeued()
-    assert ("User defined signal 1" if program == "deaf" else "Terminated") in job.output
-    job.ends("COMPLETED")
-
-
-def test_a_signal_that_comes_to_the_ranks_alone(cluster: Cluster, tmp_path: Path) -> None:
-    """sbatch --signal=USR1@120, or scancel --signal."""
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, "wait")
-    job.until(lambda: job.output.count("waits") == 4, 30, "start")
-    cluster.run("scancel", "--signal=USR1", job.number)
-    job.is_requeued()
-    assert "warned" not in job.output
-    job.ends("COMPLETED")
-
-
-def test_a_program_that_dies_of_a_preemption_is_queued_again(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")
-    job.until(lambda: job.output.count("waits") == 4, 30, "start")
-    cluster.run("sbatch", "--partition=high", "--nodes=2", "--gpus-per-node=4", "--output=/dev/null", "--wrap=true")
-    job.is_requeued()
-    job.ends("COMPLETED")
-
-
-def test_a_program_that_dies_of_a_signal_of_its_own_is_not(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")
-    job.until(lambda: job.output.count("waits") == 4, 30, "start")
-    for pid in job.processes(SLURM_PROCID="3"):
-        os.kill(pid, signal.SIGTERM)
-    job.ends("FAILED")
-    assert job.field("Restarts") == "0"
-
-
-def test_a_benchmark_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, "--ntasks=1", "wait", "--enable_benchy")
-    job.prints("waits")
-    job.signal_shell("USR1")
-    job.prints("a benchmark has nothing to save")
-    cluster.run("scancel", job.number)
-    job.ends("CANCELLED")
-    assert "SIGUSR1" not in job.output
-
-
-def test_array_jobs_queue_the_task_again(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, f"--array=3,7%2 --ntasks=1 {NO_GPUS} --output={tmp_path}/%a.out", "wait")
-    tasks = {name: Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out") for name in ("3", "7")}
-    for task in tasks.values():
-        task.prints("waits")
-    tasks["7"].signal_shell("USR1")
-    tasks["7"].is_requeued()
-    tasks["7"].ends("COMPLETED")
-    assert tasks["3"].state == "RUNNING"
-    cluster.run("scancel", job.number)
-
-
-def test_requeues_are_limited(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, "--ntasks=1", "wait", MAX_REQUEUES="0")
-    job.prints("waits")
-    job.signal_shell("USR1")
-    job.ends("FAILED")
-    assert job.field("ExitCode") == "75:0"
-    assert "MAX_REQUEUES=0" in job.output
-
-
-def test_a_job_that_must_not_be_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, "--ntasks=1 --no-requeue", "wait")
-    job.prints("waits")
-    job.signal_shell("USR1")
-    job.ends("FAILED")
-    assert job.field("ExitCode") == "75:0"
-    assert "cannot be requeued" in job.output
-
-
-# --- what reaches a rank ---
+# --- the environment of a rank ---
 
 AWKWARD = ["--set=run name=a b", "it's", 'say "x"', "$HOME `id` $(id)", "*", "two\nlines", "", "back\\slash", "--", "ü"]
 
 
-def test_arguments_arrive_whole(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.stand_in(tmp_path, FOUR_RANKS, "dump", str(tmp_path), *AWKWARD).ends("COMPLETED")
+def test_arguments_reach_every_rank_unchanged_on_unequal_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.stand_in(tmp_path, "-N2 -n3", "dump", str(tmp_path), *AWKWARD).ends("COMPLETED")
     ranks = dumped(tmp_path)
-    assert [rank["argv"] for rank in ranks] == [["tests/slurm/stand_in.py", "dump", str(tmp_path), *AWKWARD]] * 4
-    ports = {rank["environment"]["MASTER_PORT"] for rank in ranks}
-    assert len(ports) == 1
+    assert [rank["argv"] for rank in ranks] == [["tests/slurm/stand_in.py", "dump", str(tmp_path), *AWKWARD]] * 3
+    environments = [rank["environment"] for rank in ranks]
+    assert [rank["RANK"] for rank in environments] == ["0", "1", "2"]
+    assert [rank["LOCAL_RANK"] for rank in environments] == ["0", "1", "0"]
+    assert {rank["WORLD_SIZE"] for rank in environments} == {"3"}
+    assert {rank["MASTER_ADDR"] for rank in environments} == {"node1"}
+    assert len({rank["MASTER_PORT"] for rank in environments}) == 1
 
 
+@pytest.mark.slow
 def test_variables_reach_the_ranks_and_nsys_wraps_the_command(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     nsys = tmp_path / "bin" / "nsys"
@@ -285,17 +151,9 @@ def test_variables_reach_the_ranks_and_nsys_wraps_the_command(cluster: Cluster, 
         assert rank["argv"][1:] == ["dump", str(tmp_path)]
 
 
-def test_unequal_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.stand_in(tmp_path, "-N2 -n3", "dump", str(tmp_path)).ends("COMPLETED")
-    ranks = [rank["environment"] for rank in dumped(tmp_path)]
-    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2"]
-    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0"]
-    assert {rank["WORLD_SIZE"] for rank in ranks} == {"3"}
-    assert {rank["MASTER_ADDR"] for rank in ranks} == {"node1"}
-
-
-def test_sizes_and_gpus(cluster: Cluster, tmp_path: Path) -> None:
-    """Four ranks a node, each of which sees all its GPUs, or its own where Slurm is told so."""
+@pytest.mark.slow
+def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) -> None:
+    """Four ranks per node; each sees all GPUs of its node, or its own where Slurm is asked for that."""
     cases = {"-n 1": 1, "-n 8": 8, "-N 2": 8, "-n 2 --gpu-bind=single:1": 2, "-n 4 --gpus-per-task=1": 4}
     jobs = []
     for number, options in enumerate(cases):
@@ -304,28 +162,25 @@ def test_sizes_and_gpus(cluster: Cluster, tmp_path: Path) -> None:
     for number, (options, ranks) in enumerate(cases.items()):
         jobs[number].ends("COMPLETED")
         found = [rank["environment"] for rank in dumped(tmp_path / str(number))]
-        assert [rank["WORLD_SIZE"] for rank in found] == [str(ranks)] * ranks
-        assert [int(rank["LOCAL_RANK"]) for rank in found] == [rank % 4 for rank in range(ranks)]
-        assert {rank["MASTER_ADDR"] for rank in found} == {"node1" if ranks > 4 else "127.0.0.1"}
+        assert [rank["WORLD_SIZE"] for rank in found] == [str(ranks)] * ranks, options
+        assert [int(rank["LOCAL_RANK"]) for rank in found] == [rank % 4 for rank in range(ranks)], options
+        assert {rank["MASTER_ADDR"] for rank in found} == {"node1" if ranks > 4 else "127.0.0.1"}, options
         gpus = [rank["CUDA_VISIBLE_DEVICES"] for rank in found]
-        assert gpus == ([str(rank) for rank in range(ranks)] if "gpu" in options else ["0,1,2,3"] * ranks)
+        assert gpus == ([str(rank) for rank in range(ranks)] if "gpu" in options else ["0,1,2,3"] * ranks), options
 
 
-def test_two_jobs_on_one_node_do_not_meet(cluster: Cluster, tmp_path: Path) -> None:
-    jobs = [cluster.stand_in(tmp_path, f"-n 2 --nodelist=node1 {NO_GPUS}", "wait") for _ in range(2)]
-    for job in jobs:
-        job.prints("waits")
-    ports = set()
-    for job in jobs:
-        (pid, *_) = job.processes(SLURM_PROCID="1", RANK="1")
-        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        ports |= {variable for variable in variables if variable.startswith("MASTER_PORT=")}
-    assert len(ports) == 2
-    cluster.run("scancel", *(job.number for job in jobs))
+@pytest.mark.slow
+def test_two_jobs_on_one_node_have_different_ports(cluster: Cluster, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+        cluster.stand_in(folder, f"-n 1 --nodelist=node1 {NO_GPUS}", "dump", str(folder)).ends("COMPLETED")
+    assert len({dumped(folder)[0]["environment"]["MASTER_PORT"] for folder in folders}) == 2
 
 
-def test_containers(cluster: Cluster, tmp_path: Path) -> None:
-    data = tmp_path / "data"
+@pytest.mark.slow
+def test_sbatchs_image_option_runs_the_ranks_in_shifter(cluster: Cluster, tmp_path: Path) -> None:
+    data = tmp_path / "da ta"
     data.mkdir()
     places = {"DATA_DIR": str(data), "LOGS_DIR": str(tmp_path / "logs")}
     job = cluster.stand_in(tmp_path, "-n 2 --image=some/image:1", "dump", str(tmp_path), **places)
@@ -337,60 +192,252 @@ def test_containers(cluster: Cluster, tmp_path: Path) -> None:
     assert (tmp_path / "logs").is_dir()
 
 
+# --- signals ---
+
+
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job whose time limit's warning is due: Slurm looks every half minute, so other tests run meanwhile."""
+    options = f"--ntasks=1 --nodelist=node1 --partition=high {NO_GPUS}"
+    job = cluster.stand_in(tmp_path_factory.mktemp("limited"), options, "wait")
+    job.wait_for("rank 0 waits")
+    # The shipped script asks for a warning 120 s before the end.
+    cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+2minutes")
+    return job
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("limited")
+def test_a_warned_training_saves_is_requeued_and_resumes(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    job, ranks = train_some_epochs(cluster, tmp_path, flags)
+    job.signal_shell("USR1")
+    job.wait_until(lambda: all(is_pending(pid, signal.SIGUSR1) for pid in ranks), "SIGUSR1 for all ranks")
+    resume(ranks)
+    job.is_requeued()
+    ends_with_the_same_weights(job, tmp_path, uninterrupted)
+    assert f", after step {stopped_after(job, 'SIGUSR1')}\n" in job.output
+
+
+@pytest.mark.slow
+def test_a_training_whose_node_is_gone_resumes_from_its_last_checkpoint(
+    cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
+) -> None:
+    job, ranks = train_some_epochs(cluster, tmp_path, flags)
+    newest = max(checkpoints(tmp_path))
+    bring_back = cluster.freeze("node2", job)
+    resume(sorted(set(ranks) & set(job.processes(SLURMD_NODENAME="node1"))))
+    job.wait_until(lambda: job.state == "PENDING", "requeue")
+    bring_back()
+    job.is_requeued()
+    ends_with_the_same_weights(job, tmp_path, uninterrupted)
+    assert f", after step {newest}\n" in job.output
+    assert "Stopping" not in job.output
+
+
+@pytest.mark.slow
+def test_a_cancelled_training_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
+    job, _ = train_some_epochs(cluster, tmp_path, flags)
+    cluster.run("scancel", job.number)
+    job.ends("CANCELLED")
+    assert job.field("Restarts") == "0"
+    assert stopped_after(job, "SIGTERM") in checkpoints(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
+    job, ranks = train_some_epochs(cluster, tmp_path, flags)
+    os.kill(ranks.pop(2), signal.SIGKILL)
+    resume(ranks)
+    job.ends("FAILED")
+    assert "task 2: Killed" in job.output
+    assert "error: rank 2 (host " in job.output
+
+
+class Case(NamedTuple):
+    """A stand-in program, who signals it, and text of its job's output."""
+
+    options: str
+    program: str
+    variables: dict[str, str]
+    signal: Callable[[Job], object]
+    text: str
+
+
+def signal_ranks(job: Job) -> None:
+    job.cluster.run("scancel", "--signal=USR1", job.number)
+
+
+def terminate_rank_3(job: Job) -> None:
+    for pid in job.processes(RANK="3"):
+        os.kill(pid, signal.SIGTERM)
+
+
+def start_and_signal(cluster: Cluster, folder: Path, cases: dict[str, Case]) -> dict[str, Job]:
+    """Name -> job; they run at the same time, and each is signalled once its ranks wait."""
+    jobs = {
+        name: cluster.stand_in(folder, f"{case.options} {NO_GPUS}", *case.program.split(), **case.variables)
+        for name, case in cases.items()
+    }
+    for name, case in cases.items():
+        jobs[name].wait_for(" waits", 4 if FOUR_RANKS in case.options else 1)
+        case.signal(jobs[name])
+    return jobs
+
+
+@pytest.mark.slow
+def test_a_job_that_was_asked_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """By a signal to the shell or to the ranks, and also if the step then ends by a signal."""
+    cases = {
+        "a TERM to the shell is passed on as the stop signal": Case(
+            f"{FOUR_RANKS} --signal=B:TERM@120",
+            "wait",
+            {"STOP_SIGNAL": "USR2"},
+            lambda job: job.signal_shell("TERM"),
+            "rank 3 saves after SIGUSR2",
+        ),
+        "the ranks do not catch it yet": Case(
+            FOUR_RANKS, "deaf", {}, lambda job: job.signal_shell("USR1"), "User defined signal 1"
+        ),
+        "-K1 ends ranks that have saved": Case(
+            FOUR_RANKS, "late", {}, lambda job: job.signal_shell("USR1"), "Terminated"
+        ),
+        "the ranks alone are signalled": Case(FOUR_RANKS, "wait", {}, signal_ranks, "rank 3 saves after SIGUSR1"),
+    }
+    jobs = start_and_signal(cluster, tmp_path, cases)
+    for job in jobs.values():
+        job.is_requeued()
+    for name, job in jobs.items():
+        job.ends("COMPLETED")
+        assert cases[name].text in job.output, name
+        assert ("warned" in job.output) is (cases[name].signal is not signal_ranks), name
+
+
+@pytest.mark.slow
+def test_a_job_that_may_not_be_requeued_fails_and_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    warn = Case("--ntasks=1", "wait", {}, lambda job: job.signal_shell("USR1"), "")
+    cases = {
+        "75:0": warn._replace(variables={"MAX_REQUEUES": "0"}, text="MAX_REQUEUES=0"),
+        "75:0 as well": warn._replace(options="--ntasks=1 --no-requeue", text="cannot be requeued"),
+        "143:0": Case(FOUR_RANKS, "deaf", {}, terminate_rank_3, "task 3: Terminated"),
+    }
+    for name, job in start_and_signal(cluster, tmp_path, cases).items():
+        job.ends("FAILED")
+        assert job.field("Restarts") == "0", name
+        assert job.field("ExitCode") == name.split()[0]
+        assert cases[name].text in job.output, name
+
+
+@pytest.mark.slow
+def test_a_program_that_dies_of_a_preemption_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")
+    job.wait_for(" waits", 4)
+    cluster.preempt()
+    job.is_requeued()
+    job.ends("COMPLETED")
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_not_asked_to_stop(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.stand_in(tmp_path, "--ntasks=1", "wait", "--enable_benchy")
+    job.wait_for("waits")
+    job.signal_shell("USR1")
+    job.wait_for("a benchmark has nothing to save")
+    cluster.run("scancel", job.number)
+    job.ends("CANCELLED")
+    assert "SIGUSR1" not in job.output
+
+
+@pytest.mark.slow
+def test_of_an_array_job_the_task_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    options = f"--array=3,7%2 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
+    job = cluster.stand_in(tmp_path, options, "wait")
+    tasks = {name: Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out") for name in ("3", "7")}
+    for task in tasks.values():
+        task.wait_for("waits")
+    tasks["7"].signal_shell("USR1")
+    tasks["7"].is_requeued()
+    tasks["7"].ends("COMPLETED")
+    assert tasks["3"].state == "RUNNING"
+    cluster.run("scancel", job.number)
+
+
 # --- inside an allocation ---
 
 
-def allocate(cluster: Cluster, *command: str) -> subprocess.Popen[str]:
-    """At a terminal, as far as Slurm can tell."""
-    inner = ["salloc", *FOUR_RANKS.split(), *NO_GPUS.split(), *command]
-    return subprocess.Popen(
-        ["script", "--quiet", "--return", "--command", shlex.join(inner), "/dev/null"],
-        cwd=TOP,
-        env={**cluster.environment, "TRAIN_SCRIPT": "tests/slurm/stand_in.py"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Allocation:
+    """A command under salloc, at a terminal as far as Slurm can tell."""
+
+    def __init__(self, cluster: Cluster, output: Path, *command: str) -> None:
+        self.cluster, self._output = cluster, output
+        inner = ["salloc", *FOUR_RANKS.split(), *NO_GPUS.split(), *command]
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                ["script", "--quiet", "--return", "--command", shlex.join(inner), "/dev/null"],
+                cwd=TOP,
+                env={**cluster.environment, "TRAIN_SCRIPT": "tests/slurm/stand_in.py"},
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                text=True,
+            )
+
+    @property
+    def text(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def job(self) -> Job:
+        """Its job, once all ranks wait."""
+        running = self.process.poll
+        wait_until(lambda: self.text.count(" waits") == 4, what=lambda: self.text, alive=lambda: running() is None)
+        found = re.search(r"Granted job allocation (\d+)", self.text)
+        assert found, self.text
+        return Job(self.cluster, found[1], self._output)
+
+    def end(self, keys: str = "") -> int:
+        """Its exit code, after these keys."""
+        self.process.communicate(keys, timeout=GENEROUS)
+        return self.process.returncode
 
 
-def number_once_ranks_wait(process: subprocess.Popen[str]) -> str:
-    """The job's number."""
-    lines: list[str] = []
-    while sum("waits" in line for line in lines) < 4:
-        lines.append(process.stdout.readline())
-        assert lines[-1], lines
-    return next(line.split()[-1] for line in lines if "Granted job allocation" in line)
-
-
-def test_inside_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_submit_pm_and_a_step_by_hand_run_inside_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
     by_hand = 'srun bash -c \'source ./export_DDP_vars.sh; exec "$@"\' _ "$PYTHON" "$TRAIN_SCRIPT" dump "$1/by_hand"'
     (tmp_path / "by_hand").mkdir()
-    process = allocate(cluster, "bash", "-c", f'bash submit_pm.sh dump "$1" && {by_hand}', "_", str(tmp_path))
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    script = f'bash submit_pm.sh dump "$1" && {by_hand}'
+    allocation = Allocation(cluster, tmp_path / "output", "bash", "-c", script, "_", str(tmp_path))
+    assert allocation.end() == 0, allocation.text
     for folder in (tmp_path, tmp_path / "by_hand"):
         assert [rank["environment"]["LOCAL_RANK"] for rank in dumped(folder)] == ["0", "1", "0", "1"]
 
 
-def test_inside_an_allocation_nothing_is_requeued(cluster: Cluster) -> None:
-    process = allocate(cluster, "bash", "submit_pm.sh", "wait")
-    job = Job(cluster, number_once_ranks_wait(process), Path(os.devnull))
+@pytest.mark.slow
+def test_inside_an_allocation_nothing_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    allocation = Allocation(cluster, tmp_path / "output", "bash", "submit_pm.sh", "wait")
+    job = allocation.job
     shells = (
         pid for pid in job.processes() if Path(f"/proc/{pid}/cmdline").read_text().startswith("bash\0submit_pm.sh")
     )
     os.kill(next(shells), signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "the same command goes on from there" in output
+    assert allocation.end() == 75, allocation.text
+    assert "the same command goes on from there" in allocation.text
     job.ends("FAILED")
 
 
-def test_ctrl_c_ends_all_ranks(cluster: Cluster) -> None:
-    process = allocate(cluster, "bash", "submit_pm.sh", "deaf")
-    number_once_ranks_wait(process)
-    started = time.monotonic()
-    output, _ = process.communicate("\x03", timeout=60)
-    assert process.returncode == 130, output
-    assert output.count("KeyboardInterrupt") == 4, output
-    assert time.monotonic() - started < 20
+@pytest.mark.slow
+def test_one_ctrl_c_ends_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """srun by itself would only report the state of its tasks, and ask for a second one within a second."""
+    allocation = Allocation(cluster, tmp_path / "output", "bash", "submit_pm.sh", "deaf")
+    assert allocation.job.state == "RUNNING"
+    assert allocation.end("\x03") == 130, allocation.text
+    assert allocation.text.count("KeyboardInterrupt") == 4, allocation.text
+
+
+@pytest.mark.slow
+def test_the_time_limits_own_warning_has_the_job_requeued(limited: Job) -> None:
+    limited.wait_for("rank 0 saves after SIGUSR1")
+    limited.is_requeued()
+    limited.ends("COMPLETED")
+    assert limited.output.index("warned") < limited.output.index("saves") < limited.output.index("is restarted")
