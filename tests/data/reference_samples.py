@@ -1,0 +1,62 @@
+"""The samples of an epoch by definition, as digests: a slice of each field, then `symmetry.apply`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from utils.data import symmetry
+from utils.data.feeder import Batch
+from utils.data.plan import SamplePlan
+
+VolumeFile = Callable[..., Path]
+Fields = Sequence[np.ndarray]
+VECTORS = ([(1, 2, 3)], [(1, 2, 3)])
+
+
+def digest(batch: Batch) -> list[str]:
+    """One digest of the bytes of each sample's inputs and targets, in the order [C, D, D, D]."""
+    parts = [part.contiguous().numpy() for part in batch]
+    return [_digest([part[slot] for part in parts]) for slot in range(len(parts[0]))]
+
+
+def reference(fields: Fields, plan: SamplePlan, epoch: int, mode: str = "full") -> list[str]:
+    """The digests of all samples of an epoch, in the plan's order."""
+    drawn = plan.epoch(epoch)
+    found = []
+    for origin, index in zip(drawn.origins, drawn.symmetries, strict=True):
+        x, y, z = (slice(start, start + plan.crop) for start in origin)
+        crops = [field[:, x, y, z] for field in fields]
+        found.append(_digest([symmetry.apply(crop, int(index), VECTORS[0], mode) for crop in crops]))
+    return found
+
+
+def rank_batches(samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool) -> list[list[Any]]:
+    """Rank `rank`'s part of each global batch: its samples rank, rank + size, …; batches without any are missing."""
+    batches = [samples[start : start + global_batch] for start in range(0, len(samples), global_batch)]
+    parts = [batch[rank::size] for batch in batches if len(batch) == global_batch or not drop_last]
+    return [part for part in parts if part]
+
+
+def read_fields(path: Path | str) -> Fields:
+    with h5py.File(path) as file:
+        return file["Nbody"][...], file["Hydro"][...]
+
+
+def write_signed_zeros(path: Path) -> None:
+    """Sets some values to 0.0 and some to -0.0: a negation must keep them apart."""
+    with h5py.File(path, "r+") as file:
+        for name in ("Nbody", "Hydro"):
+            values = file[name][...]
+            values[:, ::3, ::2] = 0.0
+            values[:, 1::3, ::2, ::2] = -0.0
+            file[name][...] = values
+
+
+def _digest(parts: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
