@@ -26,7 +26,7 @@ from utils.benchmark import Benchmark, read_settings
 from utils.channels import input_channels, target_channels
 from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
-from utils.data import batch_like, build_loaders, offer_next_batch, open_box
+from utils.data import Loaders, batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
 from utils.data.volumes import Volume
 from utils.distributed import World
@@ -90,7 +90,13 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     torch.manual_seed(config.seed + world.rank)
     position = begin(step, saved, options, world)
     resumed = position.step if saved else None
-    with closing(logs.open_run(config, options.config, directory, world, resumed)) as run_logs:
+    complete = position.epoch >= config.num_epochs
+    if complete and report.is_finished(directory, position.step, world):
+        for line in how_it_begins(options, config, saved, changed, position):
+            logging.getLogger().info(line)
+        end(loaders, world)
+        return
+    with closing(logs.open_run(config, options.config, directory, world, resumed, complete)) as run_logs:
         run_logs.line(f"Run directory: {directory}")
         for note in (*backends, *loaders.notes, *without_effect(config, world)):
             run_logs.line(note)
@@ -121,6 +127,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             with world.agreed():
                 if world.is_root:
                     during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
+                    report.forget_summary(directory)
             evaluation = build_evaluation(config, evaluated, step, world, directory, run_logs)
             trainer = Trainer(
                 step=step,
@@ -140,18 +147,17 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 metrics=config.metrics,
                 evaluation=evaluation,
             )
-            complete = position.epoch >= config.num_epochs
             result = trainer.fit()
-            if not complete:
-                final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
-                run_logs.hparams(config, final | {f"hparam/{name}": value for name, value in result.metrics.items()})
+            final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
+            final |= {f"hparam/{name}": value for name, value in result.metrics.items()}
+            run_logs.hparams(config, final, result.steps + 1)
             find_baselines = report.label_baselines if config.labelled else report.baseline_losses
             baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
             with world.agreed():
                 if world.is_root:
                     pictures = []
                     try:
-                        if config.report_pictures and not complete:
+                        if config.report_pictures:
                             pictures = report.draw(
                                 step, loaders.valid, directory, run_logs, result.steps, config.labelled
                             )
@@ -169,9 +175,16 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                             f"the trained network is not in {folder}: {saving.fault}; mend that, and the same command "
                             f"goes on from the newest checkpoint there"
                         )
-        loaders.train.close()
-        loaders.valid.close()
-        logging.getLogger().info("DONE ---- rank %d", world.rank)
+                    run_logs.flush()
+                    report.write_summary(directory, result, run_logs)
+        end(loaders, world)
+
+
+def end(loaders: Loaders, world: World) -> None:
+    """Closes the loaders and logs the line that ends every run."""
+    loaders.train.close()
+    loaders.valid.close()
+    logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
 def plan_evaluation(config: Config) -> tuple[Volume, Tiling] | None:

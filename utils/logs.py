@@ -83,7 +83,7 @@ class SilentLogs:
     def figure(self, name: str, figure: Any, step: int) -> None:
         pass
 
-    def hparams(self, config: Config, results: Mapping[str, float]) -> None:
+    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         pass
 
     def close(self) -> None:
@@ -164,8 +164,11 @@ class RunLogs(SilentLogs):
         with self._outlasting_the_disk():
             self._writer.add_figure(name, figure, step)
 
-    def hparams(self, config: Config, results: Mapping[str, float]) -> None:
-        """The config beside the final results, for TensorBoard's HPARAMS page."""
+    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
+        """The config and the final results, for TensorBoard's HPARAMS page.
+
+        With `step` one after the last, a run that is resumed replaces them instead of adding to them.
+        """
         from torch.utils.tensorboard.summary import hparams
 
         plain = {
@@ -178,7 +181,7 @@ class RunLogs(SilentLogs):
             for summary in hparams(plain, dict(results)):
                 file_writer.add_summary(summary)
             for name, value in results.items():
-                self._writer.add_scalar(name, value)
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         for opened in ("_writer", "_metrics"):
@@ -246,10 +249,13 @@ def run_directory(config: Config, name: str, run_num: str, world_size: int) -> P
     return Path(config.expdir) / name / f"{world_size}GPU" / run_num
 
 
-def open_run(config: Config, name: str, directory: Path, world: World, resumed: int | None = None) -> SilentLogs:
+def open_run(
+    config: Config, name: str, directory: Path, world: World, resumed: int | None = None, complete: bool = False
+) -> SilentLogs:
     """Makes the run directory with config.yaml and provenance.json, and opens the logs; UserError where it cannot.
 
-    `resumed`: the step that the training goes on after.
+    `resumed`: the step after which the training resumes; `complete`: nothing is left to train, so the files of the
+    process that trained stay.
     """
     record = provenance(world)
     logs = SilentLogs()
@@ -258,6 +264,8 @@ def open_run(config: Config, name: str, directory: Path, world: World, resumed: 
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 logs = RunLogs(directory, resumed)
+                if complete:
+                    return logs
                 # The global batch says it all: on another number of ranks, the local one would change it.
                 resolved = config.model_copy(update={"local_batch_size": None})
                 (directory / "config.yaml").write_text(configs.to_yaml(resolved, name))

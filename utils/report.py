@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,40 @@ from utils.data import Loader
 from utils.data.volumes import CHANNEL_NAMES
 from utils.distributed import World
 from utils.evaluation import figures
+from utils.files import appearing_whole
 from utils.logs import SilentLogs, read_records
 from utils.progress import format_duration
 from utils.steps import Step
 from utils.trainer import FitResult
 
+SUMMARY = "summary.json"
 HISTOGRAM_BINS = 8192
 HISTOGRAM_RANGE = (-1.5, 1.5)
+
+
+def is_finished(directory: Path, step: int, world: World) -> bool:
+    """True if the training that ended after `step` has written its summary. Rank 0 looks; every rank calls it."""
+    written = False
+    if world.is_root:
+        try:
+            written = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"] == step
+        except (OSError, ValueError, KeyError, TypeError):
+            written = False
+    return bool(world.gather_objects(written)[0])
+
+
+def write_summary(directory: Path, result: FitResult, logs: SilentLogs) -> None:
+    """Writes summary.json, the last file of a run: a run that is started again without it writes its summary again."""
+    try:
+        with appearing_whole([directory / SUMMARY]) as (partial,):
+            partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        logs.warning(f"Cannot write {directory / SUMMARY}: {error.strerror or error}")
+
+
+def forget_summary(directory: Path) -> None:
+    """Removes the summary of an earlier, shorter training before a run goes on or starts from scratch."""
+    (directory / SUMMARY).unlink(missing_ok=True)
 
 
 def label_baselines(loader: Loader, world: World) -> dict[str, float]:

@@ -1,0 +1,95 @@
+"""A run is finished once its summary is written: hyperparameters with the final losses, pictures, summary.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from utils import logs, report
+
+TOP = Path(__file__).parent.parent
+PICTURES = ["loss_curves.png", "slices.png"]
+
+
+class Killed(BaseException):
+    """Ends a training at once, as a signal would."""
+
+
+def die(*arguments: Any) -> None:
+    raise Killed
+
+
+@pytest.fixture
+def start(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
+    """start(name, *flags): one start of a training of config 'test' -> (its run directory, its log lines)."""
+
+    def run(name: str, *flags: str) -> tuple[Path, str]:
+        common = [f"--yaml_config={TOP / 'config' / 'UNet.yaml'}", "--config=test", f"--set=expdir={tmp_path}"]
+        train.main([*common, *data_flags, f"--run_num={name}", "--set=report_pictures=true", *flags])
+        return tmp_path / "test" / "1GPU" / name, capsys.readouterr().err
+
+    return run
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves, but for those that measure time."""
+    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
+    timed = ("sec", "fraction")
+    tags = [tag for tag in events.Tags()["scalars"] if not any(word in tag for word in timed)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("moment", ["before the hyperparameters", "before summary.json"])
+def test_a_restart_writes_the_summary_that_a_kill_prevented(
+    moment: str, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old defect: a run killed between its last checkpoint and its end never got its hparam scalars."""
+    whole, _ = start("whole")
+    with monkeypatch.context() as patch:
+        if moment == "before the hyperparameters":
+            patch.setattr(logs.RunLogs, "hparams", die)
+        else:
+            patch.setattr(report, "write_summary", die)
+        with pytest.raises(Killed):
+            start("killed")
+    run = tmp_path / "test" / "1GPU" / "killed"
+    assert not (run / report.SUMMARY).exists()
+    before = contents(run)
+    _, printed = start("killed")
+    assert "This training is complete" in printed
+    assert "trained network" in printed, "the table of results"
+    assert scalars(run) == scalars(whole), "each value once"
+    assert all((run / name).exists() for name in PICTURES)
+    summaries = [json.loads((path / report.SUMMARY).read_text()) for path in (run, whole)]
+    assert summaries[0]["steps"] == 16
+    assert summaries[0]["final_loss"] == summaries[1]["final_loss"]
+    assert scalars(run)["Loss/valid"][-1] == (16, pytest.approx(summaries[0]["final_loss"], rel=1e-6)), "as float32"
+    after = contents(run)
+    for name in ("config.yaml", "provenance.json", "metrics.jsonl"):
+        assert after[str(run / name)] == before[str(run / name)], f"{name} is the training's"
+
+
+def test_a_finished_run_is_left_unchanged(start: Any) -> None:
+    run, _ = start("00")
+    before = contents(run)
+    _, printed = start("00", "--set=log_interval=3")
+    assert "This training is complete" in printed
+    assert printed.rstrip().endswith("DONE ---- rank 0")
+    assert contents(run) == before
+
+
+def test_more_epochs_replace_the_summary(start: Any) -> None:
+    run, _ = start("00")
+    start("00", "--num_epochs=3")
+    found = scalars(run)
+    assert json.loads((run / report.SUMMARY).read_text())["steps"] == 24
+    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"
