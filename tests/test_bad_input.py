@@ -1,4 +1,4 @@
-"""The trainer from outside: bad input is one clear line and exit code 2, good input leaves its records."""
+"""Bad input ends in one clear line and exit code 2, and writes nothing; valid input leaves the records of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,44 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from processes import TOP, Completed, Program, free_port, rank_variables, run, run_ranks
 
 import train
 from networks import build_network
 from utils import cli
 from utils.checkpoint import Position, Saving, newest, read_weights
-from utils.config import load
+from utils.config import Config, load
 from utils.convert_to_npy import convert
 from utils.data import sample_plan
+from utils.distributed import World
+from utils.errors import UserError
 from utils.schedule import build_schedule
+from utils.stopping import NoSignals
 from utils.trainer import Trainer
 
-TOP = Path(__file__).parent.parent
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
+CUDA_MISSING = "device is cuda, but torch sees no CUDA device; use --set device=cpu"
 
 
 def check_error(stderr: str, *says: str) -> str:
-    """Beside log lines, stderr holds the one line, which says all of `says`; returns it."""
-    lines = [line for line in stderr.splitlines() if not re.match(LOG_LINE, line)]
-    errors = [line for line in lines if line.startswith("error: ")]
+    """Returns the only error line in stderr, which must contain all of `says`."""
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, stderr
     for part in says:
         assert part in errors[0]
     return errors[0]
 
 
+def small_config() -> Config:
+    return load(str(TOP / "config" / "UNet.yaml"), "test")
+
+
 @pytest.fixture
 def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch):
-    """refuse(flags, *says): config 'test' with these flags ends as bad input must; returns the error line."""
+    """refuse(flags, *says): config 'test' with these flags must be refused with an error line that contains `says`."""
     monkeypatch.chdir(TOP)
 
-    def run(flags: list[str], *says: str) -> str:
+    def check(flags: list[str], *says: str) -> None:
         expdir = tmp_path / "runs"
         with pytest.raises(SystemExit) as stop:
             train.main(["--config=test", *data_flags, f"--set=expdir={expdir}", *flags])
@@ -56,122 +63,103 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         assert output.out == ""
         line = check_error(output.err, *says)
         others = [text for text in output.err.splitlines() if not re.match(LOG_LINE, text)]
-        assert others == [line], "nothing but the line and log lines"
+        assert others == [line], "stderr holds the error line and log lines only"
         assert not expdir.exists(), "nothing is written"
-        return line
 
-    return run
+    return check
 
 
-# --- the config and the flags --------------------------------------------------------------------------------------
+# --- flags and config files ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config=shrt"], ["unknown config shrt", "known: base, short, ", "; did you mean short?"]),
-        (["--config=zzz"], ["unknown config zzz", "known: base, short, "]),
-        (["--yaml_config=/nowhere.yaml"], ["cannot read yaml_config /nowhere.yaml: No such file"]),
-        (["--set=num_epoch=3"], ["unknown key num_epoch; did you mean num_epochs?"]),
-        (["--set=lr_schedule.strat_lr=1e-3"], ["unknown key lr_schedule.strat_lr; did you mean start_lr?"]),
-        (["--set=lr_shedule.start_lr=1e-3"], ["unknown key lr_shedule; did you mean lr_schedule?"]),
-        (["--set=num_epochs.x=1"], ["num_epochs has no keys of its own, so num_epochs.x cannot be set"]),
-        (["--set=num_epochs=three"], ["num_epochs: Input should be a valid integer, not 'three'"]),
-        (["--set=num_epochs=1.5"], ["num_epochs: Input should be a valid integer, not 1.5"]),
-        (["--set=enable_amp=yes"], ["enable_amp: Input should be a valid boolean, not 'yes'"]),
-        (["--set=lr_schedule.start_lr=fast"], ["lr_schedule.start_lr: Input should be a valid number, not 'fast'"]),
-        (["--set=num_epochs=0"], ["num_epochs: Input should be greater than or equal to 1, not 0"]),
-        (["--num_epochs=-1"], ["num_epochs: Input should be greater than or equal to 1, not -1"]),
-        (["--bucket_cap_mb=nan"], ["bucket_cap_mb: Input should be a finite number, not nan"]),
-        (["--set=lr_schedule.start_lr=.nan"], ["lr_schedule.start_lr: Input should be a finite number, not nan"]),
-        (["--set=weight_init.conv_bias=.nan"], ["weight_init.conv_bias: Input should be a finite number, not nan"]),
-        (["--set=lr_schedule.start_lr=0"], ["lr_schedule.start_lr: Input should be greater than 0, not 0"]),
-        (["--set=lr_schedule.scaling=cubic"], ["lr_schedule.scaling: Input should be 'none', 'linear' or 'sqrt'"]),
-        (["--set=accumulation_steps=3"], ["local batch of 8 is not divisible by accumulation_steps 3"]),
-        (["--set=data_size=6"], ["data_size 6 is not a multiple of 4"]),
-        (["--set=data_size=32"], ["data_size 32 is larger than the box [16, 16]"]),
-        (["--set=Nsamples=7"], ["Nsamples 7 is less than global_batch_size 8"]),
-        (["--enable_benchy", "--enable_manual_profiling"], ["enable_manual_profiling cannot be combined"]),
-        (["--num_epoch", "3"], ["unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"]),
-        (["--set", "num_epochs"], ["--set num_epochs: expected key=value"]),
-        (["--run_num=../../elsewhere"], ["--run_num '../../elsewhere' must be a plain name"]),
-        (["--data_loader_config=tape"], ["unknown data_loader_config tape; known: lowmem, "]),
-        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ["train_path_npy_data is not set"]),
-        (
-            ["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"],
-            ["no such file: /no.npy; make it"],
-        ),
-        (["--set=resident_dtype=int8"], ["resident_dtype: Input should be 'float32' or 'float16', not 'int8'"]),
-        (["--set=network.name=vnet"], ["unknown network vnet; known: unet"]),
-        (["--set=optimizer.name=adm"], ["unknown optimizer adm; known: adam, "]),
-        (["--set=loss=l7"], ["unknown loss l7; known: l1"]),
+        (["--config=shrt"], "unknown config shrt in ./config/UNet.yaml and beside it; known: base, short, "),
+        (["--yaml_config=/nowhere.yaml"], "cannot read yaml_config /nowhere.yaml: No such file"),
+        (["--set=num_epoch=3"], "unknown key num_epoch; did you mean num_epochs?"),
+        (["--set=lr_schedule.strat_lr=1e-3"], "unknown key lr_schedule.strat_lr; did you mean start_lr?"),
+        (["--set=num_epochs.x=1"], "num_epochs has no keys of its own, so num_epochs.x cannot be set"),
+        (["--set=num_epochs=1.5"], "num_epochs: Input should be a valid integer, not 1.5"),
+        (["--set=enable_amp=yes"], "enable_amp: Input should be a valid boolean, not 'yes'"),
+        (["--num_epochs=-1"], "num_epochs: Input should be greater than or equal to 1, not -1"),
+        (["--bucket_cap_mb=nan"], "bucket_cap_mb: Input should be a finite number, not nan"),
+        (["--set=lr_schedule.scaling=cubic"], "lr_schedule.scaling: Input should be 'none', 'linear' or 'sqrt'"),
+        (["--set=accumulation_steps=3"], "local batch of 8 is not divisible by accumulation_steps 3"),
+        (["--set=data_size=6"], "data_size 6 is not a multiple of 4"),
+        (["--set=data_size=32"], "data_size 32 is larger than the box [16, 16]"),
+        (["--set=Nsamples=7"], "Nsamples 7 is less than global_batch_size 8"),
+        (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
+        (["--set", "num_epochs"], "--set num_epochs: expected key=value"),
+        (["--run_num=../../elsewhere"], "--run_num '../../elsewhere' must be a plain name"),
+        (["--data_loader_config=tape"], "unknown data_loader_config tape; known: lowmem, "),
+        (["--set=network.name=vnet"], "unknown network vnet; known: unet"),
+        (["--set=optimizer.name=adm"], "unknown optimizer adm; known: adam, "),
+        (["--set=loss=l7"], "unknown loss l7; known: l1"),
     ],
 )
-def test_bad_config_or_flag_is_one_line(refuse: Callable[..., str], flags: list[str], says: list[str]) -> None:
-    if "--data_loader_config=dali-lowmem" in flags:
-        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
-    refuse(flags, *says)
+def test_bad_flag_is_refused_with_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
+    refuse(flags, says)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--set=train_path_npy_data=None"], "train_path_npy_data is not set"),
+        (["--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; make it"),
+    ],
+)
+def test_missing_npy_copies_are_refused_with_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    refuse(["--data_loader_config=dali-lowmem", *flags], says)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("test: {num_epoch: 3}", ["config 'test': unknown key num_epoch; did you mean num_epochs?"]),
-        ("test: {optimizer: {nam: sgd}}", ["unknown key optimizer.nam; did you mean name?"]),
-        ("test: {num_epochs: '3'}", ["num_epochs: Input should be a valid integer, not '3'"]),
-        ("test: {num_epochs: 1.5}", ["num_epochs: Input should be a valid integer, not 1.5"]),
-        ("test: {enable_amp: yes}", ["enable_amp: Input should be a valid boolean, not 'yes'"]),
-        ("test: {seed: 1, seed: 2}", ["line 1: the key seed stands there twice"]),
-        ("test: {seed: 1", ["cannot read ", "line 1, column "]),
-        ("- test", ["must hold named configs, each a mapping of keys to values"]),
-        ("test: 3", ["must hold named configs, each a mapping of keys to values"]),
-        ("tset: {seed: 1}", ["unknown config test in ", "known: tset; did you mean tset?"]),
+        ("test: {num_epochs: '3'}", "config 'test': num_epochs: Input should be a valid integer, not '3'"),
+        ("test: {seed: 1, seed: 2}", "line 1: the key seed stands there twice"),
+        ("test: {seed: 1", "line 1, column "),
+        ("- test", "must hold named configs, each a mapping of keys to values"),
+        ("tset: {seed: 1}", "known: tset; did you mean tset?"),
     ],
 )
-def test_bad_yaml_is_one_line(refuse: Callable[..., str], tmp_path: Path, text: str, says: list[str]) -> None:
+def test_bad_yaml_is_refused_with_one_line(refuse: Callable[..., None], tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "configs.yaml"
     path.write_text(text + "\n")
-    refuse([f"--yaml_config={path}"], *says)
+    refuse([f"--yaml_config={path}"], says)
 
 
-def test_cuda_where_there_is_none_is_one_line(refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuse(["--set=device=cuda"], "device is cuda, but torch sees no CUDA device; use --set device=cpu")
+def test_bad_environment_is_refused_with_one_line(
+    refuse: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No CUDA device, a run directory below a file, benchmark settings that cannot be read, a full device."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: False)
+        refuse(["--set=device=cuda"], CUDA_MISSING)
+    (tmp_path / "file").write_text("precious")  # permissions would not stop root
+    refuse([f"--set=expdir={tmp_path / 'file' / 'runs'}"], "cannot write to the run directory", "--set expdir=DIR")
+    assert (tmp_path / "file").read_text() == "precious"
+    with monkeypatch.context() as patched:
+        patched.setenv("BENCHY_CONFIG_FILE", str(tmp_path / "none.yaml"))
+        refuse(["--enable_benchy"], f"cannot read BENCHY_CONFIG_FILE {tmp_path / 'none.yaml'}")
+
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
+
+    monkeypatch.setattr(train, "build_step", fill)
+    refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", "--data_loader_config=lowmem")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_half_set_rank_environment_is_one_line(refuse: Callable[..., str], monkeypatch: Any, rank: str) -> None:
+def test_incomplete_rank_variables_are_refused_with_one_line(
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
     monkeypatch.setenv("RANK", rank)
     refuse([], "the rank environment is half set: LOCAL_RANK, WORLD_SIZE missing", "or unset RANK")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (None, "cannot read BENCHY_CONFIG_FILE "),
-        ("IO: {batchs: 3}", "IO.batchs"),
-        ("IO: {trials: 0}", "IO.trials: Input should be greater than or equal to 1"),
-        ("IO: [", "cannot read "),
-    ],
-)
-def test_bad_benchmark_settings_are_one_line(
-    refuse: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, says: str
-) -> None:
-    path = tmp_path / "benchy.yaml"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(path))
-    refuse(["--enable_benchy"], str(path), says)
-
-
-def test_run_directory_below_a_file_is_one_line(refuse: Callable[..., str], tmp_path: Path) -> None:
-    """Permissions would not stop root; this stops everyone."""
-    (tmp_path / "file").write_text("precious")
-    refuse([f"--set=expdir={tmp_path / 'file' / 'runs'}"], "cannot write to the run directory", "--set expdir=DIR")
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-# --- the data ------------------------------------------------------------------------------------------------------
+# --- data files ------------------------------------------------------------------------------------------------------
 
 
 def truncated(path: Path, volume_file: Any) -> None:
@@ -179,21 +167,19 @@ def truncated(path: Path, volume_file: Any) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def without_hydro(path: Path, volume_file: Any) -> None:
-    with h5py.File(volume_file(path), "r+") as file:
-        del file["Hydro"]
+def dataset(name: str, shape: tuple[int, ...] | None) -> Callable[[Path, Any], None]:
+    """Gives dataset `name` of a valid file another shape, or removes it."""
 
-
-def reshaped(name: str, shape: tuple[int, ...]) -> Callable[[Path, Any], None]:
     def make(path: Path, volume_file: Any) -> None:
         with h5py.File(volume_file(path), "r+") as file:
             del file[name]
-            file.create_dataset(name, data=np.zeros(shape, "f4"))
+            if shape is not None:
+                file.create_dataset(name, data=np.zeros(shape, "f4"))
 
     return make
 
 
-def made(**options: Any) -> Callable[[Path, Any], None]:
+def volume(**options: Any) -> Callable[[Path, Any], None]:
     return lambda path, volume_file: volume_file(path, **options)
 
 
@@ -205,42 +191,51 @@ def made(**options: Any) -> Callable[[Path, Any], None]:
         (lambda path, volume_file: path.write_text("no HDF5"), "it is not an HDF5 file"),
         (lambda path, volume_file: path.write_bytes(b""), "cannot read "),
         (truncated, "the file is truncated"),
-        (without_hydro, "has no dataset Hydro; it holds Nbody"),
-        (reshaped("Nbody", (4, 16, 16)), "Nbody is (4, 16, 16), expected (4, L, L, L)"),
-        (reshaped("Hydro", (5, 16, 16, 8)), "Hydro is (5, 16, 16, 8), expected (5, L, L, L)"),
-        (reshaped("Hydro", (5, 8, 8, 8)), "Hydro is a box of 8 cells a side, but box_size says 16"),
-        (reshaped("Hydro", (16, 16, 16, 5)), "Hydro is (16, 16, 16, 5), expected (5, L, L, L)"),
-        (made(channels=(3, 5)), "Nbody is (3, 16, 16, 16), expected (4, L, L, L)"),
-        (made(channels=(4, 6)), "Hydro is (6, 16, 16, 16), expected (5, L, L, L)"),
-        (made(dtype="f8"), "Nbody is of type float64, expected little-endian float32"),
-        (made(dtype=">f4"), "Nbody is of type >f4, expected little-endian float32"),
-        (made(dtype="i4"), "Nbody is of type int32, expected little-endian float32"),
-        (made(box=24), "Nbody is a box of 24 cells a side, but box_size says 16; set box_size"),
+        (dataset("Hydro", None), "has no dataset Hydro; it holds Nbody"),
+        (dataset("Nbody", (4, 16, 16)), "Nbody is (4, 16, 16), expected (4, L, L, L)"),
+        (dataset("Hydro", (5, 16, 16, 8)), "Hydro is (5, 16, 16, 8), expected (5, L, L, L)"),
+        (dataset("Hydro", (5, 8, 8, 8)), "Hydro is a box of 8 cells a side, but box_size says 16"),
+        (volume(channels=(3, 5)), "Nbody is (3, 16, 16, 16), expected (4, L, L, L)"),
+        (volume(dtype="f8"), "Nbody is of type float64, expected little-endian float32"),
+        (volume(dtype=">f4"), "Nbody is of type >f4, expected little-endian float32"),
+        (volume(box=24), "Nbody is a box of 24 cells a side, but box_size says 16; set box_size"),
     ],
 )
-@pytest.mark.parametrize("key", ["train_path", "val_path"])
-def test_bad_data_file_is_one_line_that_names_it(
-    refuse: Callable[..., str], tmp_path: Path, volume_file, make: Callable[[Path, Any], None], says: str, key: str
+def test_bad_data_file_is_refused_with_one_line_that_names_it(
+    refuse: Callable[..., None], tmp_path: Path, volume_file, make: Callable[[Path, Any], None], says: str
 ) -> None:
     path = tmp_path / "bad.h5"
     make(path, volume_file)
     before = path.read_bytes() if path.is_file() else None
-    refuse([f"--set={key}={path}"], str(path), says)
+    for key in ("train_path", "val_path"):
+        refuse([f"--set={key}={path}"], str(path), says)
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
-def test_a_full_device_is_one_line(refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
+@pytest.mark.parametrize(("loader", "victim"), [("lowmem", "train.h5"), ("dali-lowmem", "train_label.npy")])
+def test_file_that_shrinks_during_training_ends_in_one_line(
+    tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any, loader: str, victim: str
+) -> None:
+    """The file is truncated once everything is open, before the first step."""
+    if loader == "dali-lowmem":
+        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    monkeypatch.chdir(TOP)
+    flags = [f"--data_loader_config={loader}", f"--set=expdir={tmp_path / 'runs'}", "--set=device=cpu"]
+    for key, split, seed in (("train", "train", 1), ("val", "valid", 2)):
+        path = volume_file(tmp_path / f"{split}.h5", seed=seed)
+        copies = zip(("data", "label"), convert(path), strict=True)
+        flags += [f"--set={key}_path={path}", *(f"--set={key}_path_npy_{name}={copy}" for name, copy in copies)]
+    fit = Trainer.fit
 
-    monkeypatch.setattr(train, "build_step", fill)
-    refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", "--data_loader_config=lowmem")
+    def truncate_and_fit(trainer: Trainer) -> Any:
+        os.truncate(tmp_path / victim, 5000)
+        return fit(trainer)
 
-
-def save_at(folder: Path) -> None:
-    """A checkpoint of some other training, at step 1."""
-    state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    Saving(folder, {}, 2).save(state, Position(step=1), is_best=False, last_chance=True)
+    monkeypatch.setattr(Trainer, "fit", truncate_and_fit)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--config=test", *flags])
+    assert stop.value.code == 2
+    check_error(capsys.readouterr().err, f"{victim} became shorter while it was being read", "to 5000 bytes")
 
 
 def test_bad_input_leaves_the_records_of_an_earlier_run(
@@ -249,7 +244,8 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
     directory.mkdir(parents=True)
-    save_at(directory / "checkpoints")
+    state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
+    Saving(directory / "checkpoints", {}, 2).save(state, Position(step=1), is_best=False, last_chance=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 
@@ -265,57 +261,76 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
     assert found() == before
 
 
-def holed_volume(path: Path, volume_file: Any) -> tuple[Path, int, int]:
-    """A volume with one NaN; the step, counted from 1, and the sample in its batch, that meet it first."""
-    config = load(str(TOP / "config" / "UNet.yaml"), "test")
+# --- NaN in the data -------------------------------------------------------------------------------------------------
+
+
+def volume_with_a_nan(path: Path, volume_file: Any) -> int:
+    """Writes a volume with one NaN; the step, counted from 1, that meets it first: the fifth to seventh.
+
+    One sample of that batch has it, one that is the second rank's of two.
+    """
+    config = small_config()
     origins, crop, batch = sample_plan(config, "train").epoch(0).origins, config.data_size, config.global_batch_size
     for cell in np.ndindex(16, 16, 16):
         inside = ((origins <= cell) & (np.array(cell) < origins + crop)).all(axis=1)
         first = int(inside.argmax())
-        # Past the first interval of four steps, on the second of two ranks, and of that batch's samples the only one.
         if inside.any() and 4 < first // batch + 1 < 8 and first % 2 == 1 and inside[first : first + batch].sum() == 1:
             with h5py.File(volume_file(path, seed=1), "r+") as file:
                 file["Nbody"][(2, *cell)] = np.nan
-            return path, first // batch + 1, first % batch
-    raise AssertionError("no cell is met late and once")
+            return first // batch + 1
+    raise AssertionError("no such cell")
 
 
-def nan_line(step: int, rank: int) -> str:
-    """What is told of that step."""
-    config = load(str(TOP / "config" / "UNet.yaml"), "test")
-    rate = build_schedule(config.for_world(1))(step - 1)
+def describe_nan(step: int, rank: int) -> str:
+    """The part of a message that describes the step."""
+    rate = build_schedule(small_config().for_world(1))(step - 1)
     return f"loss nan on rank {rank}, gradient norm nan, learning rate {rate:.3e}"
 
 
-def test_nan_in_the_data_costs_its_updates_alone(
+def test_training_skips_the_updates_of_steps_that_meet_a_nan(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
+    """The training goes on to its end; without report_pictures it leaves no pictures."""
     monkeypatch.chdir(TOP)
-    path, step, _ = holed_volume(tmp_path / "holed.h5", volume_file)
+    path = tmp_path / "nan.h5"
+    step = volume_with_a_nan(path, volume_file)
     train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
-    told = [line for line in capsys.readouterr().err.splitlines() if " WARNING - " in line]
-    assert re.sub(LOG_LINE, "", told[0]) == f"Step {step}: {nan_line(step, 0)}: no update (left out so far: 1)"
-    assert len(told) < 8
-    assert told[-1].endswith(f"no update (left out so far: {len(told)})")
-    saved = newest(tmp_path / "runs/test/1GPU/00/checkpoints")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if " WARNING - " in line]
+    first = f"Step {step}: {describe_nan(step, 0)}: no update (left out so far: 1)"
+    assert re.sub(LOG_LINE, "", warnings[0]) == first
+    assert len(warnings) < 8
+    assert warnings[-1].endswith(f"no update (left out so far: {len(warnings)})")
+    directory = tmp_path / "runs/test/1GPU/00"
+    saved = newest(directory / "checkpoints")
     assert saved is not None
-    assert (saved.position.step, saved.position.skipped) == (16, len(told))
+    assert (saved.position.step, saved.position.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
+    assert "Result:" in (directory / "out.log").read_text()
+    assert not list(directory.rglob("*.png"))
 
 
-def test_nan_in_too_many_steps_stops_training_naming_step_rank_and_rate(
-    data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+def refused_training(world: World, flags: list[str]) -> str:
+    """The message of the UserError that ends a training on this rank."""
+    options = cli.parse(flags)
+    config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
+    with pytest.raises(UserError) as caught:
+        train.run(options, config, world, train.EagerStep, NoSignals())
+    return str(caught.value)
+
+
+def test_nan_in_too_many_steps_stops_all_ranks_and_names_step_rank_and_rate(
+    data_flags: list[str], tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(TOP)
-    path, step, _ = holed_volume(tmp_path / "holed.h5", volume_file)
-    flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}", "--set=max_skipped_updates=1"]
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *data_flags, *flags, "--set=checkpoint.every_steps=1"])
-    assert stop.value.code == 2
-    line = check_error(capsys.readouterr().err, "check the data with --preflight")
-    start = f"error: no update for 1 steps in a row, the last is step {step}: {nan_line(step, 0)}: training stops; "
-    assert line.startswith(start)
-    saved = newest(tmp_path / "runs/test/1GPU/00/checkpoints")
+    path = tmp_path / "nan.h5"
+    step = volume_with_a_nan(path, volume_file)
+    flags = [*data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"]
+    flags += ["--set=max_skipped_updates=1", "--set=checkpoint.every_steps=1"]
+    for message in run_ranks(refused_training, 2, ["--config=test", *flags]):
+        start = f"no update for 1 steps in a row, the last is step {step}: {describe_nan(step, 1)}: training stops; "
+        assert message.startswith(start)
+        assert "check the data with --preflight" in message
+    saved = newest(tmp_path / "runs/test/2GPU/00/checkpoints")
     assert saved is not None
     assert saved.position.step == step - 1
 
@@ -324,7 +339,7 @@ def test_nan_in_the_validation_data_stops_the_run_before_training(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(TOP)
-    path = volume_file(tmp_path / "holed.h5")
+    path = volume_file(tmp_path / "nan.h5")
     with h5py.File(path, "r+") as file:
         file["Hydro"][0, 8] = np.nan
     with pytest.raises(SystemExit) as stop:
@@ -333,130 +348,90 @@ def test_nan_in_the_validation_data_stops_the_run_before_training(
     check_error(capsys.readouterr().err, "the validation loss is nan after step 0")
 
 
-@pytest.mark.parametrize(
-    ("loader", "victim"), [("lowmem", "train.h5"), ("dali-lowmem", "train_label.npy"), ("auto", "train.h5")]
-)
-def test_a_file_that_shrinks_during_training_is_one_line(
-    tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any, loader: str, victim: str
-) -> None:
-    """It is cut when the first losses have been measured, before the first step."""
-    if loader == "dali-lowmem":
-        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
-    monkeypatch.chdir(TOP)
-    flags = [f"--data_loader_config={loader}", f"--set=expdir={tmp_path / 'runs'}", "--set=device=cpu"]
-    for key, split, seed in (("train", "train", 1), ("val", "valid", 2)):
-        path = volume_file(tmp_path / f"{split}.h5", seed=seed)
-        twins = zip(("data", "label"), convert(path), strict=True)
-        flags += [f"--set={key}_path={path}", *(f"--set={key}_path_npy_{name}={twin}" for name, twin in twins)]
-    measure = Trainer._measure_untrained
-
-    def measure_and_cut(trainer: Trainer, *arguments: Any) -> Any:
-        result = measure(trainer, *arguments)
-        os.truncate(tmp_path / victim, 5000)
-        return result
-
-    monkeypatch.setattr(Trainer, "_measure_untrained", measure_and_cut)
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *flags])
-    assert stop.value.code == 2
-    check_error(capsys.readouterr().err, f"{victim} became shorter while it was being read", "to 5000 bytes")
+# --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-# --- from outside --------------------------------------------------------------------------------------------------
-
-
-def command(arguments: list[str], ranks: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The real command, alone or under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "train.py", *arguments],
+def test_bad_input_under_torchrun_is_one_line_from_all_ranks(tmp_path: Path) -> None:
+    """It is found before the ranks have met; the only traceback is torchrun's own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*launcher, "train.py", "--config=test", "--set=num_epoch=3", f"--set=expdir={tmp_path / 'runs'}"],
         cwd=TOP,
-        env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
     )
-
-
-def test_bad_input_under_plain_python(tmp_path: Path) -> None:
-    run = command(["--config=test", "--set=num_epoch=3", f"--set=expdir={tmp_path / 'runs'}"])
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr == "error: config 'test': unknown key num_epoch; did you mean num_epochs?\n"
+    assert result.returncode != 0
+    check_error(result.stderr, "config 'test': unknown key num_epoch; did you mean num_epochs?")
+    assert 'train.py", line' not in result.stderr
+    assert re.search(r"exitcode\s*: 2 ", result.stderr), "rank 0 ended with code 2"
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--set=num_epoch=3"], "unknown key num_epoch; did you mean num_epochs?"),
-        (["--set=global_batch_size=9"], "global_batch_size 9 is not divisible by 2 ranks; use 8"),
-        (["--set=train_path=/nowhere.h5"], "no such file: /nowhere.h5"),
-        (["--set=device=cuda"], "device is cuda, but torch sees no CUDA device; use --set device=cpu"),
-    ],
-)
-def test_bad_input_under_torchrun_is_one_line_of_all_ranks(
-    data_flags: list[str], tmp_path: Path, flags: list[str], says: str
-) -> None:
-    """Before the ranks have met, when they have, in what only files tell, and in what each rank finds by itself."""
-    run = command(
-        ["--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", *flags], 2, CUDA_VISIBLE_DEVICES=""
-    )
-    assert run.returncode != 0
-    check_error(run.stderr, says)
-    assert 'train.py", line' not in run.stderr, "the only traceback is torchrun's own"
-    assert re.search(r"exitcode\s*: 2 ", run.stderr), "rank 0 ended with code 2"
+def test_bad_input_that_ranks_find_together_is_one_line_from_rank_0(data_flags: list[str], tmp_path: Path) -> None:
+    """In the config for two ranks, in what only files show, and in what each rank finds by itself."""
+    cases = {
+        "--set=global_batch_size=9": "global_batch_size 9 is not divisible by 2 ranks; use 8",
+        "--set=train_path=/nowhere.h5": "no such file: /nowhere.h5",
+        "--set=device=cuda": CUDA_MISSING,
+    }
+
+    def start(number: int, flag: str) -> Iterator[Program]:
+        words = ["train.py", "--config=test", *data_flags, f"--set=expdir={tmp_path / 'runs'}", flag]
+        port = free_port()
+        for rank in (0, 1):
+            variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **rank_variables(rank, 2, port)}
+            yield Program(words, tmp_path / f"case{number}rank{rank}", environment=variables)
+
+    started = [tuple(start(number, flag)) for number, flag in enumerate(cases)]
+    for (root, other), says in zip(started, cases.values(), strict=True):
+        result = root.end()
+        other.kill()  # as a launcher does; it would wait for that
+        assert result.returncode == 2
+        check_error(result.stderr, says)
+        assert "error: " not in other.text
+        assert "Traceback" not in result.stderr + other.text
     assert not (tmp_path / "runs").exists()
 
 
-def test_nan_on_one_rank_stops_all_naming_it(data_flags: list[str], tmp_path: Path, volume_file) -> None:
-    path, step, sample = holed_volume(tmp_path / "holed.h5", volume_file)
-    assert sample % 2 == 1
-    flags = [*data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"]
-    run = command(["--config=test", *flags, "--set=max_skipped_updates=1"], 2)
-    assert run.returncode != 0
-    start = f"error: no update for 1 steps in a row, the last is step {step}: {nan_line(step, 1)}: training stops; "
-    assert check_error(run.stderr).startswith(start)
+# --- valid input -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]):
-    """A training of config 'test' by the real command: (flags, what it printed, its run directory)."""
+def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> tuple[list[str], Completed, Path]:
+    """A training of config 'test' as a process of its own: its flags, its end and its run directory."""
     expdir = tmp_path_factory.mktemp("trained")
     flags = ["--config=test", *data_flags, f"--set=expdir={expdir}", "--run_num=first", "--set=use_cache=None"]
     flags += ["--set=report_pictures=true"]
-    run = command(flags)
-    assert run.returncode == 0, run.stderr
-    return flags, run, expdir / "test" / "1GPU" / "first"
+    result = run(["train.py", *flags], expdir / "output")
+    assert result.returncode == 0, result.stderr
+    return flags, result, expdir / "test" / "1GPU" / "first"
 
 
-def test_valid_input_leaves_the_contracts_log(trained: Any) -> None:
-    _, run, directory = trained
+def test_valid_input_leaves_the_log_lines_of_the_contract(trained: Any) -> None:
+    _, result, directory = trained
     log = (directory / "out.log").read_text()
     messages = [re.sub(LOG_LINE, "", line) for line in log.splitlines()]
     number = r"\d+(\.\d+)?(e-\d+)?"
     loss, seconds = r"  Avg {} loss=\d\.\d{{6}}", rf"  Total validation time: {number} sec"
-    epochs = [rf"Time taken for epoch {epoch} is {number} sec, avg {number} samples/sec" for epoch in (1, 2)]
     expected = [loss.format("val"), seconds]  # before training
-    for epoch in epochs:
-        expected += [epoch, loss.format("train"), loss.format("val"), seconds]
+    for epoch in (1, 2):
+        line = rf"Time taken for epoch {epoch} is {number} sec, avg {number} samples/sec"
+        expected += [line, loss.format("train"), loss.format("val"), seconds]
     expected.append("DONE ---- rank 0")
-    kinds = "Time taken|  Avg|  Total|DONE"
-    found = [message for message in messages if re.match(kinds, message)]
+    found = [message for message in messages if re.match("Time taken|  Avg|  Total|DONE", message)]
     assert len(found) == len(expected)
     for message, pattern in zip(found, expected, strict=True):
         assert re.fullmatch(pattern, message)
+        assert message in result.stderr, "the terminal shows what the log file holds"
     assert messages[-1] == "DONE ---- rank 0"
     dump = next(index for index, message in enumerate(messages) if message.startswith("Configuration test"))
     assert dump < messages.index(found[0])
     assert "  num_epochs: 2" in messages[dump:]
-    for message in found:
-        assert message in run.stderr, "what the log has, the terminal had"
-    assert "Traceback" not in run.stderr
-    assert run.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
 
 
-def test_valid_input_leaves_the_contracts_curves(trained: Any) -> None:
+def test_valid_input_leaves_the_curves_of_the_contract(trained: Any) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags, _, directory = trained
@@ -483,23 +458,11 @@ def test_valid_input_leaves_the_contracts_curves(trained: Any) -> None:
     assert events.Tags()["images"] == ["Slices"]
 
 
-def test_without_pictures_a_training_leaves_none(data_flags: list[str], tmp_path: Path) -> None:
-    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--num_epochs=1"])
-    directory = tmp_path / "test" / "1GPU" / "00"
-    assert "Result:" in (directory / "out.log").read_text()
-    assert not list(directory.rglob("*.png"))
-
-
-def test_valid_input_leaves_a_config_that_loads_back(trained: Any) -> None:
+def test_valid_input_leaves_its_config_and_provenance(trained: Any) -> None:
     flags, _, directory = trained
     config = load(str(directory / "config.yaml"), "test")
-    given = load(str(TOP / "config" / "UNet.yaml"), "test", cli.parse(flags).overrides)
-    assert config == given
+    assert config == load(str(TOP / "config" / "UNet.yaml"), "test", cli.parse(flags).overrides)
     assert list(yaml.safe_load((directory / "config.yaml").read_text())) == ["test"]
-
-
-def test_valid_input_leaves_its_provenance(trained: Any) -> None:
-    flags, _, directory = trained
     record = json.loads((directory / "provenance.json").read_text())
     assert record["command"] == ["train.py", *flags]
     assert record["hostnames"] == [socket.gethostname()]
