@@ -1,5 +1,8 @@
 # make demo    simulate two boxes, train on them, show what came out
-# make test    the test suite          make check    linters, types, shell files
+# make test    every feature once, within five minutes on two cores
+# make test-slow   what takes longer: 20 kills at random moments, all that Slurm does to a job, exhaustive combinations
+# make check   linters, types, shell files
+# make coverage    both parts of the test suite with branch coverage
 # make soak N=100   kills ranks at random moments, starts them again, compares bits: about 5 s a kill
 # make bench-cpu   the optimisation ladder and the loop's overhead on this machine's CPU: about 9 minutes
 # make bench-gpu   all that a GPU has to tell, 8 minutes; takes the python3 that is there if make install was not run
@@ -21,7 +24,7 @@ DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
 
-.PHONY: demo test check soak bench-cpu bench-gpu install clean
+.PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The demo's batch of 8 is divided evenly.
@@ -36,8 +39,21 @@ $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
 
 # The tests of a file stay in one process: what they share, such as a Slurm, is made once.
+PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 ))) --dist loadfile --no-loadscope-reorder
+
 test: $(TEST_READY)
-	$(BIN)/python -m pytest -n $$(( $(CORES) < 4 ? $(CORES) : 4 )) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m $(PYTEST) -m "not slow"
+
+test-slow: $(TEST_READY)
+	$(BIN)/python -m $(PYTEST) -m slow
+
+coverage: export COVERAGE_TOP = $(CURDIR)
+coverage: export COVERAGE_PROCESS_START = $(CURDIR)/pyproject.toml
+coverage: $(TEST_READY)
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run -m $(PYTEST)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered
 
 check: $(READY)
 	$(BIN)/python -m ruff check .
@@ -77,7 +93,7 @@ $(READY): pyproject.toml
 	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev,digits]"
 	@# A torchrun that lies outside would start the interpreter outside, which lacks the rest.
-	@test -x $(BIN)/torchrun || { printf '#!%s\nfrom torch.distributed.run import main\nmain()\n' \
+	@test -x $(BIN)/torchrun || { printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$$@"\n' \
 	  "$$($(BIN)/python -c 'import sys; print(sys.executable)')" > $(BIN)/torchrun && chmod +x $(BIN)/torchrun; }
 	@touch $@
 
