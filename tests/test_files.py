@@ -1,10 +1,9 @@
-"""Files and directories appear whole or not at all, whatever happens while they are written."""
+"""Atomic writes: files and directories appear under their names only once they are complete."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ def write_directory(path: Path, text: str) -> None:
 
 
 WRITERS = {"file": write, "directory": write_directory}
+ERRORS = [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("no")]
 
 
 def read(path: Path) -> str:
@@ -34,27 +34,8 @@ def read(path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("no")])
-def test_a_block_that_fails_leaves_the_earlier_one_and_nothing_partial(
-    tmp_path: Path, kind: str, error: BaseException
-) -> None:
-    target = tmp_path / "target"
-    WRITERS[kind](target, "first")
-
-    def fail_half_way() -> None:
-        with appearing_whole([target]) if kind == "file" else directory_appearing_whole(target) as partial:
-            (partial[0] if isinstance(partial, list) else partial / "one").write_text("half")
-            raise error
-
-    with pytest.raises(type(error)):
-        fail_half_way()
-    assert read(target) == "first"
-    assert os.listdir(tmp_path) == ["target"]
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_disk_that_fails_in_the_end_leaves_the_earlier_one(
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_write_that_fails_anywhere_leaves_the_earlier_content_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: BaseException
 ) -> None:
     target = tmp_path / "target"
@@ -63,17 +44,42 @@ def test_a_disk_that_fails_in_the_end_leaves_the_earlier_one(
     def fail(*_: object) -> None:
         raise error
 
+    def fail_half_way() -> None:
+        with appearing_whole([target]) if kind == "file" else directory_appearing_whole(target) as partial:
+            (partial[0] if isinstance(partial, list) else partial / "one").write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail_half_way()
+    assert (read(target), os.listdir(tmp_path)) == ("first", ["target"])
     for function in ("fsync", "replace" if kind == "file" else "rename"):
         with monkeypatch.context() as patch:
             patch.setattr(os, function, fail)
             with pytest.raises(type(error)):
                 WRITERS[kind](target, "second")
-        assert read(target) == "first"
-        assert os.listdir(tmp_path) == ["target"]
+        assert (read(target), os.listdir(tmp_path)) == ("first", ["target"]), function
+
+
+def test_a_directory_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two renames the second fails, after the earlier directory was moved away."""
+    target, rename = tmp_path / "target", os.rename
+    write_directory(target, "first")
+
+    def fails_for_the_new_one(source: Path, destination: Path) -> None:
+        if str(source).endswith(".partial"):
+            raise OSError(28, "No space left on device")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", fails_for_the_new_one)
+    with pytest.raises(OSError, match="No space left"):
+        write_directory(target, "second")
+    assert (read(target), os.listdir(tmp_path)) == ("first", ["target"])
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_earlier_one_is_there_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+def test_the_earlier_content_stays_until_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     target, seen, fsync = tmp_path / "target", [], os.fsync
     WRITERS[kind](target, "first")
 
@@ -83,30 +89,29 @@ def test_the_earlier_one_is_there_until_the_new_one_is_on_the_disk(tmp_path: Pat
 
     monkeypatch.setattr(os, "fsync", look)
     WRITERS[kind](target, "second")
-    # In the end the directory is flushed, which makes the new name last.
-    assert seen == ["first"] * (len(seen) - 1) + ["second"]
-    assert len(seen) == (2 if kind == "file" else 4)
-    assert read(target) == "second"
-    assert os.listdir(tmp_path) == ["target"]
+    # The last flush is that of the parent directory, which makes the new name durable.
+    assert seen == ["first"] * (1 if kind == "file" else 3) + ["second"]
+    assert (read(target), os.listdir(tmp_path)) == ("second", ["target"])
 
 
-def test_file_systems_that_cannot_flush_a_directory_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc/self/fd")
+def test_file_systems_that_cannot_flush_a_directory_are_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsync = os.fsync
 
-    def fails_for_the_parent(descriptor: int) -> None:
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+    def fails_for_directories(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
             raise OSError(22, "Invalid argument")
         fsync(descriptor)
 
-    if not os.path.isdir("/proc/self/fd"):
-        pytest.skip("has no /proc")
-    monkeypatch.setattr(os, "fsync", fails_for_the_parent)
+    monkeypatch.setattr(os, "fsync", fails_for_directories)
     for kind, writer in WRITERS.items():
-        writer(tmp_path / kind, "whole")
-        assert read(tmp_path / kind) == "whole"
+        writer(tmp_path / kind, "complete")
+        assert read(tmp_path / kind) == "complete"
 
 
-def test_recovery_tidies_partial_ones_and_brings_back_what_was_moved_aside(tmp_path: Path) -> None:
+def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_path: Path) -> None:
     for name in ("step_1", ".step_2.abc.partial", ".step_3.replaced", ".step_1.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "content").write_text(name)
@@ -117,6 +122,6 @@ def test_recovery_tidies_partial_ones_and_brings_back_what_was_moved_aside(tmp_p
     (tmp_path / ".hidden").write_text("a user's")
     recover(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".hidden", "notes.partial", "step_1", "step_3"]
-    assert (tmp_path / "step_1" / "content").read_text() == "step_1", "what a link leads to stays"
+    assert (tmp_path / "step_1" / "content").read_text() == "step_1", "the destination of a link stays"
     assert (tmp_path / "step_3" / "content").read_text() == ".step_3.replaced"
     recover(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""The page cache before training: seen as it is, filled once a node, and left alone where filling it is no use."""
+"""The page cache before training: measured, filled once per node, and left alone where filling it does not help."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import run_ranks
+from processes import run_ranks, wait_until
 
 from utils.data import page_cache
 from utils.data.page_cache import (
@@ -51,7 +51,7 @@ def written(path: Path) -> Path:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Path:
-    """A file of 16 MiB of which nothing is cached; skips where this file system cannot have, or not show, such one."""
+    """A file of 16 MiB of which nothing is cached; skips where the file system does not allow that, or hides it."""
     path = written(tmp_path / "train.h5")
     if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
         pytest.skip("this system has no posix_fadvise, or no RWF_NOWAIT")
@@ -70,75 +70,63 @@ def on_disk(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_fraction_in_the_cache_is_the_kernels(on_disk: Path) -> None:
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_cached_fraction_is_that_of_the_kernel(on_disk: Path) -> None:
     assert cached_fraction(str(on_disk)) == pytest.approx(0, abs=0.02)
     on_disk.read_bytes()
     assert cached_fraction(str(on_disk)) == 1
     drop_from_page_cache(str(on_disk))
     with open(on_disk, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         file.read(PAGES * mmap.PAGESIZE // 4)
     assert cached_fraction(str(on_disk)) == pytest.approx(resident(on_disk), abs=0.1)
     assert 0.2 < resident(on_disk) < 0.35
-
-
-def test_looking_often_does_not_make_a_file_seem_cached(on_disk: Path) -> None:
-    """Each page that is looked at is fetched by the kernel: a second look at the same ones would find them all."""
-    looks = [cached_fraction(str(on_disk)) for _ in range(3)]
-    assert looks == pytest.approx([0, 1 / 16, 2 / 16], abs=0.08)
-    assert resident(on_disk) <= 3 * page_cache.PROBES / PAGES
-
-
-def test_dropping_takes_what_was_just_written_too(on_disk: Path) -> None:
-    written(on_disk)  # still to be written to the disk
+    written(on_disk)  # not on the disk yet
     assert resident(on_disk) == 1
     drop_from_page_cache(str(on_disk))
     assert resident(on_disk) < 0.02
 
 
-def test_a_file_is_read_into_the_cache_once(on_disk: Path) -> None:
-    line = warm_page_cache([str(on_disk)], ALONE)
-    assert line.startswith("train.h5: 16.0 MiB read into the page cache in ")
-    assert line.endswith(" GB/s)")
-    assert resident(on_disk) == 1
-    assert warm_page_cache([str(on_disk)], ALONE) == "train.h5: 16.0 MiB already in the page cache"
+def test_measuring_often_does_not_make_a_file_seem_cached(on_disk: Path) -> None:
+    """The kernel fetches each page that is probed: a second measurement of the same pages would find them all."""
+    fractions = [cached_fraction(str(on_disk)) for _ in range(3)]
+    assert fractions == pytest.approx([0, 1 / 16, 2 / 16], abs=0.08)
+    assert resident(on_disk) <= 3 * page_cache.PROBES / PAGES
 
 
-def test_of_two_files_the_one_that_is_not_cached_is_read(on_disk: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_cached_are_read_once(on_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "valid.h5").write_bytes(bytes(MIB))
-    line = warm_page_cache([str(tmp_path / "valid.h5"), str(on_disk), str(on_disk)], ALONE)
-    cached, read = line.split("; ")
+    paths = [str(tmp_path / "valid.h5"), str(on_disk), str(on_disk)]
+    cached, read = warm_page_cache(paths, ALONE).split("; ")
     assert cached == "valid.h5: 1.0 MiB already in the page cache"
-    assert read.startswith("train.h5: 16.0 MiB read ")
+    assert read.startswith("train.h5: 16.0 MiB read into the page cache in ")
+    assert read.endswith(" GB/s)")
     assert resident(on_disk) == 1
+    assert warm_page_cache(paths[1:], ALONE) == "train.h5: 16.0 MiB already in the page cache"
 
 
-def test_files_that_do_not_fit_together_are_not_read(
-    on_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "valid.h5").write_bytes(bytes(MIB))
-    paths = [str(on_disk), str(tmp_path / "valid.h5")]
+def test_files_are_read_only_if_all_of_them_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("train.h5", 16 * MIB), ("valid.h5", MIB)):
+        (tmp_path / name).write_bytes(bytes(size))
+    paths = [str(tmp_path / "train.h5"), str(tmp_path / "valid.h5")]
+    monkeypatch.setattr(page_cache, "cached_fraction", lambda _: 0.5)
     monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB - 1)
     assert warm_page_cache(paths, ALONE) == (
         "train.h5 and valid.h5: 17.0 MiB do not fit the 17.0 MiB of memory available: read as crops are needed"
     )
     assert warm_page_cache(paths[:1], ALONE).startswith("train.h5: 16.0 MiB read ")
-    drop_from_page_cache(str(on_disk))
     monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB)
-    assert "read into the page cache" in warm_page_cache(paths, ALONE)
-
-
-def test_files_that_are_cached_already_are_not_said_to_be_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tmp_path / "train.h5")
+    assert warm_page_cache(paths, ALONE).count("read into the page cache") == 2
     monkeypatch.setattr(page_cache, "available_memory", lambda: 0)
+    assert "does not fit" in warm_page_cache(paths[:1], ALONE)
     monkeypatch.setattr(page_cache, "cached_fraction", lambda _: 0.995)
-    assert warm_page_cache([str(path)], ALONE) == "train.h5: 16.0 MiB already in the page cache"
+    assert warm_page_cache(paths[:1], ALONE) == "train.h5: 16.0 MiB already in the page cache"
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_where_the_kernel_does_not_tell_the_file_is_read(
+def test_a_file_is_read_where_the_kernel_cannot_report_what_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = written(tmp_path / "train.h5")
@@ -154,15 +142,13 @@ def test_where_the_kernel_does_not_tell_the_file_is_read(
     assert cached_fraction(str(path)) is None
 
 
-def test_an_empty_file_is_all_cached(tmp_path: Path) -> None:
+def test_an_empty_file_is_cached(tmp_path: Path) -> None:
     (tmp_path / "empty.h5").touch()
     assert cached_fraction(str(tmp_path / "empty.h5")) in (1, None)
     assert "empty.h5: 0.0 MiB" in warm_page_cache([str(tmp_path / "empty.h5")], ALONE)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"^cannot read \S+/none\.h5: No such file or directory$"):
-        warm_page_cache([str(tmp_path / "none.h5")], ALONE)
     path = written(tmp_path / "train.h5")
 
     def fail(*_: object) -> float:
@@ -172,11 +158,11 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pyt
         with monkeypatch.context() as patched:
             patched.setattr(page_cache, "cached_fraction", lambda _: 0.0)
             patched.setattr(page_cache, name, fail)
-            with pytest.raises(UserError, match=r"^cannot read \S+/train\.h5: Input/output error$"):
+            with pytest.raises(UserError, match=r"^cannot read .+/train\.h5: Input/output error$"):
                 warm_page_cache([str(path)], ALONE)
 
 
-def test_progress_counts_to_the_files_size(
+def test_progress_counts_to_the_size_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "train.h5")
@@ -192,11 +178,11 @@ def test_progress_counts_to_the_files_size(
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def machine(tmp_path: Path, available: int, own: str = "0::/job/step\n", **groups: tuple[str, int, int]) -> list[str]:
-    """A machine's /proc and /sys/fs/cgroup; groups: name -> (memory.max, memory.current, its cached files)."""
-    proc, top = tmp_path / "proc", tmp_path / "cgroup"
+def machine(folder: Path, own: str = "0::/job/step\n", **groups: tuple[str, int, int]) -> list[str]:
+    """/proc and /sys/fs/cgroup of a machine with 32 MiB; groups: name -> (memory.max, memory.current, cached files)."""
+    proc, top = folder / "proc", folder / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n")
+    (proc / "meminfo").write_text(f"MemTotal: 64 kB\nMemFree: 1 kB\nMemAvailable: {32 * MIB // 1024} kB\n")
     (proc / "self" / "cgroup").write_text(own)
     places = {"top": top, "job": top / "job", "step": top / "job" / "step"}
     places["step"].mkdir(parents=True)
@@ -207,32 +193,24 @@ def machine(tmp_path: Path, available: int, own: str = "0::/job/step\n", **group
     return [str(proc), str(top)]
 
 
-def test_memory_is_the_machines_where_no_group_limits_it(tmp_path: Path) -> None:
-    assert available_memory(*machine(tmp_path, 32 * MIB, job=("max", 5, 2))) == 32 * MIB
-
-
-def test_memory_without_version_2_groups_is_the_machines(tmp_path: Path) -> None:
-    assert available_memory(*machine(tmp_path, 32 * MIB, own="4:memory:/job\n")) == 32 * MIB
-
-
-@pytest.mark.parametrize("group", ["step", "job", "top"])
-def test_a_limit_on_this_group_or_one_above_bounds_memory(tmp_path: Path, group: str) -> None:
-    """What the group uses is gone from it, except for files that it has in the cache."""
-    places = machine(tmp_path, 32 * MIB, **{group: (str(20 * MIB), 12 * MIB, 8 * MIB)})
-    assert available_memory(*places) == 16 * MIB
-
-
-def test_a_group_that_has_used_more_than_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    assert available_memory(*machine(tmp_path, 32 * MIB, step=("1024", 4096, 0))) == 0
-
-
-def test_a_containers_group_that_is_not_mounted_under_its_name_is_found_at_the_top(tmp_path: Path) -> None:
-    places = machine(tmp_path, 32 * MIB, own="0::/docker/0123\n", top=(str(MIB), 0, 0))
-    assert available_memory(*places) == MIB
-
-
-def test_memory_that_no_file_tells_is_unknown(tmp_path: Path) -> None:
+def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_path: Path) -> None:
+    """A group's limit less what it uses, except for its cached files, which can be dropped."""
+    limited = (str(20 * MIB), 12 * MIB, 8 * MIB)
+    cases: list[tuple[str, dict[str, Any], int]] = [
+        ("no limit", {"job": ("max", 5, 2)}, 32 * MIB),
+        ("groups of version 1", {"own": "4:memory:/job\n"}, 32 * MIB),
+        ("this group", {"step": limited}, 16 * MIB),
+        ("a group above", {"job": limited}, 16 * MIB),
+        ("the topmost group", {"top": limited}, 16 * MIB),
+        ("more used than allowed", {"step": ("1024", 4096, 0)}, 0),
+        ("a container, which sees its own group at the top", {"own": "0::/docker/1\n", "top": (str(MIB), 0, 0)}, MIB),
+    ]
+    for number, (case, options, expected) in enumerate(cases):
+        assert available_memory(*machine(tmp_path / str(number), **options)) == expected, case
     assert available_memory(str(tmp_path), str(tmp_path)) is None
+    proc, top = machine(tmp_path / "last")
+    (Path(proc) / "self" / "cgroup").unlink()
+    assert available_memory(proc, top) == 32 * MIB
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="no /proc/meminfo")
@@ -246,36 +224,37 @@ def test_this_machine_has_some_memory() -> None:
 
 
 def warm_on_two_ranks(world: World, path: str) -> dict[str, Any]:
-    """Runs on each rank; reading takes rank 0 a second more."""
-    reads: list[float] = []
-    read = page_cache._read
+    """Rank 0's reading ends only after rank 1 has entered; each rank reports whether it saw that end."""
+    entered, read, reads = Path(f"{path}.entered"), Path(f"{path}.read"), []
 
-    def slow(*arguments: Any) -> float:
-        time.sleep(1)
-        seconds = read(*arguments)
-        reads.append(time.time())
-        return seconds
+    def slow(*_: Any) -> float:
+        wait_until(entered.exists)
+        time.sleep(0.2)  # gives a rank that did not wait the time to return first
+        reads.append(path)
+        read.touch()
+        return 0.1
 
     page_cache._read = slow
     page_cache.cached_fraction = lambda _: None
-    world.barrier()
+    if world.rank == 1:
+        entered.touch()
     line = warm_page_cache([path], world)
-    done = time.time()
+    saw = read.exists()
     try:
         warm_page_cache([f"{path}.none"], world)
         error = ""
     except UserError as caught:
         error = str(caught)
-    return {"line": line, "reads": reads, "done": done, "error": error}
+    return {"line": line, "reads": reads, "saw the end": saw, "error": error}
 
 
-def test_one_rank_of_a_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> None:
-    path = written(tmp_path / "train.h5")
+def test_one_rank_per_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "train.h5"
+    path.write_bytes(bytes(MIB))
     first, second = run_ranks(warm_on_two_ranks, 2, str(path))
-    assert len(first["reads"]) == 1
-    assert second["reads"] == []
-    assert second["done"] >= first["reads"][0]
-    assert "read into the page cache" in first["line"]
+    assert (first["reads"], second["reads"]) == ([str(path)], [])
+    assert second["saw the end"]
+    assert first["line"] == "train.h5: 1.0 MiB read into the page cache in 0.10 s (0.0 GB/s)"
     assert second["line"] == ""
     for rank in (first, second):
         assert rank["error"] == f"rank 0: cannot read {path}.none: No such file or directory"
@@ -284,25 +263,23 @@ def test_one_rank_of_a_node_reads_and_the_others_wait_for_it(tmp_path: Path) -> 
 # --- this process's page table -------------------------------------------------------------------------------------
 
 
-def faults() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
 def test_mapped_pages_are_read_without_a_fault_once_they_are_in_the_page_table(tmp_path: Path) -> None:
-    file = written(tmp_path / "train.h5")
+    file, probe = written(tmp_path / "train.h5"), mmap.mmap(-1, mmap.PAGESIZE)
     if cached_fraction(str(file)) is None:
-        pytest.skip("this file system does not tell what is cached")
+        pytest.skip("this file system does not report what is cached")
+    try:
+        probe.madvise(page_cache.MADV_POPULATE_READ)
+    except OSError:
+        pytest.skip("this kernel has no MADV_POPULATE_READ (Linux 5.14)")
     counts = []
     for populated in (False, True):
         array = np.memmap(file, dtype=np.uint8, mode="r")
         if populated:
             map_cached_pages([str(file)], [array])
-        before = faults()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for start in range(0, len(array), mmap.PAGESIZE):
             array[start]
-        counts.append(faults() - before)
-    if counts[1] >= counts[0]:
-        pytest.skip("this kernel cannot do it ahead (MADV_POPULATE_READ, Linux 5.14)")
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert counts[1] < counts[0] / 4
 
 
