@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import io
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from sample_results import sample_results
 
 from utils.evaluation import figures, page
@@ -73,13 +74,10 @@ class Parsed(HTMLParser):
         return found
 
 
-@pytest.fixture(scope="module")
-def drawing() -> Iterator[pytest.MonkeyPatch]:
-    """Figures are made and not drawn; tests/evaluation/test_during.py has a whole report."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "encoded", lambda figure: b"PNG" if figure.axes else b"")
-        patch.setattr(figures, "encoded_movie", lambda history: b"GIF%d" % len(history))
-        yield patch
+def without_drawing(patch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but not drawn."""
+    patch.setattr(figures, "encoded", lambda figure: b"PNG" if figure.axes else b"")
+    patch.setattr(figures, "encoded_movie", lambda history: b"GIF%d" % len(history))
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +86,12 @@ def history() -> list[Results]:
 
 
 @pytest.fixture(scope="module")
-def written(drawing: Any, history: list[Results], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(history: list[Results], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "new" / "evaluation.html"
     tables = [("Against simple predictors", ("predictor", "L1"), [("copy <input>", "0.03"), ("constant", "0.09")])]
-    page.write(path, history, {"commit": "abc1234", "epoch": "of the caller"}, tables, RECORDS)
+    with pytest.MonkeyPatch.context() as patch:
+        without_drawing(patch)
+        page.write(path, history, {"commit": "abc1234", "epoch": "of the caller"}, tables, RECORDS)
     return path
 
 
@@ -171,7 +171,8 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
     assert ["epoch", "3"] not in parsed.rows
 
 
-def test_pictures_are_embedded(parsed: Parsed, tmp_path: Path) -> None:
+def test_pictures_are_embedded(parsed: Parsed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_drawing(monkeypatch)
     assert parsed.images() == [("png", b"PNG")] * 6 + [("gif", b"GIF3"), ("png", b"PNG")]
     assert parsed.all("h2")[-4:] == ["Over the training", "Loss", "Against simple predictors", "Provenance"]
     page.write(tmp_path / "one.html", [sample_results(8)], {})
@@ -180,7 +181,8 @@ def test_pictures_are_embedded(parsed: Parsed, tmp_path: Path) -> None:
     assert not {"Over the training", "Loss"} & set(single.all("h2"))
 
 
-def test_unknown_channels_and_non_finite_values_are_stated(drawing: Any, tmp_path: Path) -> None:
+def test_unknown_channels_and_non_finite_values_are_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_drawing(monkeypatch)
     found = replace(sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]))
     page.write(tmp_path / "plain.html", [found], {})
     parsed = Parsed((tmp_path / "plain.html").read_text())
@@ -192,7 +194,10 @@ def test_unknown_channels_and_non_finite_values_are_stated(drawing: Any, tmp_pat
     assert len(parsed.images()) == 3
 
 
-def test_markup_in_names_and_values_is_escaped(drawing: Any, history: list[Results], tmp_path: Path) -> None:
+def test_markup_in_names_and_values_is_escaped(
+    history: list[Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_drawing(monkeypatch)
     hostile = """</td></table><script>alert("1")</script><img src='http://evil' onerror=alert(1)>&amp;"""
     found = replace(history[-1], about={"epoch": hostile, hostile: 1})
     page.write(tmp_path / "page.html", [found], {"checkpoint": hostile}, [(hostile, [hostile], [[hostile]])])
@@ -218,3 +223,25 @@ def test_a_page_that_fails_keeps_the_older_one(
         page.write(path, history[-1:], {})
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_drawn_page_of_noise_is_smaller_than_three_megabytes(history: list[Results], tmp_path: Path) -> None:
+    """White noise does not compress, so no other evaluation has larger pictures."""
+    rng = np.random.default_rng(0)
+    counts = {"input": 4, "target": 5, "predicted": 5}
+    noisy = [
+        replace(
+            history[-1],
+            cells=128,
+            about={"epoch": epoch},
+            slices={name: 0.2 * rng.standard_normal((count, 128, 128)) for name, count in counts.items()},
+        )
+        for epoch in range(20)
+    ]
+    page.write(tmp_path / "page.html", noisy, {}, (), RECORDS)
+    assert (tmp_path / "page.html").stat().st_size < 3e6
+    images = Parsed((tmp_path / "page.html").read_text()).images()
+    assert [Image.open(io.BytesIO(content)).format for _, content in images] == ["PNG"] * 6 + ["GIF", "PNG"]
+    for _, content in images:
+        assert len(np.unique(np.asarray(Image.open(io.BytesIO(content)).convert("L")))) > 10, "an empty picture"
