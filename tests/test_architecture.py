@@ -1,4 +1,4 @@
-"""Which way the arrows point, and what no file may do: read from the sources, nothing is imported.
+"""Import rules and forbidden calls, checked on the sources without importing them.
 
 networks stands alone, utils knows no network, loaders and steps meet in the entry scripts only.
 """
@@ -6,16 +6,14 @@ networks stands alone, utils knows no network, loaders and steps meet in the ent
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
-# What trains a network on ready data does without; to be imported where it is used.
+# Libraries that training on existing data does not need; they are imported inside the functions that use them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
-# Modules of the commands that make data, which may need what they need.
+# Modules of the commands that make data, which may import the optional libraries.
 SIMULATION = {f"utils.data.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate")}
 PICKLES = {"cloudpickle", "dill", "joblib", "pickle", "shelve"}
 UNSAFE_YAML = {"full_load", "full_load_all", "unsafe_load", "unsafe_load_all"}
@@ -57,8 +55,40 @@ def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
     return found
 
 
+def unsafe_calls(source: str, module: str = "module") -> list[str]:
+    """Unpickling, YAML's object construction and shells: each runs code that a file or a text names."""
+    faults = [found.name for found in imports(source, module) if found.name.split(".")[0] in PICKLES]
+    for node in ast.walk(ast.parse(source)):
+        fault = ""
+        if isinstance(node, ast.Call):
+            function, keywords = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            if function.endswith("torch.load") and keywords.get("weights_only") != "True":
+                fault = "torch.load without weights_only=True"
+            elif function.endswith(("np.load", "numpy.load")) and keywords.get("allow_pickle", "False") != "False":
+                fault = "numpy.load with allow_pickle"
+            elif function in ("yaml.load", "yaml.load_all"):
+                loader = keywords.get("Loader", ast.unparse(node.args[1]) if len(node.args) > 1 else "no Loader")
+                if loader not in ("yaml.SafeLoader", "yaml.CSafeLoader"):
+                    fault = f"{function} with {loader}"
+            elif keywords.get("shell", "False") != "False":
+                fault = f"{function} with a shell"
+            elif function in ("os.system", "os.popen", "subprocess.getoutput"):
+                fault = function
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and node.attr in UNSAFE_YAML:
+            fault = f"yaml.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "yaml":
+            fault = "from yaml import …, write yaml.name"
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {name.name for name in node.names}
+        ):
+            fault = "from torch import load, write torch.load"
+        if fault:
+            faults.append(f"line {node.lineno}: {fault}")  # type: ignore[attr-defined] # these nodes have lines
+    return faults
+
+
 def sources() -> dict[str, Path]:
-    """Dotted module name -> file, of everything that is run: entry scripts, networks, utils, benchmarks."""
+    """Dotted module name -> file of the program: entry scripts, networks, utils, benchmarks."""
     paths = [*ROOT.glob("*.py")]
     for directory in ("networks", "utils", "benchmarks"):
         paths += (ROOT / directory).rglob("*.py")
@@ -70,137 +100,76 @@ SOURCES = sources()
 ENTRY_SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 
 
-def arrows(of: str, at_import_only: bool = False) -> Iterator[tuple[str, Import]]:
-    """(module, import) of every module that is `of` or lies in it."""
-    for module, path in SOURCES.items():
-        if within(module, of):
-            for found in imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
-                if found.at_import or not at_import_only:
-                    yield module, found
+@functools.cache
+def imports_of(module: str) -> list[Import]:
+    path = SOURCES[module]
+    return imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
 
 
 def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def offenders(of: str, *forbidden: str, at_import_only: bool = False) -> list[str]:
+def offenders(package: str, *forbidden: str) -> list[str]:
+    """Imports of the forbidden packages in modules of `package`."""
+    modules = [module for module in SOURCES if within(module, package)]
+    assert modules, package
     return [
         f"{module}, line {found.line}: {found.name}"
-        for module, found in arrows(of, at_import_only)
-        if any(within(found.name, package) for package in forbidden)
+        for module in modules
+        for found in imports_of(module)
+        if any(within(found.name, other) for other in forbidden)
     ]
 
 
-def calls(source: str) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-
-
-# --- the arrows ----------------------------------------------------------------------------------------------------
+# --- import rules ----------------------------------------------------------------------------------------------------
 
 
 def test_networks_imports_torch_and_itself_alone() -> None:
-    """And triton where a kernel is made."""
+    """And triton inside the functions that make a kernel."""
     allowed = {"__future__", "collections", "dataclasses", "functools", "math", "networks", "torch", "typing"}
-    strangers = [
-        (module, found)
-        for module, found in arrows("networks")
-        if found.name.split(".")[0] not in allowed and (found.at_import or not within(found.name, "triton"))
-    ]
-    assert strangers == []
-    assert any(within(found.name, "torch") for _, found in arrows("networks"))
+    found = [(module, found) for module in SOURCES if within(module, "networks") for found in imports_of(module)]
+    assert any(within(name, "torch") for _, (name, _, _) in found)
+    assert [
+        (module, name, line)
+        for module, (name, at_import, line) in found
+        if name.split(".")[0] not in allowed and (at_import or not within(name, "triton"))
+    ] == []
 
 
-def test_utils_knows_no_network() -> None:
-    assert offenders("utils", "networks") == []
-
-
-def test_loaders_and_steps_do_not_know_each_other() -> None:
+def test_packages_know_only_what_is_below_them() -> None:
+    """The trainer gets built objects, never the config; loaders and steps do not know each other."""
+    assert {"train", "predict"} <= ENTRY_SCRIPTS
+    assert offenders("utils", "networks", *ENTRY_SCRIPTS) == []
+    assert offenders("networks", *ENTRY_SCRIPTS) == []
     assert offenders("utils.data", "utils.steps") == []
     assert offenders("utils.steps", "utils.data") == []
-
-
-def test_the_trainer_receives_built_objects_never_the_config() -> None:
-    assert list(arrows("utils.trainer"))
     assert offenders("utils.trainer", "utils.config") == []
 
 
-def test_no_entry_script_is_imported_by_what_it_is_built_of() -> None:
-    assert "train" in ENTRY_SCRIPTS
-    assert offenders("utils", *ENTRY_SCRIPTS) == []
-    assert offenders("networks", *ENTRY_SCRIPTS) == []
+def test_optional_libraries_and_the_simulation_are_imported_where_they_are_used() -> None:
+    """The simulation needs scipy and colossus, so a module that imports it at its top would need them, too."""
+    forbidden = {*OPTIONAL, "torch.utils.tensorboard", *SIMULATION}
+    assert [
+        f"{module}, line {line}: {name}"
+        for module in SOURCES
+        for name, at_import, line in imports_of(module)
+        if at_import and module not in SIMULATION and any(within(name, other) for other in forbidden)
+    ] == []
 
 
-def test_optional_libraries_are_imported_where_they_are_used() -> None:
-    found = {
-        f"{module}, line {found.line}: {found.name}"
-        for package in SOURCES
-        for module, found in arrows(package, at_import_only=True)
-        if module not in SIMULATION
-        and (found.name.split(".")[0] in OPTIONAL or within(found.name, "torch.utils.tensorboard"))
-    }
-    assert found == set()
+# --- forbidden calls -------------------------------------------------------------------------------------------------
 
 
-def test_the_simulation_is_imported_by_itself_alone() -> None:
-    """It needs scipy and colossus, so whatever imports it at module level would need them too."""
-    found = [
-        f"{module}, line {found.line}: {found.name}"
-        for package in ("utils", "networks", *ENTRY_SCRIPTS)
-        for module, found in arrows(package, at_import_only=True)
-        if module not in SIMULATION and any(within(found.name, part) for part in SIMULATION)
-    ]
-    assert found == []
+def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
+    faults = {module: unsafe_calls(path.read_text(encoding="utf-8"), module) for module, path in SOURCES.items()}
+    assert {module: found for module, found in faults.items() if found} == {}
 
 
-# --- what no file may do -------------------------------------------------------------------------------------------
+# --- the checks themselves -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_files_are_read_without_running_what_is_in_them(module: str) -> None:
-    assert unsafe_reading(SOURCES[module].read_text(encoding="utf-8"), module) == []
-
-
-@pytest.mark.parametrize("module", SOURCES)
-def test_no_shell_is_given_a_command_line(module: str) -> None:
-    assert shell_use(SOURCES[module].read_text(encoding="utf-8")) == []
-
-
-def unsafe_reading(source: str, module: str = "module") -> list[str]:
-    """Unpickling and YAML's object construction: both run code that a file names."""
-    faults = [found.name for found in imports(source, module) if found.name.split(".")[0] in PICKLES]
-    for call in calls(source):
-        function, keywords = ast.unparse(call.func), {word.arg: ast.unparse(word.value) for word in call.keywords}
-        if function.endswith("torch.load") and keywords.get("weights_only") != "True":
-            faults.append(f"line {call.lineno}: torch.load without weights_only=True")
-        if function.endswith(("np.load", "numpy.load")) and keywords.get("allow_pickle", "False") != "False":
-            faults.append(f"line {call.lineno}: numpy.load with allow_pickle")
-        if function in ("yaml.load", "yaml.load_all"):
-            loader = keywords.get("Loader", ast.unparse(call.args[1]) if len(call.args) > 1 else "")
-            if loader not in ("yaml.SafeLoader", "yaml.CSafeLoader"):
-                faults.append(f"line {call.lineno}: {function} with {loader or 'no'} Loader")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "yaml" and node.attr in UNSAFE_YAML:
-            faults.append(f"line {node.lineno}: yaml.{node.attr}")
-        if isinstance(node, ast.ImportFrom) and node.module == "yaml":
-            faults.append(f"line {node.lineno}: from yaml import …, write yaml.name")
-        if isinstance(node, ast.ImportFrom) and node.module == "torch" and "load" in {name.name for name in node.names}:
-            faults.append(f"line {node.lineno}: from torch import load, write torch.load")
-    return faults
-
-
-def shell_use(source: str) -> list[str]:
-    faults = []
-    for call in calls(source):
-        shell = {word.arg: ast.unparse(word.value) for word in call.keywords}.get("shell", "False")
-        if shell != "False" or ast.unparse(call.func) in ("os.system", "os.popen", "subprocess.getoutput"):
-            faults.append(f"line {call.lineno}: {ast.unparse(call.func)}")
-    return faults
-
-
-# --- the tests' own reading ----------------------------------------------------------------------------------------
-
-
-def test_every_form_of_import_is_seen() -> None:
+def test_every_form_of_import_is_found() -> None:
     source = """
 import a.b as c, d
 from e import f, g as h
@@ -226,9 +195,8 @@ if TYPE_CHECKING:
     assert imports("from . import i", "utils.data", is_package=True)[0].name == "utils.data.i"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_unsafe_calls_are_found_and_safe_ones_pass() -> None:
+    for source in (
         "torch.load(path)",
         "torch.load(path, weights_only=False)",
         "from torch import load",
@@ -241,28 +209,17 @@ if TYPE_CHECKING:
         "class L(yaml.UnsafeLoader): pass",
         "from yaml import load",
         "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_unsafe_reading_is_recognised(source: str) -> None:
-    assert unsafe_reading(source)
-
-
-@pytest.mark.parametrize("source", ["subprocess.run(line, shell=True)", "os.system(line)", "run(line, shell=flag)"])
-def test_shell_use_is_recognised(source: str) -> None:
-    assert shell_use(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
+        "subprocess.run(line, shell=True)",
+        "os.system(line)",
+        "run(line, shell=flag)",
+    ):
+        assert unsafe_calls(source), source
+    for source in (
         "torch.load(path, map_location='cpu', weights_only=True)",
         "yaml.load(text, Loader=yaml.SafeLoader)",
         "yaml.safe_load(text)",
         "class L(yaml.SafeLoader): pass",
         "np.load(path, mmap_mode='r')",
         "subprocess.run(['ls'], shell=False)",
-    ],
-)
-def test_safe_calls_pass(source: str) -> None:
-    assert unsafe_reading(source) == []
-    assert shell_use(source) == []
+    ):
+        assert unsafe_calls(source) == [], source

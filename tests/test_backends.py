@@ -1,4 +1,4 @@
-"""TF32 and cuDNN's search are switched by the config, and the log says what holds."""
+"""TF32 and cuDNN's search follow the config, and the log says so; settings without effect are reported."""
 
 from __future__ import annotations
 
@@ -21,22 +21,16 @@ def restored() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.mark.parametrize("tf32", [True, False])
-@pytest.mark.parametrize("search", [True, False])
-def test_switches_follow_the_config(tf32: bool, search: bool) -> None:
-    (line,) = train.set_backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
-    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
-    assert torch.backends.cudnn.benchmark is search
-    assert line.endswith(f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}")
-
-
-def test_the_drivers_variable_wins_and_is_named(monkeypatch) -> None:
+def test_switches_follow_the_config_and_the_drivers_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tf32, search in ((True, True), (True, False), (False, True), (False, False)):
+        (line,) = train.set_backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
+        assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.backends.cudnn.benchmark is search
+        end = f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}"
+        assert line.endswith(end)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     (line,) = train.set_backends(Config(), CUDA)
     assert line.endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
-
-
-def test_on_a_cpu_there_is_nothing_to_tell() -> None:
     assert train.set_backends(Config(), CPU) == []
 
 
@@ -55,7 +49,7 @@ def test_on_a_cpu_there_is_nothing_to_tell() -> None:
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )
-def test_what_has_no_effect_is_told(changes: dict, ranks: int, says: list[str]) -> None:
+def test_settings_without_effect_are_reported(changes: dict, ranks: int, says: list[str]) -> None:
     notes = train.without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
     assert len(notes) == len(says)
     assert all(note.startswith(words) for note, words in zip(notes, says, strict=True))
@@ -63,8 +57,8 @@ def test_what_has_no_effect_is_told(changes: dict, ranks: int, says: list[str]) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tf32_convolutions_are_tf32_and_the_others_are_not() -> None:
-    """By their rounding: some versions of PyTorch and cuDNN took float32 where TF32 was allowed."""
+def test_convolutions_use_tf32_only_where_it_is_on() -> None:
+    """By their rounding errors: some versions of PyTorch and cuDNN used float32 where TF32 was allowed."""
     generator = torch.Generator().manual_seed(0)
     layer = torch.nn.Conv3d(64, 64, 4, stride=2, padding=1, bias=False)
     fields = torch.randn(2, 64, 16, 16, 16, generator=generator)

@@ -20,56 +20,28 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-4", 1e-4),
-        ("2.E-4", 2e-4),
-        ("2.0e-4", 2e-4),
-        ("+1E3", 1000.0),
-        ("0.", 0.0),
-        (".5", 0.5),
-        ("-1.5", -1.5),
-        (".inf", math.inf),
-        ("7", 7),
-        ("-3", -3),
-        ("0", 0),
-        ("True", True),
-        ("false", False),
-        ("None", None),
-        ("null", None),
-        ("~", None),
-        ("", None),
-        ("on", "on"),
-        ("yes", "yes"),
-        ("no", "no"),
-        ("OFF", "OFF"),
-        ("y", "y"),
-        ("1:30", "1:30"),
-        ("1_000", "1_000"),
-        ("010", "010"),
-        ("0x10", "0x10"),
-        ("2024-01-31", "2024-01-31"),
-        ("1e", "1e"),
-        ("e5", "e5"),
-        (".", "."),
-        ("'1e-4'", "1e-4"),
-        ("'None'", None),
-        ("[0.9, 1e-3, None, on]", [0.9, 1e-3, None, "on"]),
-        ("{scaling: none, start_lr: 1e-3}", {"scaling": "none", "start_lr": 1e-3}),
-    ],
-)
-def test_yaml_values_mean_what_they_look_like(text: str, value: Any) -> None:
-    found = parse_value(text)
-    assert found == value
-    assert type(found) is type(value)
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_nan_is_a_number_in_yaml() -> None:
+def test_yaml_values_mean_what_they_look_like() -> None:
+    """1e-4 is a number; on, yes and 1:30 are words; None is none."""
+    numbers = {"1e-4": 1e-4, "2.E-4": 2e-4, "+1E3": 1000.0, "0.": 0.0, ".5": 0.5, "-1.5": -1.5, ".inf": math.inf}
+    numbers |= {"7": 7, "-3": -3, "0": 0}
+    constants = {"True": True, "false": False, "None": None, "null": None, "~": None, "": None, "'None'": None}
+    words = ["on", "yes", "no", "OFF", "y", "1:30", "1_000", "010", "0x10", "2024-01-31", "1e", "e5", "."]
+    others = {
+        "'1e-4'": "1e-4",
+        "[0.9, 1e-3, None, on]": [0.9, 1e-3, None, "on"],
+        "{scaling: none, start_lr: 1e-3}": {"scaling": "none", "start_lr": 1e-3},
+    }
+    for text, value in {**numbers, **constants, **{word: word for word in words}, **others}.items():
+        found = parse_value(text)
+        assert found == value, text
+        assert type(found) is type(value), text
     assert math.isnan(parse_value(".nan"))
 
 
-def test_merges_and_anchors_take_keys_over_and_change_some(tmp_path: Path) -> None:
+def test_merges_and_anchors_inherit_keys_and_change_some(tmp_path: Path) -> None:
     text = """
 base: &base
   num_epochs: 7
@@ -86,21 +58,16 @@ short:
     assert short.global_batch_size == Config().global_batch_size, "keys that are not named keep their defaults"
 
 
-def test_overrides_replace_single_nested_keys_and_leave_the_file_alone(tmp_path: Path) -> None:
+def test_overrides_replace_single_nested_keys_or_a_whole_section(tmp_path: Path) -> None:
     path = write(tmp_path, "test: {lr_schedule: {start_lr: 1e-3, warmup_steps: 3}}")
     config = load(path, "test", {"lr_schedule.start_lr": 0.5, "optimizer.name": "sgd", "seed": 9})
     assert (config.lr_schedule.start_lr, config.lr_schedule.warmup_steps) == (0.5, 3)
     assert (config.optimizer.name, config.optimizer.betas, config.seed) == ("sgd", [0.9, 0.999], 9)
-    assert load(path, "test").lr_schedule.start_lr == 1e-3
-
-
-def test_whole_section_can_be_replaced(tmp_path: Path) -> None:
-    path = write(tmp_path, "test: {lr_schedule: {start_lr: 1e-3, warmup_steps: 3}}")
     replaced = load(path, "test", {"lr_schedule": {"start_lr": 0.5}}).lr_schedule
     assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0)
 
 
-def test_a_config_cannot_be_changed() -> None:
+def test_config_is_immutable() -> None:
     config = Config()
     with pytest.raises(ValidationError):
         config.num_epochs = 3  # type: ignore[misc]
@@ -108,7 +75,99 @@ def test_a_config_cannot_be_changed() -> None:
         config.lr_schedule.start_lr = 1.0  # type: ignore[misc]
 
 
-def test_every_fault_is_named_in_one_line() -> None:
+def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
+    """Including words that look like numbers, and what PyYAML itself writes, such as 1.0e-10."""
+    values: dict[str, Any] = {
+        "expdir": "None-such: 'quoted' # words",
+        "train_path": "1e-4",
+        "val_path": "010",
+        "seed": 2**40,
+        "lr_schedule": {"start_lr": 1e-10, "scaling": "linear"},
+        "clip_grad_norm": 1e22,
+        "use_cache": "on",
+        "box_size": [128, 64],
+    }
+    config = validate(values, "test")
+    for name in ("run one", "1e4", "2"):
+        assert load(write(tmp_path, to_yaml(config, name)), name) == config
+    values["train_path"] = "data"  # PyYAML leaves 1e-4 unquoted: to it, that is a word
+    assert load(write(tmp_path, yaml.safe_dump({"test": values})), "test") == validate(values, "test")
+
+
+def test_config_may_be_in_another_file_of_the_same_folder(tmp_path: Path) -> None:
+    """The file that was asked for comes first, then a file of the config's name, then the only one that holds it."""
+    path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
+    (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}\ndigits: {seed: 6}")
+    (tmp_path / "test.yaml").write_text("test: {seed: 4}\nboth: {seed: 7}")
+    (tmp_path / "other.yaml").write_text("tuned: {seed: 8}\nboth: {seed: 9}")
+    assert load(path, "test").seed == 2
+    assert load(path, "tuned").seed == 3
+    assert load(path, "tuned", {"seed": 5, "lr_schedule.start_lr": 1.0}).seed == 5
+    assert load(path, "digits").seed == 6
+    assert load(str(tmp_path / "tuned.yaml"), "test").seed == 4
+    with pytest.raises(UserError, match=r"^config both is in .*other.yaml and in .*test.yaml; say which"):
+        load(path, "both")
+
+
+def test_unknown_config_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, "base: {}\nshort: {}")
+    (tmp_path / "tuned.yaml").write_text("tuned: {}")
+    (tmp_path / "compose.yaml").write_text("services: {}")
+    (tmp_path / "broken.yaml").write_text("[")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("tunde", "configs", "../tuned", ""):
+        says = f"^unknown config {name} in {path} and beside it; known: base, short, .*tuned"
+        with pytest.raises(UserError, match=says) as caught:
+            load(path, name)
+        assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
+    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml: it holds services$"):
+        load(path, "compose")
+    with pytest.raises(UserError, match=r"^cannot read .*broken\.yaml: "):
+        load(path, "broken")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "must hold named configs"),
+        ("[1, 2]", "must hold named configs"),
+        ("test:", "must hold named configs"),
+        ("1: {}", "must hold named configs"),
+        ("test: {num_epochs: 1, num_epochs: 2}", "line 1: the key num_epochs stands there twice"),
+        ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: the key end_lr stands there twice"),
+        ("test: {seed: 1}\ntest: {seed: 2}", "line 2: the key test stands there twice"),
+        ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
+        ("test:\n\tseed: 1", "cannot read .*cannot start any token"),
+        ("test: {}\n---\nother: {}", "cannot read .*single document"),
+        ("test: {seed: *nowhere}", "cannot read .*undefined alias"),
+        ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
+        ("test: {seed: !!int word}", "cannot read .*invalid literal"),
+        ("test: {seed: !!timestamp word}", "cannot read "),
+        ("test: &loop {seed: *loop}", "cannot read .*recursion"),
+        ("test: {[a, b]: 1}", "cannot read .*unhashable key"),
+        ("\x07", "cannot read .*special characters"),
+    ],
+)
+def test_text_that_holds_no_configs_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(UserError, match=says) as caught:
+        read_file(path)
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory"), (binary, "utf-8")):
+        with pytest.raises(UserError, match=f"^cannot read yaml_config {path}: .*{reason}"):
+            read_file(str(path))
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def test_all_faults_are_named_in_one_line() -> None:
     with pytest.raises(UserError) as caught:
         validate({"num_epoch": 3, "seed": "x", "lr_schedule": {"strat_lr": 1.0}, "optimizer": {"eps": 0.0}}, "test")
     message = str(caught.value)
@@ -131,26 +190,26 @@ OPTIONAL_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) in (int, float)])
-@pytest.mark.parametrize("value", ["3", True, None, math.nan, math.inf, [3]])
-def test_numbers_take_no_words_truth_values_or_nan(key: str, value: Any) -> None:
-    if value is None and key in OPTIONAL_NUMBERS:
-        return  # None switches it off, or says that it is unknown
-    values: Any = value
-    for part in reversed(key.split(".")):
-        values = {part: values}
-    with pytest.raises(UserError, match=rf"^config 'test': {key}: "):
-        validate(values, "test")
-
-
-@pytest.mark.parametrize("key", [key for key, value in flatten(Config()).items() if type(value) is bool])
-@pytest.mark.parametrize("value", ["yes", "true", 1, None])
-def test_switches_take_nothing_but_true_and_false(key: str, value: Any) -> None:
-    values: Any = value
-    for part in reversed(key.split(".")):
-        values = {part: values}
-    with pytest.raises(UserError, match=rf"^config 'test': {key}: Input should be a valid boolean"):
-        validate(values, "test")
+@pytest.mark.parametrize(
+    ("kinds", "wrong", "says"),
+    [
+        ((int, float), ["3", True, None, math.nan, math.inf, [3]], ""),
+        ((bool,), ["yes", "true", 1, None], "Input should be a valid boolean"),
+    ],
+)
+def test_numbers_and_switches_accept_no_other_types(kinds: tuple[type, ...], wrong: list[Any], says: str) -> None:
+    """Every number of a config refuses words, truth values, NaN and infinity; every switch, all but true and false."""
+    keys = [key for key, value in flatten(Config()).items() if type(value) in kinds]
+    assert len(keys) > 10
+    for key in keys:
+        for value in wrong:
+            if value is None and key in OPTIONAL_NUMBERS:
+                continue
+            values: Any = value
+            for part in reversed(key.split(".")):
+                values = {part: values}
+            with pytest.raises(UserError, match=rf"^config 'test': {key}: {says}"):
+                validate(values, "test")
 
 
 @pytest.mark.parametrize(
@@ -168,22 +227,35 @@ def test_switches_take_nothing_but_true_and_false(key: str, value: Any) -> None:
         ({"precision": "float64"}, "precision: Input should be 'bfloat16' or 'float16', not 'float64'"),
     ],
 )
-def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -> None:
+def test_contradictions_are_refused(values: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         validate(values, "test")
 
 
-@pytest.mark.parametrize(("ranks", "local"), [(1, 64), (8, 8), (64, 1)])
-def test_global_batch_is_shared_among_the_ranks(ranks: int, local: int) -> None:
-    settled = Config(global_batch_size=64).for_world(ranks)
-    assert (settled.local_batch_size, settled.global_batch_size) == (local, 64)
-    assert settled.for_world(ranks) == settled
+# --- settling for a number of ranks ----------------------------------------------------------------------------------
 
 
-def test_local_batch_sets_the_global_one_and_with_it_the_steps() -> None:
+def test_batches_are_settled_for_the_number_of_ranks() -> None:
+    """The global batch is divided among the ranks; a local batch sets the global one and with it the steps."""
+    for ranks, local in ((1, 64), (8, 8), (64, 1)):
+        settled = Config(global_batch_size=64).for_world(ranks)
+        assert (settled.local_batch_size, settled.global_batch_size) == (local, 64)
+        assert settled.for_world(ranks) == settled
     settled = Config(local_batch_size=16, global_batch_size=64, Nsamples=1024, num_epochs=3).for_world(8)
     assert (settled.local_batch_size, settled.global_batch_size) == (16, 128)
     assert (settled.steps_per_epoch, settled.total_steps) == (8, 24)
+
+
+def test_global_batch_of_the_command_line_replaces_a_local_one_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "test: {local_batch_size: 32}")
+    assert load(path, "test", {"global_batch_size": 48}).for_world(2).local_batch_size == 24
+    assert load(path, "test", {"global_batch_size": 48, "local_batch_size": 8}).for_world(2).global_batch_size == 16
+    assert load(path, "test").for_world(2).global_batch_size == 64
+    with pytest.raises(UserError, match="global_batch_size 33 is not divisible by 2 ranks"):
+        load(path, "test", {"global_batch_size": 33}).for_world(2)
+
+
+WARMUP = {"scaling": "sqrt", "warmup_steps": 10}
 
 
 @pytest.mark.parametrize(
@@ -196,139 +268,22 @@ def test_local_batch_sets_the_global_one_and_with_it_the_steps() -> None:
         ({"Nsamples": 63}, 1, "Nsamples 63 is less than global_batch_size 64"),
         ({"Nsamples": 127, "local_batch_size": 64}, 2, "Nsamples 127 is less than global_batch_size 128"),
         (
-            {"Nsamples": 128, "global_batch_size": 128, "lr_schedule": {"scaling": "sqrt", "warmup_steps": 10}},
+            {"Nsamples": 128, "global_batch_size": 128, "lr_schedule": WARMUP},
             1,
             "warmup_steps 10 leaves nothing of the run's 10 steps",
         ),
     ],
 )
-def test_batches_that_cannot_be_are_refused_with_the_remedy(values: dict[str, Any], ranks: int, says: str) -> None:
+def test_impossible_batches_are_refused_with_a_remedy(values: dict[str, Any], ranks: int, says: str) -> None:
     config = validate(values, "test")
     with pytest.raises(UserError, match=says):
         config.for_world(ranks)
 
 
-def test_warm_up_longer_than_the_run_does_not_matter_where_there_is_none() -> None:
-    schedule = {"scaling": "sqrt", "warmup_steps": 1000}
-    assert not validate({"Nsamples": 64, "lr_schedule": schedule}, "test").for_world(1).warms_up
+def test_long_warm_up_does_not_matter_for_the_base_batch() -> None:
+    assert not validate({"Nsamples": 64, "lr_schedule": {**WARMUP, "warmup_steps": 1000}}, "test").for_world(1).warms_up
 
 
-@pytest.mark.parametrize(("full", "scales", "found"), [(True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)])
-def test_full_scale_decides_on_the_scales_unless_they_are_given(full: bool, scales: int | None, found: int) -> None:
-    assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found
-
-
-def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
-    config = validate(
-        {
-            "expdir": "None-such: 'quoted' # words",
-            "train_path": "1e-4",
-            "val_path": "010",
-            "seed": 2**40,
-            "lr_schedule": {"start_lr": 1e-10, "scaling": "linear"},
-            "clip_grad_norm": 1e22,
-            "use_cache": "on",
-        },
-        "test",
-    )
-    for name in ("run one", "1e4", "2"):
-        assert load(write(tmp_path, to_yaml(config, name)), name) == config
-
-
-def test_a_global_batch_of_the_command_line_replaces_a_local_one_of_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "test: {local_batch_size: 32}")
-    assert load(path, "test", {"global_batch_size": 48}).for_world(2).local_batch_size == 24
-    assert load(path, "test", {"global_batch_size": 48, "local_batch_size": 8}).for_world(2).global_batch_size == 16
-    assert load(path, "test").for_world(2).global_batch_size == 64
-    with pytest.raises(UserError, match="global_batch_size 33 is not divisible by 2 ranks"):
-        load(path, "test", {"global_batch_size": 33}).for_world(2)
-
-
-def test_a_config_may_have_a_file_of_its_own_beside_the_others(tmp_path: Path) -> None:
-    """As benchmarks.tune writes it."""
-    path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
-    (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}")
-    (tmp_path / "test.yaml").write_text("test: {seed: 4}")
-    assert load(path, "tuned").seed == 3
-    assert load(path, "tuned", {"seed": 5, "lr_schedule.start_lr": 1.0}).seed == 5
-    assert load(path, "test").seed == 2, "the file that was asked for comes first"
-    assert load(str(tmp_path / "tuned.yaml"), "test").seed == 4
-
-
-def test_a_config_may_be_in_any_file_beside_the_named_one_if_only_in_one(tmp_path: Path) -> None:
-    path = write(tmp_path, "base: {seed: 1}")
-    (tmp_path / "classification.yaml").write_text("digits: {seed: 2}\nboth: {seed: 3}")
-    (tmp_path / "other.yaml").write_text("both: {seed: 4}")
-    assert load(path, "digits").seed == 2
-    with pytest.raises(UserError, match=r"^config both is in .*classification.yaml and in .*other.yaml; say which"):
-        load(path, "both")
-
-
-def test_unknown_configs_are_refused_with_those_there_are(tmp_path: Path) -> None:
-    path = write(tmp_path, "base: {}\nshort: {}")
-    (tmp_path / "tuned.yaml").write_text("tuned: {}")
-    (tmp_path / "compose.yaml").write_text("services: {}")
-    (tmp_path / "broken.yaml").write_text("[")
-    (tmp_path / "folder.yaml").mkdir()
-    for name in ("tunde", "configs", "../tuned", ""):
-        with pytest.raises(
-            UserError, match=f"^unknown config {name} in {path} and beside it; known: base, short, .*tuned"
-        ) as caught:
-            load(path, name)
-        assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
-    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml: it holds services$"):
-        load(path, "compose")
-    with pytest.raises(UserError, match=r"^cannot read .*broken\.yaml: "):
-        load(path, "broken")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "must hold named configs"),
-        ("[1, 2]", "must hold named configs"),
-        ("only words", "must hold named configs"),
-        ("test: 3", "must hold named configs"),
-        ("test:", "must hold named configs"),
-        ("1: {}", "must hold named configs"),
-        ("null: {}", "must hold named configs"),
-        ("test: {num_epochs: 1, num_epochs: 2}", "line 1: the key num_epochs stands there twice"),
-        (
-            "test:\n  seed: 1\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.",
-            "line 5: the key end_lr stands there twice",
-        ),
-        ("test: {seed: 1}\ntest: {seed: 2}", "line 2: the key test stands there twice"),
-        ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
-        ("test:\n\tseed: 1", "cannot read .*cannot start any token"),
-        ("test: {}\n---\nother: {}", "cannot read .*single document"),
-        ("test: {seed: *nowhere}", "cannot read .*undefined alias"),
-        ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
-        ("test: {seed: !!int word}", "cannot read .*invalid literal"),
-        ("test: {seed: !!timestamp word}", "cannot read "),
-        ("test: &loop {seed: *loop}", "cannot read .*recursion"),
-        ("test: {[a, b]: 1}", "cannot read .*unhashable key"),
-        ("? {a: b}\n: {}", "cannot read .*unhashable key"),
-        ("\x07", "cannot read .*special characters"),
-    ],
-)
-def test_files_that_are_no_configs_are_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(UserError, match=says) as caught:
-        read_file(path)
-    assert path in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory"), (binary, "utf-8")):
-        with pytest.raises(UserError, match=f"^cannot read yaml_config {path}: .*{reason}"):
-            read_file(str(path))
-
-
-def test_yaml_that_others_write_reads_the_same(tmp_path: Path) -> None:
-    """PyYAML writes 1e-10 as 1.0e-10 and quotes words that it takes for something else."""
-    values = {"lr_schedule": {"start_lr": 1e-10}, "expdir": "on", "use_cache": None, "box_size": [128, 64]}
-    config = load(write(tmp_path, yaml.safe_dump({"test": values})), "test")
-    assert (config.lr_schedule.start_lr, config.expdir, config.box_size) == (1e-10, "on", [128, 64])
+def test_full_scale_sets_the_scales_unless_they_are_given() -> None:
+    for full, scales, found in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
+        assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found

@@ -1,4 +1,4 @@
-"""Progress is lines for a file, at most one every few seconds, and nothing on silent ranks."""
+"""Progress is printed as lines where stderr is no terminal, at most one every few seconds, and not by silent ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from utils import progress
 from utils.progress import Progress, format_duration
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (-5, "0:00")])
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
+def test_durations_are_formatted_like_a_clock() -> None:
+    for seconds, text in ((0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (-5, "0:00")):
+        assert format_duration(seconds) == text
 
 
-def test_lines_come_with_rate_limit_and_time_left(monkeypatch, capsys) -> None:
-    clock = iter(range(0, 1000, 4))  # four seconds between any two looks
+def test_lines_are_rate_limited_and_show_the_time_left(monkeypatch, capsys) -> None:
+    clock = iter(range(0, 1000, 4))  # each reading is four seconds after the one before
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with Progress("reading", total=10, unit="slabs") as shown:
         for _ in range(10):
@@ -27,7 +27,7 @@ def test_lines_come_with_rate_limit_and_time_left(monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("option", ["silent", "live_only"])
-def test_silent_prints_nothing(monkeypatch, capsys, option: str) -> None:
+def test_silent_progress_prints_nothing(monkeypatch, capsys, option: str) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     with Progress("reading", total=3, **{option: True}) as shown:
         for _ in range(3):
