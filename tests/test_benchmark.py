@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +24,17 @@ ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 class CountingStep:
+    """Counts its calls, those without exchange of gradients apart."""
+
     gradient_norm = torch.zeros(())
 
     def __init__(self) -> None:
         self.network = nn.Conv3d(4, 5, 1)
-        self.seen: list[int] = []
-        self.alone: list[int] = []
+        self.calls = {True: 0, False: 0}
         self._exchanging = True
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        (self.seen if self._exchanging else self.alone).append(len(inputs))
+        self.calls[self._exchanging] += 1
         return torch.zeros(())
 
     def describe(self) -> list[str]:
@@ -56,20 +58,13 @@ class KeptLines(SilentLogs):
         self.lines.append(text)
 
 
-def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], int, int]:
+def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
+    """The lines logged by this rank, and its step's calls with and without exchange."""
     step, logs = CountingStep(), KeptLines()
-    # Three batches an epoch: a trial of five goes over its end.
-    loader = SyntheticLoader(
-        samples=12 * world.size,
-        crop=4,
-        channels=(4, 5),
-        batch_size=4,
-        drop_last=True,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    # Three batches an epoch, so that a trial of five needs a second epoch.
+    options = {"samples": 12 * world.size, "crop": 4, "channels": (4, 5), "batch_size": 4, "drop_last": True}
+    loader = SyntheticLoader(**options, rank=world.rank, world_size=world.size)
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
-    settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
     Benchmark(
         step=step,
         loader=loader,
@@ -77,31 +72,31 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], int,
         logs=logs,
         rate=1e-3,
         global_batch_size=4 * world.size,
-        settings=settings,
+        settings=Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output}),
         exchanges=exchanges,
         peak_seconds=0.01,
     ).run({"commit": "none"})
-    return logs.lines, len(step.seen), len(step.alone)
+    return logs.lines, step.calls
 
 
-@pytest.mark.parametrize(("ranks", "exchanges"), [(2, True), (2, False), (1, False)])
-def test_ranks_measure_print_and_write(tmp_path, ranks: int, exchanges: bool) -> None:
-    output = tmp_path / "rates.json"
-    names = ("IO", "SYNTHETIC", "FULL", "NO-COMM") if exchanges else ("IO", "SYNTHETIC", "FULL")
-    for lines, steps, alone in run_ranks(measure, ranks, str(output), exchanges):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_measure_print_and_write(tmp_path: Path, ranks: int) -> None:
+    """With several ranks, NO-COMM measures the step without its exchange of gradients."""
+    output, exchanges = str(tmp_path / "rates.json"), ranks > 1
+    answers = run_ranks(measure, ranks, output, True) if exchanges else [measure(ALONE, output, False)]
+    names = ["IO", "SYNTHETIC", "FULL", "NO-COMM"][: 4 if exchanges else 3]
+    for lines, calls in answers:
         assert "how it computes" in lines
-        assert steps == 2 * 4 * 5, "SYNTHETIC and FULL take steps, IO takes none"
-        assert alone == (4 * 5 if exchanges else 0)
+        assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, "SYNTHETIC and FULL take steps, not IO"
         summary = [line for line in lines if "average trial throughput" in line]
         for line, name in zip(summary, names, strict=True):
-            assert re.fullmatch(
-                rf"BENCHY::SUMMARY::{name} average trial throughput: \d+\.\d{{3}} \+/- \d+\.\d{{3}}", line
-            )
+            pattern = rf"BENCHY::SUMMARY::{name} average trial throughput: \d+\.\d{{3}} \+/- \d+\.\d{{3}}"
+            assert re.fullmatch(pattern, line)
         assert any("NO-COMM communication overhead" in line for line in lines) is exchanges
         medians = [line for line in lines if " median " in line]
         assert len(medians) == len(names)
         assert all(("TFLOP/s a rank, " in line) == ("::IO" not in line) for line in medians)
-    result = json.loads(output.read_text())
+    result = json.loads(Path(output).read_text())
     assert result["provenance"] == {"commit": "none"}
     # 4 × 5 products a cell, forward and for the weights: the network's first layer needs no gradient of its inputs.
     assert result["flops_per_sample"] == 2 * 2 * 4 * 5 * 4**3
@@ -119,9 +114,8 @@ def test_ranks_measure_print_and_write(tmp_path, ranks: int, exchanges: bool) ->
             assert result[name]["share of matmul peak"] == pytest.approx(share)
 
 
-def test_settings_come_from_the_named_file_and_environment(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("BENCHY_CONFIG_FILE", raising=False)
-    monkeypatch.delenv("BENCHY_OUTPUT", raising=False)
+def test_settings_come_from_the_named_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert read_settings(ALONE).output == "benchy.json"
     conf = tmp_path / "conf.yaml"
     conf.write_text("IO: {batches: 2, trials: 3, warmup_trials: 0}\n")
@@ -129,24 +123,27 @@ def test_settings_come_from_the_named_file_and_environment(tmp_path, monkeypatch
     monkeypatch.setenv("BENCHY_OUTPUT", "weak_scale")
     settings = read_settings(ALONE)
     assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
+    shipped = benchmark.DEFAULT_SETTINGS.read_text()
+    assert all(f"\n{name}: {{batches:" in shipped for name in ("IO", "SYNTHETIC", "FULL"))
 
 
-@pytest.mark.parametrize("text", ["IO: {batchs: 2}", "IO: {batches: 0}", "IO: [", "[1, 2]"])
-def test_bad_settings_are_one_line(tmp_path, monkeypatch, text: str) -> None:
+def test_bad_settings_and_output_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conf = tmp_path / "conf.yaml"
-    conf.write_text(text)
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
-    with pytest.raises(UserError, match=r"conf\.yaml"):
-        read_settings(ALONE)
-
-
-@pytest.mark.parametrize("name", ["/proc/none/x", "/tmp", "/tmp/", "none/x.json"])
-def test_an_output_that_cannot_be_written_is_one_line_before_anything_is_measured(monkeypatch, name: str) -> None:
-    monkeypatch.setenv("BENCHY_OUTPUT", name)
-    with pytest.raises(UserError, match=rf"^cannot write {name}"):
-        read_settings(ALONE)
-
-
-def test_shipped_settings_name_every_measurement() -> None:
-    text = benchmark.DEFAULT_SETTINGS.read_text()
-    assert all(f"\n{name}: {{batches:" in text for name in ("IO", "SYNTHETIC", "FULL"))
+    for text, says in (
+        ("IO: {batchs: 2}", r"IO\.batchs: Extra inputs"),
+        ("IO: {trials: 0}", r"IO\.trials: Input should be greater than or equal to 1"),
+        ("IO: [", "^cannot read "),
+        ("[1, 2]", "must map IO, SYNTHETIC, FULL and output"),
+    ):
+        conf.write_text(text)
+        with pytest.raises(UserError, match=says) as caught:
+            read_settings(ALONE)
+        assert str(conf) in str(caught.value)
+    conf.write_text("")
+    for name in (f"{tmp_path}/none/x.json", str(tmp_path), f"{tmp_path}/"):
+        monkeypatch.setenv("BENCHY_OUTPUT", name)
+        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}"):
+            read_settings(ALONE)

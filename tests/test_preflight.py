@@ -1,4 +1,4 @@
-"""--preflight: what can be known before training is checked and printed, and nothing is written."""
+"""--preflight checks and prints what can be known before training, and writes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def preflight(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixtu
     return run
 
 
-def test_sound_config_passes_and_its_figures_are_right(preflight, tmp_path: Path) -> None:
+def test_valid_config_passes_with_the_right_figures(preflight, tmp_path: Path) -> None:
     code, printed, errors = preflight()
     assert (code, errors) == (0, "")
     lines = printed.splitlines()
@@ -61,30 +61,39 @@ def test_sound_config_passes_and_its_figures_are_right(preflight, tmp_path: Path
         assert part in printed, part
 
 
-def test_ranks_are_those_asked_for(preflight) -> None:
-    code, printed, _ = preflight("4", "--set=lr_schedule={scaling: linear, start_lr: 1e-3, warmup_steps: 3}")
-    assert code == 0
-    assert "ranks 4 × local batch 2 = global batch 8" in printed
-    assert "/4GPU/00 is new" in printed
-    code, printed, _ = preflight("4", "--local_batch_size=8", "--set=accumulation_steps=2")
-    assert "ranks 4 × local batch 8 = global batch 32, in 2 micro-batches" in printed
-    assert "steps: 2 an epoch" in printed
-
-
-def test_warm_up_and_scaled_peak_are_shown(preflight) -> None:
+def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> None:
+    """Ranks, batches, learning rate, loader and data."""
+    chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
-    _, printed, _ = preflight(schedule, "--set=global_batch_size=16")
-    assert "linear scaling, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04" in printed
-    assert "step 7: 1.000e-05" in printed
+    cases: list[tuple[list[str], list[str]]] = [
+        (["4", schedule], ["ranks 4 × local batch 2 = global batch 8", "/4GPU/00 is new"]),
+        (
+            ["4", "--local_batch_size=8", "--set=accumulation_steps=2"],
+            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 an epoch"],
+        ),
+        (
+            [schedule, "--set=global_batch_size=16"],
+            ["linear scaling, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.000e-05"],
+        ),
+        (
+            ["--data_loader_config=auto"],
+            ["data_loader_config auto: on this machine lowmem, the files lie in one piece and are mapped"],
+        ),
+        ([f"--set=train_path={chunked}"], ["rewrite it contiguous for speed"]),
+        (
+            ["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"],
+            ["data: synthetic, no files are read"],
+        ),
+    ]
+    for flags, parts in cases:
+        code, printed, errors = preflight(*flags)
+        assert (code, errors) == (0, "")
+        for part in parts:
+            assert part in printed, flags
 
 
-def test_auto_tells_what_it_would_take_here(preflight) -> None:
-    _, printed, _ = preflight("--data_loader_config=auto")
-    assert "data_loader_config auto: on this machine lowmem, the files lie in one piece and are mapped" in printed
-
-
-def test_a_login_node_may_lack_the_runs_device(preflight) -> None:
-    """The plain step runs on every device; only a CUDA graph's preflight asks for one here."""
+def test_login_node_may_lack_the_device_of_the_run(preflight) -> None:
+    """The plain step runs on every device; only the preflight of CUDA graphs needs one here."""
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device")
     code, output, _ = preflight("--set=device=cuda")
@@ -101,24 +110,11 @@ def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPa
     assert "ranks 2 × local batch 4 = global batch 8" in preflight()[1]
 
 
-def test_chunked_data_are_accepted_with_a_hint(preflight, tmp_path: Path, volume_file) -> None:
-    path = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
-    code, printed, _ = preflight(f"--set=train_path={path}")
-    assert code == 0
-    assert "rewrite it contiguous for speed" in printed
-
-
-def test_synthetic_data_need_no_files(preflight) -> None:
-    code, printed, _ = preflight("--data_loader_config=synthetic", "--set=train_path=/nowhere.h5")
-    assert code == 0
-    assert "data: synthetic, no files are read" in printed
-
-
 @pytest.mark.parametrize("flags", [[], ["--resume=no"]])
-def test_present_run_directory_is_announced_and_kept(
+def test_existing_run_directory_is_reported_and_kept(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, flags: list[str]
 ) -> None:
-    """It says what a training with these flags would do: go on, or replace what is there."""
+    """It says what a training with these flags would do: resume, or replace what is there."""
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
     weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
@@ -133,8 +129,8 @@ def test_present_run_directory_is_announced_and_kept(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_first_number_that_is_none_is_found_and_placed(preflight, tmp_path: Path, volume_file, value: float) -> None:
-    path = volume_file(tmp_path / "holed.h5")
+def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file, value: float) -> None:
+    path = volume_file(tmp_path / "bad.h5")
     with h5py.File(path, "r+") as file:
         file["Hydro"][3, 2, 7, 15] = value
         file["Hydro"][3, 9, 0, 0] = value
@@ -158,21 +154,17 @@ def test_first_number_that_is_none_is_found_and_placed(preflight, tmp_path: Path
         (["--set=train_path=/nowhere.h5"], "no such file: /nowhere.h5"),
         (["--set=box_size=[32, 16]"], "Nbody is a box of 16 cells a side, but box_size says 32"),
         (["--set=expdir=/dev/null/runs"], "cannot write to the run directory /dev/null/runs/test/1GPU/00"),
+        (["--enable_benchy"], "cannot read BENCHY_CONFIG_FILE /nowhere.yaml"),
     ],
 )
-def test_what_training_would_refuse_the_preflight_refuses(preflight, flags: list[str], says: str) -> None:
+def test_preflight_refuses_what_training_would_refuse(
+    preflight, monkeypatch: pytest.MonkeyPatch, flags: list[str], says: str
+) -> None:
+    monkeypatch.setenv("BENCHY_CONFIG_FILE", "/nowhere.yaml")  # matters with --enable_benchy alone
     code, printed, errors = preflight(*flags)
     assert code == 2
     assert re.fullmatch(rf"error: .*{re.escape(says)}.*\n", errors)
     assert "passed" not in printed
-
-
-def test_benchmarks_settings_are_checked(preflight, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BENCHY_CONFIG_FILE", str(tmp_path / "none.yaml"))
-    assert preflight()[0] == 0
-    code, _, errors = preflight("--enable_benchy")
-    assert code == 2
-    assert errors.startswith("error: cannot read BENCHY_CONFIG_FILE ")
 
 
 def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +180,7 @@ def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pyt
 
 def test_memory_grows_with_the_batch_and_mixed_precision_halves_the_activations(preflight) -> None:
     def activations(*flags: str) -> float:
-        large = ["--set=Nsamples=8192", "--set=network.width=256"]
+        large = ["--set=Nsamples=8192", "--set=network.width=256", "--data_loader_config=synthetic"]
         match = re.search(r"activations (\S+);", preflight(*large, *flags)[1])
         assert match
         return float(match.group(1))
