@@ -1,4 +1,4 @@
-"""Made-up evaluations for the tests of the figures and the page."""
+"""Synthetic evaluations for the tests of the figures and the page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from utils.evaluation.results import Distribution, Plane, Results, Spectrum
 def sample_results(
     box: int = 16, noise: float = 0.1, channels: tuple[int, int] = (4, 5), seed: int = 0, **about: Any
 ) -> Results:
-    """Smooth random fields, and as the prediction the same with white noise: right on large scales, wrong on small.
+    """Smooth random fields, predicted with white noise: right on large scales, wrong on small ones.
 
-    With other than (4, 5) channels their units are unknown.
+    For other numbers of channels than (4, 5) units are unknown.
     """
     rng = np.random.default_rng(seed)
     inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
@@ -26,7 +26,7 @@ def sample_results(
 
 
 def results_of(inputs: np.ndarray, target: np.ndarray, predicted: np.ndarray, **about: Any) -> Results:
-    """An evaluation in plain numpy; volumes are [C, box, box, box], and `about` may tell the cell's size in Mpc/h."""
+    """An evaluation in plain numpy; volumes are [C, box, box, box], `about` may hold the size of a `cell` in Mpc/h."""
     channels, box = target_channels(len(target), Transform()), target.shape[1]
     given = input_channels(len(inputs), Transform())
     cell = about.get("cell")
