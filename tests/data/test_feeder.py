@@ -1,15 +1,16 @@
-"""The stream feeder on a simulated device: whatever order the streams run in, every kernel reads its own batch.
+"""The stream feeder on a simulated device: in whatever order the streams run, every kernel reads its own batch.
 
-A CUDA stream runs its work in order, but no earlier and no sooner than it likes; events alone order two streams. The
-simulation queues the work and runs it as late as it may, as soon as it may, or at random.
+A CUDA stream runs its work in order, at any time; only events order two streams. The simulation queues the work and
+runs it as late as possible, as soon as possible, or at random.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ HOST_BUFFERS = 3  # as the native loader has them
 
 class Event:
     def __init__(self) -> None:
-        self.done = True  # an event that was never recorded holds nobody up
+        self.done = True  # an event that was never recorded blocks nobody
         self.stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
@@ -49,7 +50,7 @@ class Stream:
 
     def add(self, item: Callable[[], None] | Event) -> None:
         self.work.append(item)
-        self.device.run_what_it_likes()
+        self.device.run_some()
 
     def wait_event(self, event: Event) -> None:
         if not event.done:
@@ -64,7 +65,7 @@ class Stream:
         return bool(self.work) and (not isinstance(self.work[0], Event) or self.work[0].done)
 
     def advance(self) -> None:
-        """One item; what it waits for is run first, and nothing else."""
+        """Runs one item, and before it only what it waits for."""
         item = self.work.popleft()
         if isinstance(item, Event):
             item.synchronize()
@@ -77,7 +78,7 @@ class Stream:
 
 
 class Device:
-    """Two streams under a scheduler: `eager` streams run at once, others when they must, or at random."""
+    """Two streams: `eager` ones run at once, others when they must, or at random."""
 
     def __init__(self, eager: tuple[str, ...], seed: int | None = None) -> None:
         self.consumer, self.copier = Stream(self), Stream(self)
@@ -85,7 +86,7 @@ class Device:
         self._eager = [getattr(self, name) for name in eager]
         self._random = None if seed is None else random.Random(seed)
 
-    def run_what_it_likes(self) -> None:
+    def run_some(self) -> None:
         while ready := [stream for stream in self._eager if stream.ready()]:
             ready[0].advance()
         if self._random is not None:
@@ -95,7 +96,7 @@ class Device:
                     stream.advance()
 
     def torch(self) -> Any:
-        """What feeder.py uses of torch."""
+        """The part of torch that feeder.py uses."""
 
         @contextmanager
         def stream(chosen: Stream) -> Iterator[None]:
@@ -189,18 +190,14 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "kernels early, copies late": {"eager": ("consumer",)},
     "all early": {"eager": ("consumer", "copier")},
 } | {f"random {seed}": {"eager": (), "seed": seed} for seed in range(40)}
+# The indices of the batches of an epoch at which the consumer takes the work that is offered.
+TAKERS = {"none": (), "all": range(7), "from the third on": range(2, 7), "every other": range(0, 7, 2)}
 
 
-@pytest.mark.parametrize("loaded", LOADERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("left_after", [1, 2, 3, 4, 7], ids="left after {}".format)
-def test_every_kernel_reads_its_own_batch(
-    monkeypatch: pytest.MonkeyPatch, loaded: str, schedule: str, left_after: int
+def consume(
+    device: Device, fed: StreamFeeder, loader: HostLoader | DeviceLoader, left_after: int, taken_at: Sequence[int]
 ) -> None:
-    """Over three epochs; the first is left early, or read to its end, and the host waits for nothing in between."""
-    device = Device(**SCHEDULES[schedule])
-    monkeypatch.setattr(feeder, "torch", device.torch())
-    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), LOADERS[loaded](device)
+    """Reads three epochs, the first only up to `left_after`; a kernel that is queued with each batch checks it."""
     read: list[tuple[int, int, bool]] = []
 
     def kernel(number: int, size: int, batch: Batch) -> None:
@@ -212,64 +209,49 @@ def test_every_kernel_reads_its_own_batch(
     for epoch, leave in enumerate((left_after, 7, 7)):
         numbers = [100 * epoch + index for index in range(7)]
         batches = fed.feed(loader.epoch(numbers, last_size=1))
-        for number in numbers[:leave]:
+        for index, number in enumerate(numbers[:leave]):
             batch = next(batches)
-            size = 1 if number == numbers[-1] else SHAPE[0]
+            size = 1 if index == 6 else SHAPE[0]
+            if fed.beside is not None and index in taken_at:
+                work = fed.beside.take()
+                assert (work is None) is (index == 6), "the last batch is followed by none"
+                if work is not None:
+                    assert work.key == ((index + 1) % 3, 1 if index == 5 else SHAPE[0])
+                    work.enqueue()
             device.consumer.add(lambda number=number, size=size, batch=batch: kernel(number, size, batch))
             expected += [(number, size, True)] * 2
         if leave == 7:
             assert next(batches, None) is None
         batches.close()
         assert loader.closed == epoch + 1
+        assert fed.beside is None or fed.beside.take() is None, "work of an epoch that is over is still offered"
     device.consumer.synchronize()
     assert read == expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("taker", ["takes all", "takes none", "takes from the third on", "takes every other"])
-@pytest.mark.parametrize("left_after", [1, 2, 4, 7], ids="left after {}".format)
-def test_work_that_is_taken_along_fills_the_next_batch(
-    monkeypatch: pytest.MonkeyPatch, schedule: str, taker: str, left_after: int
-) -> None:
-    """The consumer's own stream then fills it, and the feeder does what was left, whatever order the streams run in."""
-    device = Device(**SCHEDULES[schedule])
-    monkeypatch.setattr(feeder, "torch", device.torch())
-    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), DeviceLoader(device)
-    fed.beside = SideWork()
-    read: list[tuple[int, bool]] = []
-    taken = 0
+def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Over three epochs, the first left early or not; the host waits for nothing in between."""
+    for loaded, left_after in itertools.product(LOADERS, (1, 2, 3, 4, 7)):
+        device = Device(**SCHEDULES[schedule])
+        monkeypatch.setattr(feeder, "torch", device.torch())
+        consume(device, StreamFeeder("cuda", [SHAPE, SHAPE]), LOADERS[loaded](device), left_after, ())
 
-    def kernel(number: int, batch: Batch) -> None:
-        read.extend((number, bool((part.values == number).all())) for part in batch)
 
-    expected = []
-    for epoch, leave in enumerate((left_after, 7, 7)):
-        numbers = [100 * epoch + index for index in range(7)]
-        batches = fed.feed(loader.epoch(numbers, last_size=SHAPE[0]))
-        for index, number in enumerate(numbers[:leave]):
-            batch = next(batches)
-            takes = {"takes all": True, "takes none": False, "takes every other": index % 2 == 0}
-            if takes.get(taker, index >= 2):
-                work = fed.beside.take()
-                assert (work is None) is (index == 6), "the last batch has none after it"
-                if work is not None:
-                    assert work.key == ((index + 1) % 3, SHAPE[0])
-                    work.enqueue()
-                    taken += 1
-            device.consumer.add(lambda number=number, batch=batch: kernel(number, batch))
-            expected += [(number, True)] * 2
-        if leave == 7:
-            assert next(batches, None) is None
-        batches.close()
-        assert fed.beside.take() is None, "nothing is left to take of an epoch that is over"
-    device.consumer.synchronize()
-    assert read == expected
-    assert (taken > 0) is (taker != "takes none")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_work_that_the_consumer_takes_fills_the_next_batch(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """On the consumer's own stream; what the consumer does not take, the feeder does."""
+    for taker, left_after in itertools.product(TAKERS, (1, 2, 4, 7)):
+        device = Device(**SCHEDULES[schedule])
+        monkeypatch.setattr(feeder, "torch", device.torch())
+        fed = StreamFeeder("cuda", [SHAPE, SHAPE])
+        fed.beside = SideWork()
+        consume(device, fed, DeviceLoader(device), left_after, TAKERS[taker])
 
 
 @pytest.mark.parametrize("loaded", LOADERS)
 def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
-    """Kernels that have not begun do not keep the host from going on: three batches are given to it."""
+    """The host gets three batches before any of their kernels has run."""
     device = Device(eager=("copier",))
     monkeypatch.setattr(feeder, "torch", device.torch())
     batches = StreamFeeder("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
@@ -281,8 +263,8 @@ def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.Mon
     batches.close()
 
 
-def test_a_fill_that_fails_ends_the_epoch_and_the_next_one_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kernel that cannot be compiled does."""
+def test_a_fill_that_fails_ends_its_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel does that cannot be compiled."""
     device = Device(eager=())
     monkeypatch.setattr(feeder, "torch", device.torch())
     fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)

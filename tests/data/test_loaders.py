@@ -55,6 +55,8 @@ class Reading(NamedTuple):
 WHOLE = [Reading("train", 0), Reading("train", 1), Reading("valid", 0), Reading("valid", 1)]
 LEFT_EARLY = [reading for taken in (1, 2, 3, 4, 5) for reading in (Reading("train", 2, 0, taken), Reading("valid", 2))]
 RESUMED = [Reading("train", 3, 1), Reading("train", 3, 42), Reading("train", 3, 43), Reading("valid", 1, 1)]
+# Of an epoch with fewer samples than a batch.
+FEW = [Reading("valid", 0), Reading("valid", 1)]
 READINGS = [*WHOLE, *LEFT_EARLY, Reading("train", 2, 30), *RESUMED]
 
 
@@ -111,7 +113,7 @@ def expected(
 
 @EVERY_LOADER
 def test_one_rank_gets_the_plan_bit_for_bit(paths: dict[str, str], name: str) -> None:
-    """All 48 symmetries; epochs read whole, left early and resumed in the middle; and the log says what was read."""
+    """All 48 symmetries; epochs read whole, left early and resumed in the middle; the notes name what was read."""
     config = config_for(paths, name)
     assert set(sample_plan(config, "train").epoch(0).symmetries) == set(range(48))
     loaders = build_loaders(config.for_world(1), ALONE)
@@ -120,6 +122,8 @@ def test_one_rank_gets_the_plan_bit_for_bit(paths: dict[str, str], name: str) ->
     assert all(text in loaders.notes[-1] for text in (*files, place))
     assert (name == "auto") == loaders.notes[0].startswith("data_loader_config auto: lowmem, ")
     assert read(loaders, READINGS) == expected(config, READINGS)
+    few = config_for(paths, name, Nsamples_val=3)
+    assert read(build_loaders(few.for_world(1), ALONE), FEW) == expected(few, FEW)
 
 
 @EVERY_LOADER
@@ -148,9 +152,6 @@ def read_on_ranks(world: World, paths: dict[str, str]) -> tuple[dict[str, Any], 
     return found, choose(chunked, world, lambda: 0)[0]
 
 
-FEW = [Reading("valid", 0), Reading("valid", 1)]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_get_the_plan_bit_for_bit(paths: dict[str, str], volume_file: VolumeFile, size: int) -> None:
     """Step by step the one rank's global batch; with three validation samples, some of four ranks get none."""
@@ -161,12 +162,6 @@ def test_ranks_together_get_the_plan_bit_for_bit(paths: dict[str, str], volume_f
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
         assert choice == "lowmem", "the ranks must choose alike"
-
-
-@EVERY_LOADER
-def test_an_epoch_of_fewer_samples_than_a_batch(paths: dict[str, str], name: str) -> None:
-    config = config_for(paths, name, Nsamples_val=3)
-    assert read(build_loaders(config.for_world(1), ALONE), FEW) == expected(config, FEW)
 
 
 def test_minutes_of_reading_are_logged_in_plain_digits(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

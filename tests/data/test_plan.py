@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -96,13 +94,6 @@ def test_without_augmentation_every_symmetry_is_the_identity_and_crops_are_the_s
     np.testing.assert_array_equal(plain.origins, SamplePlan(samples=50, box=32, crop=8).epoch(2).origins)
 
 
-def test_rows_of_a_plan_are_its_crops_and_symmetries() -> None:
-    plan = SamplePlan(samples=20, box=32, crop=8).epoch(0)
-    part = plan.rows(slice(1, 9, 2))
-    np.testing.assert_array_equal(part.origins, plan.origins[[1, 3, 5, 7]])
-    np.testing.assert_array_equal(part.symmetries, plan.symmetries[[1, 3, 5, 7]])
-
-
 # --- positions and symmetries --------------------------------------------------------------------------------------
 
 
@@ -154,10 +145,3 @@ def test_rank_r_takes_rows_r_then_every_world_th_of_the_same_global_batch(world:
             parts = [step[rank::world] for step in steps if len(step) == 24 or not drop_last]
             taken = rows(samples, 24 // world, rank, world, drop_last)
             assert taken == [part for part in parts if part], f"{samples} samples, rank {rank}"
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("samples", [1, 2, 5, 16, 21, 30])
-def test_validation_takes_every_row_exactly_once(samples: int, world: int) -> None:
-    taken = itertools.chain.from_iterable(rows(samples, 3, rank, world, False) for rank in range(world))
-    assert sorted(itertools.chain.from_iterable(taken)) == list(range(samples))

@@ -1,10 +1,10 @@
 """The resident loader and the loading of its volume: on the CPU, on a device's path with Triton's interpreter, and on
-several ranks and nodes."""
+several ranks and nodes. test_loaders.py compares its batches on the CPU."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
 from utils import distributed
-from utils.data import gather, resident, symmetry
+from utils.data import gather, resident
 from utils.data.feeder import Batch, Fills, memory_format
 from utils.data.plan import SamplePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
@@ -26,11 +27,7 @@ from utils.distributed import Launch, World
 from utils.errors import UserError
 from utils.side_work import SideWork
 
-VolumeFile = Callable[..., Path]
-Fields = tuple[np.ndarray, np.ndarray]
-
 BOX, CROP = 8, 3
-VECTORS = ([(1, 2, 3)], [(1, 2, 3)])
 ALONE = World(Launch("single process"), torch.device("cpu"))
 GIB = 2**30
 
@@ -42,44 +39,15 @@ def path(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture(scope="module")
 def fields(path: Path) -> Fields:
-    with h5py.File(path) as file:
-        return file["Nbody"][...], file["Hydro"][...]
+    return read_fields(path)
 
 
 def in_memory(fields: Fields, dtype: torch.dtype = torch.float32) -> Volume:
     return Volume("box.h5", *(torch.from_numpy(field).to(dtype) for field in fields))
 
 
-def a_plan(samples: int = 24, **changed: Any) -> SamplePlan:
+def a_plan(samples: int = 12, **changed: Any) -> SamplePlan:
     return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
-
-
-def plain_epoch(fields: Fields, plan: SamplePlan, epoch: int, mode: str = "full") -> list[torch.Tensor]:
-    """Inputs and targets [N, C, D, D, D] of an epoch by definition, in the plan's order."""
-    drawn = plan.epoch(epoch)
-    parts = []
-    for field, vectors in zip(fields, VECTORS, strict=True):
-        samples = []
-        for origin, index in zip(drawn.origins, drawn.symmetries, strict=True):
-            x, y, z = (slice(start, start + plan.crop) for start in origin)
-            samples.append(symmetry.apply(field[:, x, y, z], int(index), vectors, mode))
-        parts.append(torch.from_numpy(np.stack(samples).astype(np.float32)))
-    return parts
-
-
-def assert_same(batch: Batch, expected: list[torch.Tensor], channels_last: bool = False) -> None:
-    for part, values in zip(batch, expected, strict=True):
-        assert part.dtype == torch.float32
-        assert part.is_contiguous(memory_format=memory_format(channels_last))
-        assert torch.equal(part.contiguous().view(torch.int32), values.view(torch.int32))
-
-
-def assert_epoch(batches: Iterator[Batch], parts: list[torch.Tensor], size: int, channels_last: bool = False) -> None:
-    count = 0
-    for number, batch in enumerate(batches):
-        assert_same(batch, [part[number * size : (number + 1) * size] for part in parts], channels_last)
-        count += len(batch.inputs)
-    assert count == len(parts[0])
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
@@ -101,38 +69,44 @@ class ImmediateFeeder:
                 yield slot
 
 
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """'cuda' is the device's path on the CPU's tensors: the kernel in Triton's interpreter, and no streams."""
-    if request.param == "cuda":
-        pytest.importorskip("triton.language")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        monkeypatch.setattr(resident, "StreamFeeder", ImmediateFeeder)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        gather._kernel.cache_clear()
-    yield torch.device(request.param)
-    gather._kernel.cache_clear()
-
-
-@pytest.mark.parametrize("mode", ["full", "grid"])
-def test_batches_are_the_plain_definition(device: torch.device, fields: Fields, mode: str) -> None:
-    plan = a_plan(12)
-    options: dict[str, Any] = {"vectors": VECTORS, "symmetry_mode": mode, "channels_last": True}
-    with closing(ResidentLoader(in_memory(fields), plan, batch_size=3, device=device, **options)) as loader:
-        assert len(loader) == 4
-        for epoch in (0, 1):
-            assert_epoch(loader.epoch(epoch), plain_epoch(fields, plan, epoch, mode), 3, channels_last=True)
-
-
-def test_what_fills_a_batch_is_the_same_work_always(monkeypatch: pytest.MonkeyPatch, fields: Fields) -> None:
-    """As a CUDA graph needs it: the same call, again and again, gathers batch after batch of a rank's plan."""
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The device's path on the CPU's tensors: the kernel in Triton's interpreter, and no streams."""
     pytest.importorskip("triton.language")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(resident, "StreamFeeder", ImmediateFeeder)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     gather._kernel.cache_clear()
+    yield torch.device("cuda")
+    gather._kernel.cache_clear()
+
+
+@pytest.mark.parametrize(("mode", "split", "size"), [("full", "train", 1), ("grid", "train", 2), ("full", "valid", 4)])
+def test_on_a_device_batches_are_the_definition(
+    cuda: torch.device, fields: Fields, mode: str, split: str, size: int
+) -> None:
+    """Bit for bit in each rank's part of two epochs, one left early and one resumed in its middle."""
+    plan = a_plan(11, split=split)
+    layout: dict[str, Any] = {"vectors": VECTORS, "symmetry_mode": mode, "channels_last": True}
+    for rank in range(size):
+        loader = ResidentLoader(
+            in_memory(fields), plan, batch_size=4 // size, rank=rank, world_size=size, device=cuda, **layout
+        )
+        for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
+            expected = rank_batches(reference(fields, plan, epoch, mode), 4, rank, size, split == "train")
+            assert len(loader) == len(expected)
+            with closing(loader.epoch(epoch, first)) as batches:
+                found = [digest(batch) for batch in itertools.islice(batches, taken)]
+            assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
+        for part in next(loader.epoch(0)):
+            assert part.is_contiguous(memory_format=torch.channels_last_3d)
+        loader.close()
+
+
+def test_filling_a_batch_is_always_the_same_work(cuda: torch.device, fields: Fields) -> None:
+    """As a CUDA graph needs it: the same call, again and again, gathers batch after batch of a rank's plan."""
     plan, options = a_plan(14), {"vectors": VECTORS, "rank": 1, "world_size": 2, "batch_size": 2}
-    loader = ResidentLoader(in_memory(fields), plan, device=torch.device("cuda"), **options)
+    loader = ResidentLoader(in_memory(fields), plan, device=cuda, **options)
     expected = [Batch(*(part.clone() for part in batch)) for batch in loader.epoch(3, first_batch=1)]
     fills = loader._fills(plan.epoch(3), 1)
     slot = Batch(*(torch.empty_like(part) for part in expected[0]))
@@ -145,66 +119,24 @@ def test_what_fills_a_batch_is_the_same_work_always(monkeypatch: pytest.MonkeyPa
     place = SideWork()
     loader.offer_to(place)
     assert loader._feeder.beside is place
-    gather._kernel.cache_clear()
 
 
-def test_channels_first_changes_no_bit(device: torch.device, fields: Fields) -> None:
-    plan = a_plan(4)
-    with closing(ResidentLoader(in_memory(fields), plan, batch_size=2, vectors=VECTORS, device=device)) as loader:
-        assert_epoch(loader.epoch(0), plain_epoch(fields, plan, 0), 2)
-
-
-@pytest.mark.parametrize("threads", [0, 1, 3])
-def test_on_the_cpu_threads_change_no_bit(fields: Fields, threads: int) -> None:
-    plan = a_plan(320)
-    assert set(plan.epoch(0).symmetries) == set(range(48))
-    with closing(ResidentLoader(in_memory(fields), plan, batch_size=16, vectors=VECTORS, threads=threads)) as loader:
-        assert_epoch(loader.epoch(0), plain_epoch(fields, plan, 0), 16)
-
-
-def test_float16_storage_gives_the_rounded_volumes_batches(device: torch.device, fields: Fields) -> None:
-    plan = a_plan(8)
-    options: dict[str, Any] = {"vectors": VECTORS, "channels_last": True, "device": device}
-    rounded = tuple(field.astype(np.float16) for field in fields)
-    with closing(ResidentLoader(in_memory(fields, torch.float16), plan, batch_size=8, **options)) as loader:
-        assert_epoch(loader.epoch(0), plain_epoch(rounded, plan, 0), 8, channels_last=True)
-
-
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_four_ranks_together_get_the_one_rank_batches(device: torch.device, fields: Fields, split: str) -> None:
-    """Step for step; validation gives its last samples, too, none to the last rank."""
-    plan = a_plan(11, split=split)
-    options: dict[str, Any] = {"vectors": VECTORS, "channels_last": True, "device": device}
-    loaders = [
-        ResidentLoader(in_memory(fields), plan, batch_size=2, rank=rank, world_size=4, **options) for rank in range(4)
-    ]
-    assert [len(loader) for loader in loaders] == ([1] * 4 if split == "train" else [2, 2, 2, 1])
-    expected = plain_epoch(fields, plan, 2)
-    for step, batches in enumerate(itertools.zip_longest(*(loader.epoch(2) for loader in loaders))):
-        for rank, batch in enumerate(batches):
-            values = [part[8 * step : 8 * step + 8][rank::4] for part in expected]
-            if batch is None:
-                assert len(values[0]) == 0
-            else:
-                assert_same(batch, values, channels_last=True)
-    for loader in loaders:
-        loader.close()
-
-
-def test_an_epoch_can_start_in_the_middle_and_end_early(device: torch.device, fields: Fields) -> None:
-    plan = a_plan(8)
-    options: dict[str, Any] = {"vectors": VECTORS, "channels_last": True, "device": device}
-    with closing(ResidentLoader(in_memory(fields), plan, batch_size=2, **options)) as loader:
-        left = loader.epoch(0)
-        next(left)
-        left.close()
-        for first in (1, 4):
-            expected = [part[2 * first :] for part in plain_epoch(fields, plan, 1)]
-            assert_epoch(loader.epoch(1, first_batch=first), expected, 2, channels_last=True)
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_float16_storage_gives_the_rounded_volumes_batches(
+    request: pytest.FixtureRequest, fields: Fields, on: str
+) -> None:
+    plan, device = a_plan(4), request.getfixturevalue("cuda") if on == "cuda" else torch.device("cpu")
+    rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
+    volume = in_memory(fields, torch.float16)
+    with closing(ResidentLoader(volume, plan, batch_size=4, vectors=VECTORS, device=device)) as loader:
+        batch = next(loader.epoch(0))
+        assert all(part.is_contiguous() for part in batch)
+        assert batch.inputs.dtype == batch.targets.dtype == torch.float32
+        assert digest(batch) == reference(rounded, plan, 0)
 
 
 def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
-    """As share_volume gives them: one copy a node stays one."""
+    """As share_volume gives them: one copy per node remains one."""
     field = fields[0].copy()
     with closing(ResidentLoader(Volume("box.h5", field, fields[1]), a_plan(8), batch_size=8)) as loader:
         before = next(loader.epoch(0)).inputs.clone()
@@ -215,41 +147,30 @@ def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
 # --- does it fit? --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dtype", "free", "remedy"),
+    [
+        (torch.float32, 40, "--set resident_dtype=float16 (19.00 GiB) or --data_loader_config=lowmem"),
+        (torch.float32, 24, "--data_loader_config=lowmem"),
+        (torch.float16, 24, "--data_loader_config=lowmem"),
+    ],
+    ids=["two bytes would fit", "nothing fits", "two bytes do not fit"],
+)
+def test_what_does_not_fit_is_reported_with_sizes_and_a_remedy(dtype: torch.dtype, free: int, remedy: str) -> None:
+    size, name = (38, "float32") if dtype == torch.float32 else (19, "float16")
+    with pytest.raises(UserError) as caught:
+        check_fits([36 * GIB, 2 * GIB], dtype, free * GIB, 17 * GIB // 2)
+    assert str(caught.value) == (
+        f"the volumes take {size}.00 GiB as {name}; the device has {free}.00 GiB free, and 8.50 GiB are reserved for "
+        f"training; use {remedy}"
+    )
+
+
 def test_what_fits_passes_to_the_byte() -> None:
     check_fits([36 * GIB, 2 * GIB], torch.float32, 80 * GIB, 42 * GIB)
     check_fits([36 * GIB, 2 * GIB], torch.float16, 80 * GIB, 61 * GIB)
     with pytest.raises(UserError):
         check_fits([36 * GIB, 2 * GIB], torch.float32, 80 * GIB - 1, 42 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "free", "line"),
-    [
-        (
-            torch.float32,
-            40,
-            "the volumes take 38.00 GiB as float32; the device has 40.00 GiB free, and 8.50 GiB are reserved for "
-            "training; use --set resident_dtype=float16 (19.00 GiB) or --data_loader_config=lowmem",
-        ),
-        (
-            torch.float32,
-            24,
-            "the volumes take 38.00 GiB as float32; the device has 24.00 GiB free, and 8.50 GiB are reserved for "
-            "training; use --data_loader_config=lowmem",
-        ),
-        (
-            torch.float16,
-            24,
-            "the volumes take 19.00 GiB as float16; the device has 24.00 GiB free, and 8.50 GiB are reserved for "
-            "training; use --data_loader_config=lowmem",
-        ),
-    ],
-    ids=["two bytes would fit", "nothing fits", "two bytes do not fit"],
-)
-def test_what_does_not_fit_is_told_with_sizes_and_a_remedy(dtype: torch.dtype, free: int, line: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_fits([36 * GIB, 2 * GIB], dtype, free * GIB, 17 * GIB // 2)
-    assert str(caught.value) == line
 
 
 def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,30 +187,28 @@ def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch
 # --- loading -------------------------------------------------------------------------------------------------------
 
 
-def test_alone_the_volume_is_read_into_tensors(path: Path, fields: Fields) -> None:
-    for dtype in (torch.float32, torch.float16):
-        volume = load_resident(open_volume(path, (4, 5)), ALONE, dtype)
-        assert (volume.path, volume.box) == (str(path), BOX)
-        for got, values in zip((volume.inputs, volume.targets), fields, strict=True):
-            assert torch.equal(got, torch.from_numpy(values).to(dtype))
-
-
-def test_a_chunked_file_whose_slabs_do_not_divide_the_box(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_volume_is_read_into_tensors(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.dtype
 ) -> None:
+    """From one piece, and from chunks whose slabs do not divide the box; reading shows its progress."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Seen(resident.Progress):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            seen.append((*arguments, options["silent"]))
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(resident, "Progress", Seen)
     monkeypatch.setattr(resident, "SLAB_VALUES", 3 * BOX**2)
-    path = volume_file(tmp_path / "chunked.h5", box=BOX, chunks=(1, 5, 4, 7), compression="gzip")
-    volume = load_resident(open_volume(path, (4, 5)), ALONE, torch.float16)
-    with h5py.File(path) as file:
-        assert torch.equal(volume.targets, torch.from_numpy(file["Hydro"][...]).half())
-
-
-def test_float16_loses_less_than_one_part_in_ten_thousand() -> None:
-    """Of values between -1 and 1, as the channels are scaled: 8.2e-5 mean absolute at most, half of float16's step."""
-    values = 2 * torch.rand(10**6, generator=torch.Generator().manual_seed(0)) - 1
-    stored = torch.empty(10**6, dtype=torch.float16)
-    resident._store(values, stored, "values")
-    assert 7e-5 < (stored.float() - values).abs().mean() <= 8.2e-5
+    chunked = volume_file(tmp_path / "chunked.h5", box=BOX, chunks=(1, 5, 4, 7), compression="gzip")
+    for file in (path, chunked):
+        volume = load_resident(open_volume(file, (4, 5)), ALONE, dtype)
+        assert (volume.path, volume.box) == (str(file), BOX)
+        for got, values in zip((volume.inputs, volume.targets), read_fields(file), strict=True):
+            assert torch.equal(got, torch.from_numpy(values).to(dtype))
+    if dtype == torch.float16:  # float32 is the node's shared copy
+        assert seen == [(f"reading {name}.h5 into memory", 27, "slabs", False) for name in ("box", "chunked")]
 
 
 def write_box(path: Path, value: float) -> Volume:
@@ -300,26 +219,25 @@ def write_box(path: Path, value: float) -> Volume:
     return open_volume(path, (4, 5))
 
 
-@pytest.mark.parametrize("value", [65505, -1e6, float("inf")])
-def test_values_beyond_float16_are_refused(tmp_path: Path, value: float) -> None:
-    volume = write_box(tmp_path / "large.h5", value)
-    with pytest.raises(UserError, match=r"Hydro\[2\] has values beyond ±65504, .*use --set resident_dtype=float32$"):
-        load_resident(volume, ALONE, torch.float16)
-    assert load_resident(volume, ALONE, torch.float32).targets.abs().max() == abs(value)
-
-
-def test_the_largest_float16_and_nan_are_kept(tmp_path: Path) -> None:
-    """NaN are preflight's to tell."""
+def test_float16_keeps_its_largest_value_and_nan_and_refuses_what_is_beyond(tmp_path: Path) -> None:
+    """NaN are reported by --preflight."""
     for value in (65504, -65504, float("nan")):
         stored = load_resident(write_box(tmp_path / f"{value}.h5", value), ALONE, torch.float16).targets[2, 1, 1, 1]
         assert stored == value or (stored != stored and value != value)
+    for value in (65505, -1e6, float("inf")):
+        volume = write_box(tmp_path / f"{value}.h5", value)
+        with pytest.raises(
+            UserError, match=r"Hydro\[2\] has values beyond ±65504, .*use --set resident_dtype=float32$"
+        ):
+            load_resident(volume, ALONE, torch.float16)
+        assert load_resident(volume, ALONE, torch.float32).targets.abs().max() == abs(value)
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------
 
 
 class CountedField:
-    """A field that counts its readings, and fails at the fourth if it is given an error."""
+    """A field that counts its reads, and fails at the fourth if it is given an error."""
 
     def __init__(self, field: np.ndarray, error: Exception | None = None) -> None:
         self._field, self._error = field, error
@@ -333,7 +251,7 @@ class CountedField:
         return self._field[selection]
 
 
-# What is loaded, and what the reading of the rank that is named fails with.
+# The type that is loaded, and the error of the one rank that fails to read.
 LOADINGS: list[tuple[torch.dtype, Exception | None]] = [
     (torch.float32, OSError(5, "Input/output error")),
     (torch.float16, OSError("filter returned failure")),
@@ -343,7 +261,7 @@ LOADINGS: list[tuple[torch.dtype, Exception | None]] = [
 ]
 
 
-# The host and local rank of each of four ranks, and the one of each node that reads.
+# The host and local rank of each of four ranks, and the ranks that read, one per node.
 PLACEMENTS: list[tuple[str, list[int], list[int]]] = [
     ("aaaa", [0, 1, 2, 3], [0]),
     ("abab", [1, 1, 0, 0], [2, 3]),
@@ -354,7 +272,7 @@ Answer = tuple[list[bytes] | str, int]
 
 
 def load_on_nodes(world: World, path: str) -> list[list[Answer]]:
-    """For each placement and loading what this rank gets, the fields or an error, and how often it has read."""
+    """For each placement and loading: the fields or the error that this rank gets, and its number of reads."""
     resident.SLAB_VALUES = 5 * BOX**2
     plain = open_volume(path, (4, 5))
     answers: list[list[Answer]] = []
@@ -367,7 +285,7 @@ def load_on_nodes(world: World, path: str) -> list[list[Answer]]:
             targets = CountedField(plain.targets, error if world.rank == sources[-1] else None)
             got: list[bytes] | str
             try:
-                # Not load_resident, which takes shared memory for float32 on the CPU: what devices do.
+                # The part of load_resident for devices; on the CPU it keeps float32 in shared memory.
                 loaded = resident._load(Volume(plain.path, inputs, targets), placed, dtype)
                 got = [field.numpy().tobytes() for field in loaded]
             except (UserError, ZeroDivisionError) as caught:
@@ -376,7 +294,7 @@ def load_on_nodes(world: World, path: str) -> list[list[Answer]]:
     return answers
 
 
-def test_one_rank_a_node_reads_and_all_ranks_have_the_volume_or_the_same_error(path: Path, fields: Fields) -> None:
+def test_one_rank_per_node_reads_and_all_ranks_have_the_volume_or_the_same_error(path: Path, fields: Fields) -> None:
     """On one node and on two, of equal and of different size, one with a single rank; the last reader's file fails."""
     slabs = 2  # a channel, of 5 and 3 planes
     for rank, answers in enumerate(run_ranks(load_on_nodes, 4, str(path))):
@@ -398,16 +316,3 @@ def test_one_rank_a_node_reads_and_all_ranks_have_the_volume_or_the_same_error(p
                     assert readings == 9 * slabs
                 else:
                     assert readings == 4 * slabs + 4, "after a failure nothing more is read"
-
-
-def test_loading_shows_progress_on_the_first_rank_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    class Seen(resident.Progress):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            seen.append((*arguments, options["silent"]))
-            super().__init__(*arguments, **options)
-
-    monkeypatch.setattr(resident, "Progress", Seen)
-    load_resident(open_volume(path, (4, 5)), ALONE, torch.float16)
-    assert seen == [("reading box.h5 into memory", 9, "slabs", False)]

@@ -1,97 +1,94 @@
-"""The node's one copy of a volume in memory: whole, shared by all ranks, and never left behind."""
+"""The node's one copy of a volume in memory: complete, shared by all ranks, and never left behind."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import VolumeFile, read_fields
 
 from utils.data import shared
 from utils.data.shared import share_volume
-from utils.data.volumes import open_volume
+from utils.data.volumes import Volume, open_volume
 from utils.distributed import Launch, World
 from utils.errors import UserError
 
-VolumeFile = Callable[..., Path]
 ALONE = World(Launch("single process"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("how", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}])
-def test_the_copy_equals_the_file_and_leaves_no_name(volume_file: VolumeFile, tmp_path: Path, how: dict) -> None:
-    path = volume_file(tmp_path / "a.h5", **how)
+@pytest.fixture
+def volume(volume_file: VolumeFile, tmp_path: Path) -> Volume:
+    return open_volume(volume_file(tmp_path / "a.h5"), (4, 5))
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """In the place of the node's shared memory."""
     (tmp_path / "memory").mkdir()
-    copy = share_volume(open_volume(path, (4, 5)), ALONE, str(tmp_path / "memory"))
-    assert os.listdir(tmp_path / "memory") == []
-    assert copy.mapped
-    assert copy.path == str(path)
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(copy.inputs, file["Nbody"][...])
-        np.testing.assert_array_equal(copy.targets, file["Hydro"][...])
+    return tmp_path / "memory"
 
 
-def test_a_rank_alone_has_the_copy_in_memory_of_its_own(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def fail(*_: object, **__: object) -> None:
+    raise OSError("filter returned failure")
+
+
+@pytest.mark.parametrize("how", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}], ids=["whole", "chunked"])
+def test_the_copy_equals_the_file_and_leaves_no_name(
+    volume_file: VolumeFile, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: dict
 ) -> None:
-    path = volume_file(tmp_path / "a.h5")
+    """In a directory for shared memory, and of a single rank in memory of its own."""
+    path = volume_file(tmp_path / "a.h5", **how)
     monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "not there"))
-    copy = share_volume(open_volume(path, (4, 5)), ALONE)
-    with h5py.File(path) as file:
-        np.testing.assert_array_equal(copy.inputs, file["Nbody"][...])
-        np.testing.assert_array_equal(copy.targets, file["Hydro"][...])
-    monkeypatch.setattr(shared, "available_memory", lambda: copy.bytes - 1)
-    with pytest.raises(UserError, match=r"GiB of memory.*use --data_loader_config=lowmem"):
-        share_volume(open_volume(path, (4, 5)), ALONE)
+    for directory in (str(memory), None):
+        copy = share_volume(open_volume(path, (4, 5)), ALONE, directory)
+        assert copy.mapped
+        assert copy.path == str(path)
+        for field, values in zip((copy.inputs, copy.targets), read_fields(path), strict=True):
+            np.testing.assert_array_equal(field, values)
+    assert os.listdir(memory) == []
 
 
-def test_a_read_error_of_a_rank_alone_is_one_line(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("filter returned failure")
-
-    monkeypatch.setattr(shared, "_fill", fail)
-    with pytest.raises(UserError, match="filter returned failure; use --data_loader_config=lowmem"):
-        share_volume(open_volume(volume_file(tmp_path / "a.h5"), (4, 5)), ALONE)
-
-
-def test_too_little_shared_memory_is_said_before_anything_is_written(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_memory_is_reported_before_anything_is_written(
+    volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the process dies by SIGBUS while it fills the copy."""
-    volume = open_volume(volume_file(tmp_path / "a.h5"), (4, 5))
-    (tmp_path / "memory").mkdir()
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=volume.bytes - 1, f_frsize=1))
-    with pytest.raises(UserError, match=r"GiB of shared memory.*use --data_loader_config=lowmem") as caught:
-        share_volume(volume, ALONE, str(tmp_path / "memory"))
-    assert "\n" not in str(caught.value)
-    assert os.listdir(tmp_path / "memory") == []
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=volume.bytes, f_frsize=1))
-    share_volume(volume, ALONE, str(tmp_path / "memory"))
+    free = SimpleNamespace(f_bavail=volume.bytes - 1, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+    with pytest.raises(UserError, match=r"GiB of shared memory.*use --data_loader_config=lowmem$"):
+        share_volume(volume, ALONE, str(memory))
+    assert os.listdir(memory) == []
+    free.f_bavail += 1
+    share_volume(volume, ALONE, str(memory))
+    monkeypatch.setattr(shared, "available_memory", lambda: volume.bytes - 1)
+    with pytest.raises(UserError, match=r"GiB of memory.*use --data_loader_config=lowmem$"):
+        share_volume(volume, ALONE)
+    assert shared.room_for_copies(ALONE) == volume.bytes - 1
 
 
-def test_a_failure_while_mapping_leaves_no_file(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_is_one_line_and_leaves_no_file(
+    volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    volume = open_volume(volume_file(tmp_path / "a.h5"), (4, 5))
-    (tmp_path / "memory").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(shared, "_fill", fail)
+        for directory in (str(memory), None):
+            with pytest.raises(UserError, match=r"filter returned failure; use --data_loader_config=lowmem$"):
+                share_volume(volume, ALONE, directory)
 
-    def fail(*_: object) -> None:
-        assert len(os.listdir(tmp_path / "memory")) == 1
+    def fail_to_map(*_: object) -> None:
+        assert len(os.listdir(memory)) == 1
         raise OSError("no memory")
 
-    monkeypatch.setattr(shared.mmap, "mmap", fail)
-    with pytest.raises(UserError, match=r"cannot hold .*no memory; use --data_loader_config=lowmem"):
-        share_volume(volume, ALONE, str(tmp_path / "memory"))
-    assert os.listdir(tmp_path / "memory") == []
+    monkeypatch.setattr(shared.mmap, "mmap", fail_to_map)
+    with pytest.raises(UserError, match=r"cannot hold .*no memory; use --data_loader_config=lowmem$"):
+        share_volume(volume, ALONE, str(memory))
+    assert os.listdir(memory) == []
 
 
 def share_on_two_ranks(world: World, path: str, directory: str, token: str) -> dict[str, Any]:
@@ -107,14 +104,11 @@ def share_on_two_ranks(world: World, path: str, directory: str, token: str) -> d
     return {"fields": fields, "left": left, "written": float(volume.inputs[1, 2, 3, 4])}
 
 
-def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume_file: VolumeFile, tmp_path: Path) -> None:
-    path = volume_file(tmp_path / "a.h5")
+def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume: Volume, tmp_path: Path) -> None:
     directory = shared.SHARED_MEMORY if os.path.isdir(shared.SHARED_MEMORY) else str(tmp_path)
     token = uuid.uuid4().hex
-    with h5py.File(path) as file:
-        expected = (file["Nbody"][...], file["Hydro"][...])
     try:
-        answers = run_ranks(share_on_two_ranks, 2, str(path), directory, token)
+        answers = run_ranks(share_on_two_ranks, 2, volume.path, directory, token)
     finally:
         left = [name for name in os.listdir(directory) if token in name]
         for name in left:  # a failure must not cost the machine memory
@@ -123,5 +117,5 @@ def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume_file
     for answer in answers:
         assert answer["left"] == []
         assert answer["written"] == 42, "a rank has a copy of its own"
-        for field, values in zip(answer["fields"], expected, strict=True):
+        for field, values in zip(answer["fields"], read_fields(volume.path), strict=True):
             np.testing.assert_array_equal(field, values)
