@@ -100,7 +100,7 @@ def test_a_guard_closes_its_files(path: Path, how: str) -> None:
 # --- processes that read what is gone ------------------------------------------------------------------------------
 
 BEFORE = f"""
-import ctypes, faulthandler, importlib.util, os, signal, sys, threading
+import ctypes, faulthandler, importlib.util, os, signal, sys
 import numpy as np
 
 # Without its package, whose other modules take seconds to import.
@@ -129,18 +129,6 @@ READINGS = {
         guard = FileGuard([path])
         truncate()
         mapped[2**20]
-    """,
-    "in eight threads, without the lock": """
-        guard, together = FileGuard([path]), threading.Barrier(8)
-        def read():
-            together.wait()
-            mapped.copy()
-        threads = [threading.Thread(target=read) for _ in range(8)]
-        truncate()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
     """,
     "in a thread that Python does not know, after a renaming, with other guards": """
         faulthandler.enable()

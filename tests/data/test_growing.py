@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -173,30 +172,6 @@ def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_pat
     assert seen == {*STARTS, "finished"}
 
 
-def test_planes_that_were_half_written_at_a_kill_are_written_again(tmp_path: Path) -> None:
-    target, write = tmp_path / "box.h5", os.pwrite
-    writes = 0
-
-    def torn(descriptor: int, data: memoryview, place: int) -> int:
-        nonlocal writes
-        writes += 1
-        if writes == 5:  # in the second slab; a slab has three channels
-            write(descriptor, data[: len(data) // 2], place)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(descriptor, bytes(255 - byte for byte in data) if writes == 4 else data, place)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            os.pwrite = torn
-            write_all(target)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert write_all(target) == 4
-    check_complete(target)
-
-
 def test_a_volume_made_of_other_things_starts_from_scratch_and_lists_what_changed(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
     write_part(target, 5, MADE_OF | {"weights": "other", "physical": True})
@@ -266,31 +241,6 @@ def test_a_lock_file_that_its_owner_has_just_removed_is_not_a_lock(
     with pytest.raises(UserError, match="another process"):
         begin(target, overwrite=True)
     volume.close()
-
-
-def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(growing.fcntl, "flock", unsupported)
-    write_all(tmp_path / "box.h5")
-    check_complete(tmp_path / "box.h5")
-
-
-def test_a_second_close_releases_no_lock_and_no_descriptor_of_another(tmp_path: Path) -> None:
-    """The number of a closed file is given to the next one that is opened."""
-    first = begin(tmp_path / "box.h5")
-    write_slabs(first)
-    first.finish()
-    second = begin(tmp_path / "box.h5", overwrite=True)
-    others = [open(tmp_path / f"other {number}", "w") for number in range(4)]  # noqa: SIM115
-    first.close()
-    with pytest.raises(UserError, match="another process"):
-        begin(tmp_path / "box.h5", overwrite=True)
-    for other in others:
-        os.fstat(other.fileno())
-        other.close()
-    second.close()
 
 
 def test_existing_targets_are_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
@@ -376,20 +326,4 @@ def test_a_disk_that_fills_is_one_line_and_the_output_resumes_when_there_is_spac
         filler.unlink()
         volume = begin_large(target)
         assert volume.done == 16
-        finish_large(volume, target)
-
-
-def test_a_disk_too_full_for_the_journal_keeps_the_earlier_one(tmp_path: Path) -> None:
-    """There is room for the planes but not for the journal: the planes are written again."""
-    with small_disk(tmp_path / "disk", "512k") as disk:
-        target, partial = disk / "box.h5", disk / ".box.h5.partial"
-        volume = begin_large(target)
-        volume.write({"one": PLANES[:, :16]})
-        with open(partial, "r+b") as file:  # allocates the blocks of all planes
-            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-        filler = fill(disk)
-        with pytest.raises(UserError, match="No space left on device; free some space"):
-            volume.write({"one": PLANES[:, 16:32]})
-        assert volume.done == json.loads((disk / ".box.h5.journal").read_text())["planes"] == 16
-        filler.unlink()
         finish_large(volume, target)

@@ -85,15 +85,6 @@ def test_an_external_link_is_read_from_the_file_it_leads_to(tmp_path: Path) -> N
     np.testing.assert_array_equal(volume.targets, fields[1])
 
 
-def test_a_dataset_that_was_never_written_reads_as_its_fill_value(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        for name, channels in (("Nbody", 4), ("Hydro", 5)):
-            file.create_dataset(name, (channels, 6, 6, 6), "f4", fillvalue=2)
-    volume = open_volume(tmp_path / "a.h5", CHANNELS)
-    assert not volume.mapped
-    assert (volume.inputs[:, 1:3, 0:2, 0:2] == 2).all()
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -152,25 +143,19 @@ def test_other_channels_boxes_and_types_than_the_configs_are_refused(volume_file
 @pytest.mark.parametrize("storage", [{}, {"chunks": (1, 4, 4, 4)}])
 @pytest.mark.parametrize(
     ("value", "name", "place"),
-    [(np.nan, "Nbody", (0, 0, 0, 0)), (np.inf, "Nbody", (2, 5, 3, 7)), (-np.inf, "Hydro", (4, 7, 7, 7))],
+    [(np.nan, "Nbody", (0, 0, 0, 0)), (np.inf, "Nbody", (2, 5, 3, 7)), (np.inf, "Hydro", (4, 7, 2, 7))],
 )
-def test_a_non_finite_value_is_reported_with_its_place(
+def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_warning(
     volume_file: VolumeFile, tmp_path: Path, name: str, place: tuple[int, ...], value: float, storage: dict
 ) -> None:
     path = volume_file(tmp_path / "a.h5", box=8, **storage)
     with h5py.File(path, "r+") as file:
         file[name][place] = value
-    words = first_nonfinite(open_volume(path, CHANNELS))
-    assert words == f"{path}: {name}[{', '.join(map(str, place))}] is {value}"
-
-
-def test_infinities_of_both_signs_are_found_without_a_warning(volume_file: VolumeFile, tmp_path: Path) -> None:
-    path = volume_file(tmp_path / "a.h5", box=8)
-    with h5py.File(path, "r+") as file:
-        file["Nbody"][1, 2, 3, 4], file["Nbody"][1, 2, 5, 4] = np.inf, -np.inf
+        file["Hydro"][4, 7, 7, 7] = -np.inf  # infinities of both signs may be summed
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "Nbody[1, 2, 3, 4] is inf" in (first_nonfinite(open_volume(path, CHANNELS)) or "")
+        words = first_nonfinite(open_volume(path, CHANNELS))
+    assert words == f"{path}: {name}[{', '.join(map(str, place))}] is {value}"
 
 
 def test_every_value_is_looked_at_once_and_the_largest_finite_ones_pass(
