@@ -1,4 +1,4 @@
-"""Kills trainings at random moments, starts them again until they are done, and compares bits with one left in peace.
+"""Kills trainings at random moments, restarts them until they are done, and compares bits with an undisturbed one.
 
 python tests/soak.py 100        100 kills; make soak N=100 does the same
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
@@ -21,54 +21,66 @@ from typing import NamedTuple
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests")]
 
+from processes import GENEROUS, context, free_port, rank_variables  # noqa: E402 # found by the path above
+
 RANKS = 2
-STEPS = 48
-# A save every third step beside each epoch's: many kills come in the midst of one.
+# A save every third step in addition to each epoch's: many kills come during one.
 FLAGS = [
     "--config=test",
-    "--num_epochs=6",
     "--set=checkpoint.every_steps=3",
     "--set=report_baselines=false",
-    "--set=timeouts.rendezvous=6",
+    "--set=timeouts.rendezvous=30",  # what the survivors of a kill at the start wait
 ]
-# A survivor ends by itself, since the ranks watch over each other; nobody else stops it here.
-SURVIVORS_SECONDS = 20.0
-LONGEST_SECONDS = 90.0
+
+
+class Blow(NamedTuple):
+    """One kill to carry out: from outside after `seconds`, or by the victims themselves after `steps` of their own."""
+
+    victims: list[int]
+    seconds: float = 0.0
+    in_a_save: bool = False  # waits for the next save and kills during it
+    steps: int | None = None
 
 
 class Kill(NamedTuple):
-    """What was done to one process group, and what came of it."""
+    """A kill that was carried out."""
 
     victims: list[int]
     inside_a_save: bool
     seconds: float  # from the kill to the end of the last survivor
 
 
-def rank_main(rank: int, port: int, flags: list[str], log: str) -> None:
-    """One rank, as a launcher starts it."""
+def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | None) -> None:
+    """One rank, as a launcher starts it; it kills itself after so many steps, if any."""
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 2)
     os.chdir(TOP)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(rank_variables(rank, RANKS, port))
     import torch
 
     import train
     from utils import distributed
+    from utils.steps.eager import EagerStep
+
+    class DyingStep(EagerStep):
+        made = 0
+
+        def __call__(self, *arguments: torch.Tensor | float) -> torch.Tensor:
+            loss = super().__call__(*arguments)
+            self.made += 1
+            if self.made == steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
 
     torch.set_num_threads(1)
-    distributed.run_script(lambda: train.main(flags))
+    distributed.run_script(lambda: train.main(flags, DyingStep))
 
 
-def start(flags: list[str], log: Path) -> list[BaseProcess]:
-    from processes import free_port
-
-    # New processes of an interpreter that has imported everything: a start costs half a second instead of five.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train"])
+def start(flags: list[str], log: Path, blow: Blow | None) -> list[BaseProcess]:
     port = free_port()
-    processes = [
-        context.Process(target=rank_main, args=(rank, port, flags, f"{log}.{rank}"), daemon=True)
+    steps = [blow.steps if blow is not None and rank in blow.victims else None for rank in range(RANKS)]
+    processes: list[BaseProcess] = [
+        context().Process(target=rank_main, args=(rank, port, flags, f"{log}.{rank}", steps[rank]), daemon=True)
         for rank in range(RANKS)
     ]
     for process in processes:
@@ -76,100 +88,113 @@ def start(flags: list[str], log: Path) -> list[BaseProcess]:
     return processes
 
 
-def wait(processes: list[BaseProcess], seconds: float) -> bool:
-    """Whether all have ended by then."""
-    deadline = time.monotonic() + seconds
+def wait(processes: list[BaseProcess], why: str) -> None:
+    """Returns when all have ended by themselves."""
+    deadline = time.monotonic() + GENEROUS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    return all(process.exitcode is not None for process in processes)
+    stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in stuck:
+        processes[rank].kill()
+    assert not stuck, f"ranks {stuck} still ran after {GENEROUS:.0f} s: {why}"
 
 
-def wait_for_moment(processes: list[BaseProcess], folder: Path, longest: float, draw: random.Random) -> bool:
-    """Returns at a random moment, or, every other time, in the midst of the first save after it; whether it is one."""
-    moment = time.monotonic() + draw.uniform(0.0, longest)
-    in_a_save = draw.random() < 0.5
+def wait_for_moment(processes: list[BaseProcess], folder: Path, blow: Blow) -> bool:
+    """Returns at the blow's moment, or earlier when a rank has ended; True during a save."""
+    moment = time.monotonic() + blow.seconds
     while all(process.is_alive() for process in processes):
         if time.monotonic() < moment:
             time.sleep(0.002)
-        elif not in_a_save:
+        elif not blow.in_a_save:
             return False
         elif any(folder.glob(".*.partial")):
             return True
     return False
 
 
-def kill_some(processes: list[BaseProcess], inside_a_save: bool, draw: random.Random) -> Kill | None:
-    """kill -9 of one rank or of all; None if they had all ended before."""
-    victims = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
-    alive = [victim for victim in victims if processes[victim].is_alive()]
-    for victim in alive:
-        pid = processes[victim].pid
-        assert pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def strike(processes: list[BaseProcess], folder: Path, blow: Blow) -> Kill | None:
+    """Carries out the kill and waits for the survivors; None if all ranks had ended before."""
+    inside_a_save = False
+    if blow.steps is None:
+        inside_a_save = wait_for_moment(processes, folder, blow)
+        for victim in blow.victims:
+            pid = processes[victim].pid
+            if pid is not None and processes[victim].is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    if not wait(processes, SURVIVORS_SECONDS):
-        stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        for process in processes:
-            process.kill()
-        raise AssertionError(f"ranks {stuck} still ran {SURVIVORS_SECONDS:.0f} s after {victims} was killed")
-    if not any(processes[victim].exitcode == -signal.SIGKILL for victim in alive):
-        return None
-    return Kill(alive, inside_a_save, time.monotonic() - killed)
+    wait(processes, f"kill of ranks {blow.victims}")
+    victims = [rank for rank, process in enumerate(processes) if process.exitcode == -signal.SIGKILL]
+    return Kill(victims, inside_a_save, time.monotonic() - killed) if victims else None
 
 
-def one_training(
-    flags: list[str], directory: Path, log: Path, draw: random.Random, kills: int, longest: float
-) -> list[Kill]:
-    """One training to its end, killed at most so often, within so many seconds from each start."""
+def one_training(flags: list[str], folder: Path, log: Path, blows: Sequence[Blow] = ()) -> list[Kill]:
+    """One training to its end, with one blow after each start, as long as there are blows and it is not done."""
     done: list[Kill] = []
-    while True:
-        processes = start(flags, log)
-        if len(done) < kills:
-            inside = wait_for_moment(processes, directory / "checkpoints", longest, draw)
-            kill = kill_some(processes, inside, draw)
+    for blow in [*blows, None]:
+        processes = start(flags, log, blow)
+        if blow is not None:
+            kill = strike(processes, folder, blow)
             if kill is not None:
                 done.append(kill)
                 continue
-        if not wait(processes, LONGEST_SECONDS):
-            raise AssertionError(f"the training was not done after {LONGEST_SECONDS:.0f} s; see {log}.*")
+        wait(processes, f"the end of the training; see {log}.*")
         codes = [process.exitcode for process in processes]
-        if codes != [0] * RANKS:
-            raise AssertionError(f"exit codes {codes}; see {log}.*:\n" + Path(f"{log}.0").read_text()[-3000:])
-        return done
+        assert codes == [0] * RANKS, f"exit codes {codes}; see {log}.*:\n" + Path(f"{log}.0").read_text()[-3000:]
+        break
+    return done
+
+
+class Drill:
+    """Trainings in one folder, each compared with one that was left undisturbed."""
+
+    def __init__(self, folder: Path, epochs: int) -> None:
+        from volume_files import write_volume
+
+        self._folder, self._steps = folder, 8 * epochs
+        train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
+        data = [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
+        self._flags = [*FLAGS, *data, f"--num_epochs={epochs}"]
+        started = time.monotonic()
+        self._train("undisturbed")
+        self.seconds = time.monotonic() - started  # from the start to the end
+
+    def _directory(self, name: str) -> Path:
+        return self._folder / name / "test" / f"{RANKS}GPU" / "00"
+
+    def _train(self, name: str, blows: Sequence[Blow] = ()) -> list[Kill]:
+        flags = [*self._flags, f"--set=expdir={self._folder / name}"]
+        return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", blows)
+
+    def run(self, name: str, blows: Sequence[Blow]) -> list[Kill]:
+        """The kills that were carried out; AssertionError unless the training ends as the undisturbed one."""
+        from trainings import assert_same_training
+
+        kills = self._train(name, blows)
+        assert_same_training(self._directory("undisturbed"), self._directory(name), steps=self._steps)
+        return kills
 
 
 def soak(kills: int, seed: int, folder: Path, tell: bool = False) -> list[Kill]:
-    """So many kills, over as many trainings as it takes; AssertionError unless each ends as the one left in peace."""
-    from test_resume import assert_same_training
-    from volume_files import write_volume
+    """So many kills at random moments, over as many trainings as it takes."""
+    draw, drill = random.Random(seed), Drill(folder, epochs=6)
 
-    draw = random.Random(seed)
-    train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), start=1))
-    flags = [*FLAGS, f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
+    def draw_blow() -> Blow:
+        victims = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
+        return Blow(victims, draw.uniform(0.0, drill.seconds), draw.random() < 0.5)
 
-    def run(name: str, kills: int, longest: float = 0.0) -> tuple[Path, list[Kill]]:
-        directory = folder / name / "test" / f"{RANKS}GPU" / "00"
-        own = [*flags, f"--set=expdir={folder / name}"]
-        return directory, one_training(own, directory, folder / f"{name}.log", draw, kills, longest)
-
-    run("warm", 0)  # whoever is first waits for imports
-    started = time.monotonic()
-    peace, _ = run("peace", 0)
-    longest = time.monotonic() - started
     done: list[Kill] = []
     trainings = 0
     while len(done) < kills:
         trainings += 1
-        directory, more = run(f"soak{trainings}", min(kills - len(done), 10), longest)
+        more = drill.run(f"soak{trainings}", [draw_blow() for _ in range(min(kills - len(done), 10))])
         done += more
-        assert_same_training(peace, directory, steps=STEPS)
         if tell:
             inside = sum(kill.inside_a_save for kill in done)
             print(
                 f"training {trainings}: {len(more)} kills, same bits; {len(done)} kills so far, {inside} in a save, "
                 f"{sum(len(kill.victims) > 1 for kill in done)} of all ranks, survivors ended within "
-                f"{max(kill.seconds for kill in done):.1f} s",
+                f"{max((kill.seconds for kill in done), default=0.0):.1f} s",
                 flush=True,
             )
     return done
@@ -184,7 +209,7 @@ def main() -> None:
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         soak(options.kills, seed, Path(folder), tell=True)
-    print(f"{options.kills} kills: every training ended with the bits of one left in peace")
+    print(f"{options.kills} kills: every training ended with the bits of an undisturbed one")
 
 
 if __name__ == "__main__":

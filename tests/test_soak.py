@@ -1,16 +1,23 @@
-"""Twenty kills: wherever a training is cut off, it ends with the bits of one left in peace."""
+"""Wherever a training is killed, it ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from soak import soak
+from soak import Blow, Drill, soak
+
+
+def test_three_kills(tmp_path: Path) -> None:
+    """kill -9 of either rank, whose survivor ends by itself, and of both, between two saves."""
+    blows = [Blow([1], steps=5), Blow([0, 1], steps=7), Blow([0], steps=4)]
+    kills = Drill(tmp_path, epochs=3).run("killed", blows)
+    assert [set(kill.victims) <= set(blow.victims) for kill, blow in zip(kills, blows, strict=True)] == [True] * 3
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
-    """Of one rank or of all, in the midst of saves too; survivors end by themselves."""
+    """At random moments, during saves too, of one rank or of both."""
     kills = soak(20, seed=5, folder=tmp_path)
     assert len(kills) == 20
     assert any(kill.inside_a_save for kill in kills)

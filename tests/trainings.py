@@ -1,0 +1,108 @@
+"""Trainings of config 'test', their run directories, and the comparison of two of them bit for bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils import checkpoint, logs
+from utils.checkpoint import BEST, FOLDER
+
+TOP = Path(__file__).parent.parent
+YAML = str(TOP / "config" / "UNet.yaml")
+STEPS = 16  # of config test: two epochs of eight
+# They differ from run to run.
+CLOCKS = {"seconds", "Step/samples per sec", "Step/TFLOP per sec per rank", "Step/data wait fraction"}
+CLOCKS |= {"Avg iters per sec"}
+
+
+class NoWaiting:
+    """The module `time`, except that a sleep sets the clock forward and returns at once.
+
+    A restarted run waits until the second after its last start, which TensorBoard's file names contain.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def time(self) -> float:
+        return time.time() + self._ahead
+
+    def sleep(self, seconds: float) -> None:
+        self._ahead += seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def install(self, set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+        from tensorboard.summary.writer import event_file_writer
+
+        for module in (logs, event_file_writer):
+            set_attribute(module, "time", self)
+
+
+def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
+    return Path(expdir) / "test" / f"{ranks}GPU" / run_num
+
+
+def last(run: Path) -> checkpoint.Saved:
+    saved = checkpoint.newest(run / FOLDER)
+    assert saved is not None
+    return saved
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The records of metrics.jsonl without measured times."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in CLOCKS} for record in records]
+
+
+def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's scalars as it shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def assert_equal(one: Any, other: Any, name: str = "") -> None:
+    """Bit-equality of nested dictionaries and lists of tensors."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype, name
+        assert torch.equal(one, other), name
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), name
+        for key in one:
+            assert_equal(one[key], other[key], f"{name}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), name
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{name}/{index}")
+    else:
+        assert one == other, name
+
+
+def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
+    """Both ended with the same bits, the same records, each of them once, and the same best checkpoint."""
+    ends = [last(run) for run in (whole, parts)]
+    assert ends[0].position.step == steps
+    for end in ends:
+        for clock in ("seconds", "epoch_seconds", "samples_per_second"):
+            setattr(end.position, clock, 0.0)
+            end.training["position"][clock] = 0.0
+        end.weights["config"]["expdir"] = ""
+    assert_equal(ends[0].weights, ends[1].weights)
+    assert_equal(ends[0].training, ends[1].training)
+    assert metrics(whole) == metrics(parts)
+    expected, found = curves(whole), curves(parts)
+    assert expected.keys() == found.keys()
+    for tag, points in expected.items():
+        assert [step for step, _ in points] == [step for step, _ in found[tag]], f"{tag}: a point twice or missing"
+        if tag not in CLOCKS:
+            assert points == found[tag], tag
+    assert (whole / FOLDER / BEST).readlink() == (parts / FOLDER / BEST).readlink()
