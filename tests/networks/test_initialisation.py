@@ -1,4 +1,4 @@
-"""First weights: of the distributions said, from the generator given, and no others."""
+"""Initial weights: their distributions, and that the generator alone decides them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from networks import build_network, initialise
 
+KINDS = ["normal", "default", "glorot"]
 LAYERS = [
     (lambda: nn.Conv1d(12, 40, 5), 60, 200),
     (lambda: nn.Conv2d(12, 40, 3), 108, 360),
@@ -33,7 +34,8 @@ def assert_uniform(values: torch.Tensor, bound: float) -> None:
 
 
 @pytest.mark.parametrize(("make", "fan_in", "fan_out"), LAYERS)
-def test_weights_of_all_kinds_of_layers(make, fan_in: int, fan_out: int) -> None:
+def test_weights_and_biases_have_the_named_distribution(make, fan_in: int, fan_out: int) -> None:
+    """torch's own reset_parameters and xavier_uniform_ are a second reference for the bounds."""
     glorot = drawn(make(), "glorot", 0.02, 0.3)
     assert_uniform(glorot.weight.detach(), math.sqrt(6 / (fan_in + fan_out)))
     assert torch.equal(glorot.bias, torch.full_like(glorot.bias, 0.3))
@@ -44,35 +46,24 @@ def test_weights_of_all_kinds_of_layers(make, fan_in: int, fan_out: int) -> None
     assert_uniform(default.weight.detach(), fan_in**-0.5)
     assert float(default.bias.abs().max().detach()) <= fan_in**-0.5
     assert float(default.bias.detach().std()) > 0.3 * fan_in**-0.5
-
-
-@pytest.mark.parametrize("make", [layer for layer, _, _ in LAYERS])
-def test_default_and_glorot_have_torchs_own_spread(make) -> None:
-    """torch's functions are an oracle that knows about inputs and outputs by itself."""
-    layer = make()
     torch.manual_seed(0)
-    for kind, reference in (
-        ("default", layer.reset_parameters),
-        ("glorot", lambda: nn.init.xavier_uniform_(layer.weight)),
-    ):
-        reference()
-        theirs = float(layer.weight.detach().abs().max())
-        assert float(drawn(make(), kind).weight.detach().abs().max()) == pytest.approx(theirs, rel=0.01)
+    for ours, reference in ((default, make()), (glorot, make())):
+        if ours is glorot:
+            nn.init.xavier_uniform_(reference.weight)
+        largest = [float(layer.weight.detach().abs().max()) for layer in (ours, reference)]
+        assert largest[0] == pytest.approx(largest[1], rel=0.01)
 
 
-def test_glorot_counts_the_kernel_of_transposed_convolutions_too() -> None:
-    layer = drawn(nn.ConvTranspose3d(8, 16, 4), "glorot")
-    assert_uniform(layer.weight.detach(), math.sqrt(6 / (24 * 64)))
-
-
-def test_embeddings() -> None:
+def test_transposed_convolutions_and_embeddings_have_their_own_bounds() -> None:
+    assert_uniform(drawn(nn.ConvTranspose3d(8, 16, 4), "glorot").weight.detach(), math.sqrt(6 / (24 * 64)))
     assert_uniform(drawn(nn.Embedding(500, 7), "glorot").weight.detach(), 0.05)
-    assert float(drawn(nn.Embedding(500, 7), "normal", 0.3).weight.detach().std()) == pytest.approx(0.3, rel=0.06)
-    assert float(drawn(nn.Embedding(500, 7), "default", 0.3).weight.detach().std()) == pytest.approx(1.0, rel=0.06)
+    for kind, deviation in (("normal", 0.3), ("default", 1.0)):
+        weight = drawn(nn.Embedding(500, 7), kind, 0.3).weight.detach()
+        assert float(weight.std()) == pytest.approx(deviation, rel=0.06)
 
 
-@pytest.mark.parametrize("kind", ["normal", "default", "glorot"])
-def test_the_generator_decides_alone(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_generator_alone_decides(kind: str) -> None:
     options = {"shape": (300,), "classes": 46, "vocabulary": 100}
     torch.manual_seed(1)
     first = drawn(build_network("reuters_cnn", **options), kind).state_dict()
@@ -88,22 +79,19 @@ def test_the_generator_decides_alone(kind: str) -> None:
         assert not torch.equal(value, other[name]) or (name.endswith("bias") and kind != "default")
 
 
-@pytest.mark.parametrize("kind", ["normal", "default", "glorot"])
-def test_norms_stay_as_they_are(kind: str) -> None:
-    network = nn.Sequential(nn.BatchNorm2d(5), nn.GroupNorm(1, 5))
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    drawn(network, kind, 0.1, 0.7)
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-
-
-def test_an_unknown_kind_is_refused() -> None:
+def test_norms_keep_their_parameters_and_unknown_kinds_are_refused() -> None:
+    for kind in KINDS:
+        network = nn.Sequential(nn.BatchNorm2d(5), nn.GroupNorm(1, 5))
+        before = {name: value.clone() for name, value in network.state_dict().items()}
+        drawn(network, kind, 0.1, 0.7)
+        assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     with pytest.raises(ValueError, match="unknown conv_init he; known: normal, default, glorot"):
         drawn(nn.Linear(2, 2), "he")
 
 
 @pytest.mark.parametrize("kind", ["normal", "default"])
 def test_the_u_nets_weights_are_drawn_in_the_order_of_its_layers(kind: str) -> None:
-    """A seed gives the weights that it always gave: layer by layer, the weights first, in memory's order."""
+    """A seed keeps giving the same weights: layer by layer, the weights before the biases."""
     network = drawn(build_network("unet", 8, width=4, scales=2), kind, 0.1, 0.05, seed=3)
     generator = torch.Generator().manual_seed(3)
     digests = [hashlib.sha256(), hashlib.sha256()]

@@ -1,4 +1,4 @@
-"""Each norm is torch's own where torch has one, over the numbers that its name says."""
+"""Each norm computes what torch's own does, over the numbers that its name says, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from networks.norms import build_norm, ghost_batch
 from utils.distributed import World
 
 CHANNELS = 6
-BATCH_NORMS = ["batch", "sync_batch", "ghost(2)"]
-CELLS = pytest.mark.parametrize("cells", [(5,), (3, 4), (2, 3, 4)], ids=["1d", "2d", "3d"])
+CELLS = [(5,), (3, 4), (2, 3, 4)]  # of grids of 1, 2 and 3 dimensions
 PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 def activations(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -69,52 +67,45 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["foo", "ghost", "ghost(0)", "ghost(-2)", "ghost(n)", "ghost(2", "ghost(2.0)", ""])
-def test_unknown_norms_list_the_known_ones(spec: str) -> None:
-    for refused in (lambda: build_norm(spec, 4, 2), lambda: ghost_batch(spec)):
-        with pytest.raises(ValueError, match=r"known: none, batch, sync_batch, ghost\(n\) .* group") as error:
-            refused()
-        assert f"unknown norm {spec};" in str(error.value)
-
-
-def test_the_samples_of_a_ghost_batch_are_read_from_its_name() -> None:
+def test_names_are_read_and_unknown_ones_list_the_known() -> None:
     assert ghost_batch("ghost(32)") == 32
     assert [ghost_batch(spec) for spec in ("none", "batch", "sync_batch", "group")] == [None] * 4
-
-
-@pytest.mark.parametrize("spec", BATCH_NORMS)
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_batch_norms_have_the_state_of_batch_norm_and_take_over_each_others(spec: str, dimensions: int) -> None:
-    norm, other = build_norm(spec, CHANNELS, dimensions), with_weights(PLAIN[dimensions](CHANNELS))
-    started = {name: value.clone() for name, value in norm.state_dict().items()}
-    fresh = PLAIN[dimensions](CHANNELS).state_dict()
-    assert list(started) == list(fresh)
-    assert all(torch.equal(started[name], value) for name, value in fresh.items())
-    norm.load_state_dict(other.state_dict())
-    x = activations(4, CHANNELS, *range(2, 2 + dimensions), dtype=torch.float32)
-    assert torch.equal(norm.eval()(x), other.eval()(x)), "evaluation takes the running statistics"
-    assert norm.state_dict()["num_batches_tracked"] == 0
-    other.load_state_dict(norm.state_dict())
-
-
-def test_no_norm_is_nothing() -> None:
     norm, x = build_norm("none", CHANNELS, 2), activations(2, CHANNELS, 3, 3)
     assert norm(x) is x
     assert not norm.state_dict()
+    for spec in ("foo", "ghost", "ghost(0)", "ghost(-2)", "ghost(n)", "ghost(2", "ghost(2.0)", ""):
+        for refused in (lambda spec=spec: build_norm(spec, 4, 2), lambda spec=spec: ghost_batch(spec)):
+            with pytest.raises(ValueError, match=r"known: none, batch, sync_batch, ghost\(n\) .* group") as error:
+                refused()
+            assert f"unknown norm {spec};" in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)"])
+def test_batch_norms_load_each_others_state(spec: str) -> None:
+    for dimensions in (1, 2, 3):
+        norm, other = build_norm(spec, CHANNELS, dimensions), with_weights(PLAIN[dimensions](CHANNELS))
+        started, fresh = norm.state_dict(), PLAIN[dimensions](CHANNELS).state_dict()
+        assert list(started) == list(fresh)
+        assert all(torch.equal(started[name], value) for name, value in fresh.items())
+        norm.load_state_dict(other.state_dict())
+        x = activations(4, CHANNELS, *range(2, 2 + dimensions), dtype=torch.float32)
+        assert torch.equal(norm.eval()(x), other.eval()(x)), "evaluation uses the running statistics"
+        assert norm.state_dict()["num_batches_tracked"] == 0
+        other.load_state_dict(norm.state_dict())
 
 
 # --- within a rank ---------------------------------------------------------------------------------------------------
 
 
-@CELLS
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(4)"])
-def test_without_other_ranks_and_groups_it_is_batch_norm_bit_for_bit(spec: str, cells: tuple[int, ...]) -> None:
-    norm = with_weights(build_norm(spec, CHANNELS, len(cells)))
-    plain = with_weights(PLAIN[len(cells)](CHANNELS))
-    x = activations(4, CHANNELS, *cells, dtype=torch.float32)
-    got, expected = results(norm, x), results(plain, x)
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
+def test_one_rank_with_one_group_gives_batch_norm_bit_for_bit(spec: str) -> None:
+    for cells in CELLS:
+        norm = with_weights(build_norm(spec, CHANNELS, len(cells)))
+        plain = with_weights(PLAIN[len(cells)](CHANNELS))
+        x = activations(4, CHANNELS, *cells, dtype=torch.float32)
+        got, expected = results(norm, x), results(plain, x)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
 def ghost_by_hand(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
@@ -139,35 +130,28 @@ def ghost_by_hand(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, 
     return {"output": output, "gradient of the input": gradient, **whole}
 
 
-@CELLS
 @pytest.mark.parametrize("samples", [2, 3, 6])
-def test_a_ghost_batch_is_normalised_as_if_it_were_alone(samples: int, cells: tuple[int, ...]) -> None:
-    norm = with_weights(build_norm(f"ghost({samples})", CHANNELS, len(cells)).double())
-    plain = with_weights(PLAIN[len(cells)](CHANNELS).double())
-    x = activations(12, CHANNELS, *cells)
-    expected = ghost_by_hand(plain, x, samples)
-    assert_close(results(norm, x), expected, 1e-12)
-    batch = results(with_weights(PLAIN[len(cells)](CHANNELS).double()), x)
-    assert float((expected["output"] - batch["output"]).abs().max()) > 1e-2, "the groups must matter"
+def test_each_ghost_batch_is_normalised_by_itself(samples: int) -> None:
+    """Dense activations, too."""
+    for cells in ((), *CELLS):
+        plain = PLAIN[max(len(cells), 1)]
+        norm = with_weights(build_norm(f"ghost({samples})", CHANNELS, max(len(cells), 1)).double())
+        x = activations(12, CHANNELS, *cells)
+        expected = ghost_by_hand(with_weights(plain(CHANNELS).double()), x, samples)
+        assert_close(results(norm, x), expected, 1e-12)
+        batch = results(with_weights(plain(CHANNELS).double()), x)
+        assert float((expected["output"] - batch["output"]).abs().max()) > 1e-2, "the groups must matter"
 
 
-def test_ghost_batches_take_dense_activations_too() -> None:
-    norm, plain = (
-        with_weights(kind.double()) for kind in (build_norm("ghost(4)", CHANNELS, 1), nn.BatchNorm1d(CHANNELS))
-    )
-    x = activations(8, CHANNELS)
-    assert_close(results(norm, x), ghost_by_hand(plain, x, 4), 1e-12)
-
-
-@pytest.mark.parametrize("cells", [(3, 4), (2, 3, 4)], ids=["2d", "3d"])
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
-def test_channels_last_changes_neither_results_nor_layout(spec: str, cells: tuple[int, ...]) -> None:
-    x, form = activations(4, CHANNELS, *cells), FORMATS[len(cells)]
-    first, second = (with_weights(build_norm(spec, CHANNELS, len(cells)).double()) for _ in range(2))
-    got = results(second, x.contiguous(memory_format=form))
-    assert_close(got, results(first, x), 1e-12)
-    if spec != "group":  # of which torch makes what it likes
-        assert got["output"].is_contiguous(memory_format=form)
+def test_channels_last_changes_neither_results_nor_layout(spec: str) -> None:
+    for cells, form in (((3, 4), torch.channels_last), ((2, 3, 4), torch.channels_last_3d)):
+        x = activations(4, CHANNELS, *cells)
+        first, second = (with_weights(build_norm(spec, CHANNELS, len(cells)).double()) for _ in range(2))
+        got = results(second, x.contiguous(memory_format=form))
+        assert_close(got, results(first, x), 1e-12)
+        if spec != "group":  # torch chooses the layout of its group norm
+            assert got["output"].is_contiguous(memory_format=form)
 
 
 def test_ghost_batches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,22 +164,27 @@ def test_ghost_batches_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result._base is not None, "the result is a view of what batch norm returned"
 
 
-def test_a_batch_that_is_no_multiple_is_refused_in_training_alone() -> None:
+def test_batches_that_a_norm_cannot_take_are_refused() -> None:
     norm = build_norm("ghost(4)", CHANNELS, 2)
     for size in (1, 6):
         with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is no multiple of 4"):
             norm(activations(size, CHANNELS, 3, 3, dtype=torch.float32))
-    assert norm.eval()(activations(6, CHANNELS, 3, 3, dtype=torch.float32)).shape == (6, CHANNELS, 3, 3)
+    with pytest.raises(ValueError, match="expected activations"):
+        norm(torch.zeros(8))
+    norm.eval()
+    assert norm(activations(6, CHANNELS, 3, 3, dtype=torch.float32)).shape == (6, CHANNELS, 3, 3), (
+        "evaluation takes any"
+    )
 
 
-@CELLS
 @pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 32), (48, 24), (6, 6), (33, 11), (37, 1)])
-def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, groups: int, cells: tuple[int, ...]) -> None:
-    norm = with_weights(build_norm("group", channels, len(cells)).double())
-    plain = with_weights(nn.GroupNorm(groups, channels).double())
-    x = activations(2, channels, *cells)
-    assert list(norm.state_dict()) == list(plain.state_dict())
-    assert_close(results(norm, x), results(plain, x), 1e-12)
+def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, groups: int) -> None:
+    for cells in CELLS:
+        norm = with_weights(build_norm("group", channels, len(cells)).double())
+        plain = with_weights(nn.GroupNorm(groups, channels).double())
+        x = activations(2, channels, *cells)
+        assert list(norm.state_dict()) == list(plain.state_dict())
+        assert_close(results(norm, x), results(plain, x), 1e-12)
 
 
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
@@ -215,7 +204,7 @@ def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["sync_batch", "ghost(2)", "group"])  # batch is torch's own
-def test_a_compiler_sees_one_graph(spec: str) -> None:
+def test_a_norm_compiles_to_one_graph(spec: str) -> None:
     torch._dynamo.reset()
     norm, compiled = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
     x = activations(4, CHANNELS, 3, 4, dtype=torch.float32)
@@ -225,7 +214,7 @@ def test_a_compiler_sees_one_graph(spec: str) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Counts what waits for a device: numbers read by the host."""
+    """Records what would wait for a device: numbers read by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,11 +226,10 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("spec", ["batch", "ghost(2)", "group"])
-def test_the_host_reads_no_number(spec: str) -> None:
-    norm = build_norm(spec, CHANNELS, 2)
+def test_the_host_reads_no_number() -> None:
     with _Reads() as reads:
-        results(norm, activations(4, CHANNELS, 3, 4, dtype=torch.float32))
+        for spec in ("batch", "ghost(2)", "group"):
+            results(build_norm(spec, CHANNELS, 2), activations(4, CHANNELS, 3, 4, dtype=torch.float32))
         assert reads.names == []
         float(torch.ones(()))
     assert reads.names, "a read would have been seen"
@@ -252,28 +240,16 @@ def test_the_host_reads_no_number(spec: str) -> None:
 PARTS = {"equal": [4, 4], "unequal": [3, 5]}
 
 
-class Small(nn.Module):
+def small() -> nn.Sequential:
     """A norm in a network: its gradients come and go through other layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(2, CHANNELS, 3), nn.Conv2d(CHANNELS, 3, 1)
-        self.norm = build_norm("sync_batch", CHANNELS, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.norm(self.first(x))))
-
-
-def small() -> Small:
     torch.manual_seed(4)
-    network = Small()
-    with_weights(network.norm)
-    return network
+    first, last = nn.Conv2d(2, CHANNELS, 3), nn.Conv2d(CHANNELS, 3, 1)
+    return nn.Sequential(first, with_weights(build_norm("sync_batch", CHANNELS, 2)), nn.ReLU(), last)
 
 
 def sync_on_ranks(world: World) -> bytes:
     found = {}
-    for cells in ((), (5,), (3, 4), (2, 3, 4)):
+    for cells in ((), *CELLS):
         for case, parts in PARTS.items():
             for dtype in (torch.float32, torch.float64):
                 norm = with_weights(build_norm("sync_batch", CHANNELS, max(len(cells), 1)).to(dtype))
@@ -290,7 +266,7 @@ def sync_on_ranks(world: World) -> bytes:
     far = norm(far_from_zero().chunk(2)[world.rank])
     found["far"] = {"output": far.detach(), "running_var": norm.running_var.clone()}
     norm = with_weights(build_norm("sync_batch", CHANNELS, 2)).eval()
-    if world.rank == 0:  # alone: in evaluation nobody waits for others
+    if world.rank == 0:  # alone: in evaluation no rank waits for others
         found["evaluation"] = {"output": norm(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()}
     network = small()
     images = activations(8, 2, 6, 6, dtype=torch.float32)
@@ -299,7 +275,7 @@ def sync_on_ranks(world: World) -> bytes:
     found["network"] = {name: parameter.grad for name, parameter in network.named_parameters()}
     found["network"] |= {name: buffer.clone() for name, buffer in network.named_buffers()}
     x, parameters = activations(4, CHANNELS, 3, 4, dtype=torch.float32), (norm.weight.detach(), norm.bias.detach())
-    with _Reads() as reads:  # which does not look into an operator of one's own
+    with _Reads() as reads:  # which does not see into a custom operator
         y, *statistics = norms._forward(x, *parameters, norm.eps)
         norms._backward(torch.ones_like(y), x, parameters[0], *statistics, norm.eps)
         norm.train()(x).sum().backward()
@@ -355,18 +331,16 @@ def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", PARTS)
-@pytest.mark.parametrize("cells", [(), (5,), (3, 4), (2, 3, 4)], ids=["dense", "1d", "2d", "3d"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)], ids=str)
-def test_two_ranks_normalise_as_one_with_the_whole_batch(
-    ranks, case: str, cells: tuple[int, ...], dtype: torch.dtype, tolerance: float
-) -> None:
+def test_two_ranks_normalise_as_one_with_the_whole_batch(ranks, case: str) -> None:
     """Against float64 batch norm of the whole batch; with unequal parts a mean of the ranks' means would be wrong."""
-    x = activations(8, CHANNELS, *cells, dtype=dtype).double()
-    plain = with_weights(PLAIN[max(len(cells), 1)](CHANNELS).to(dtype)).double()
-    assert_close(together(ranks, f"{case} {len(cells)} {dtype}"), results(plain, x), tolerance)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+        for cells in ((), *CELLS):
+            x = activations(8, CHANNELS, *cells, dtype=dtype).double()
+            plain = with_weights(PLAIN[max(len(cells), 1)](CHANNELS).to(dtype)).double()
+            assert_close(together(ranks, f"{case} {len(cells)} {dtype}"), results(plain, x), tolerance)
 
 
-def test_two_ranks_do_so_in_channels_last_in_bfloat16_and_compiled(ranks) -> None:
+def test_two_ranks_normalise_in_channels_last_in_bfloat16_and_compiled(ranks) -> None:
     x = activations(8, CHANNELS, 3, 4)
     expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), x)
     assert_close(together(ranks, "compiled"), expected, 1e-6)
@@ -378,7 +352,7 @@ def test_two_ranks_do_so_in_channels_last_in_bfloat16_and_compiled(ranks) -> Non
 
 
 def test_a_network_on_two_ranks_gets_the_gradients_of_one(ranks) -> None:
-    """DistributedDataParallel, which refuses nn.SyncBatchNorm on CPUs, averages them."""
+    """DistributedDataParallel averages them."""
     network = small()
     network(activations(8, 2, 6, 6, dtype=torch.float32)).square().mean().backward()
     expected = {name: parameter.grad for name, parameter in network.named_parameters()}
@@ -387,15 +361,14 @@ def test_a_network_on_two_ranks_gets_the_gradients_of_one(ranks) -> None:
         assert_close(rank["network"], expected, 1e-6)
 
 
-def test_in_evaluation_a_rank_is_by_itself_and_no_rank_reads_a_number(ranks) -> None:
+def test_in_evaluation_a_rank_does_not_wait_for_others_and_no_rank_reads_a_number(ranks) -> None:
     plain = with_weights(nn.BatchNorm2d(CHANNELS)).eval()
-    assert torch.equal(
-        ranks[0]["evaluation"]["output"], plain(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()
-    )
+    x = activations(3, CHANNELS, 3, 4, dtype=torch.float32)
+    assert torch.equal(ranks[0]["evaluation"]["output"], plain(x).detach())
     assert ranks[0]["reads"] == ranks[1]["reads"] == {}
 
 
-def test_a_spread_that_is_small_beside_the_mean_is_not_lost_between_ranks(ranks) -> None:
+def test_a_variance_that_is_small_next_to_the_mean_is_not_lost_between_ranks(ranks) -> None:
     expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), far_from_zero().double())
     got = together(ranks, "far")
     assert_close({"": got["running_var"]}, {"": expected["running_var"]}, 1e-5)

@@ -1,18 +1,17 @@
 """The fused kernels against torch's operations in float64, with no more error than the same operations in their dtype.
 
-The kernels run in Triton's interpreter here; that they also compile for GPUs, and compute there, is shown at the end.
+The kernels run in Triton's interpreter; the last tests compile them for GPUs and, where there is one, run them there.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from networks import build_loss, build_network, initialise, pointwise
-from networks.unet import UNet
 
 CHANNELS_LAST = torch.channels_last_3d
 SIZE = (3, 5, 4)  # of a sample's grid
@@ -29,16 +27,14 @@ PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
 }
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-# What a result may be off by beside the plain one, which may be right by chance: half a step between two numbers.
+# A result's error in excess of the plain one's, which may be right by chance: half a step between two numbers.
 SLACK = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
-ACTIVATIONS = pytest.mark.parametrize("activation", PLAIN)
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that have been launched."""
+    """The names of the kernels as they are launched."""
     names: list[str] = []
     launch = pointwise._launch
 
@@ -52,10 +48,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
-    """Triton's interpreter for kernels that are made now, on the CPU; several tiles and fewer programs."""
-    language = pytest.importorskip("triton.language")  # imported before, as without the interpreter
+    """Runs kernels that are made from now on in Triton's interpreter, with several tiles and fewer programs."""
+    language = pytest.importorskip("triton.language")  # imported first, without the interpreter
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # This one is itself written in Triton, and was made for the compiler when triton was imported.
+    # `sum` is itself written in Triton and was made for the compiler when triton was imported.
     monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
     monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
     monkeypatch.setattr(pointwise, "LANES", 64)
@@ -64,6 +60,48 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterato
     pointwise._kernels.cache_clear()
     yield launched
     pointwise._kernels.cache_clear()
+
+
+class Kernels(NamedTuple):
+    launched: list[str]
+    device: str
+    size: tuple[int, int, int]  # of a sample's grid
+    half: torch.dtype
+
+    def dtype(self, precision: str) -> torch.dtype:
+        return self.half if precision == "half" else torch.float32
+
+
+@pytest.fixture
+def on_device(launched: list[str]) -> Iterator[list[str]]:
+    """The compiled kernels, also after tests of the interpreter; float32 without TF32."""
+    pytest.importorskip("triton")
+    pointwise._kernels.cache_clear()
+    tf32 = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield launched
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = [pytest.mark.gpu, needs_cuda]
+
+
+@pytest.fixture(
+    params=[
+        ("interpreter", torch.float16),  # whose casts to bfloat16 truncate
+        pytest.param(("on_device", torch.float16), marks=GPU),
+        pytest.param(("on_device", torch.bfloat16), marks=GPU),
+    ],
+    ids=str,
+)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """In Triton's interpreter, and on a GPU on a grid of several tiles per program, the last one not full."""
+    place, half = request.param
+    launched = request.getfixturevalue(place)
+    return (
+        Kernels(launched, "cuda", (17, 19, 23), half) if place == "on_device" else Kernels(launched, "cpu", SIZE, half)
+    )
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
@@ -87,14 +125,14 @@ def results(
 def assert_as_accurate(
     fused: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """No result is further from the exact one than the plain one is, but for SLACK of the largest."""
+    """No result is further from the exact one than the plain one is, except by SLACK of the largest value."""
     for ours, theirs, reference in zip(fused, plain, exact, strict=True):
         error, usual = (float((result.double() - reference).abs().max()) for result in (ours, theirs))
         assert error <= usual + SLACK[dtype] * float(reference.abs().max())
 
 
 def twice(activation: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """The plain operations, as a network without kernels has them: everything in x's dtype."""
+    """The plain operations of a network without kernels: everything in x's dtype."""
 
     def function(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
@@ -118,58 +156,70 @@ def l1_results(
 # --- bias and activation --------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@ACTIVATIONS
-@pytest.mark.parametrize("channels", [1, 5, 64, 70])
-def test_bias_and_activation(interpreter: list[str], activation: Any, channels: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("activation", "channels", "precision"),
+    [
+        ("leaky_relu", 5, "float32"),
+        ("leaky_relu", 64, "half"),
+        ("relu", 70, "float32"),
+        ("relu", 1, "half"),
+        ("tanh", 64, "float32"),
+        ("tanh", 512, "half"),
+    ],
+)
+def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, precision: str) -> None:
     """With as many, fewer and more channels than lanes; the second use is a slice of a concatenation."""
-    x, bias = values(2, channels, *SIZE, dtype=dtype), values(channels, seed=1)
-    upstream = [values(2, channels, *SIZE, dtype=dtype, seed=2)]
-    upstream.append(values(2, channels + 3, *SIZE, dtype=dtype, seed=3)[:, 3:])
-    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, activation), [x, bias], [*upstream])
-    assert interpreter == ["bias_activation", "activation_backward"]
+    dtype = kernels.dtype(precision)
+    like: Any = {"dtype": dtype, "device": kernels.device}
+    x, bias = values(2, channels, *kernels.size, **like), values(channels, seed=1, device=kernels.device)
+    before = x.clone()
+    upstream = [values(2, channels, *kernels.size, seed=2, **like)]
+    upstream.append(values(2, channels + 3, *kernels.size, seed=3, **like)[:, 3:])
+    function = functools.partial(pointwise.bias_activation_twice, activation=activation)
+    fused, again = (results(function, [x, bias], [*upstream]) for _ in range(2))
+    assert kernels.launched == ["bias_activation", "activation_backward"] * 2
     assert [part.dtype for part in fused] == [dtype, dtype, dtype, torch.float32]
     assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in fused[:3])
     assert torch.equal(fused[0], fused[1])
+    assert torch.equal(x, before), "the convolution's output is left unchanged"
+    assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
     plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
     assert_as_accurate(fused, plain, exact, dtype)
 
 
-@ACTIVATIONS
 @pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["first", "second"])
-def test_either_use_may_have_no_gradient(interpreter: list[str], activation: Any, used: tuple[bool, bool]) -> None:
+def test_either_use_may_have_no_gradient(interpreter: list[str], used: tuple[bool, bool]) -> None:
     x, bias = values(2, 6, *SIZE), values(6, seed=1)
     upstream = [values(2, 6, *SIZE, seed=2) if use else None for use in used]
-    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, activation), [x, bias], upstream)
+    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, "leaky_relu"), [x, bias], upstream)
     assert interpreter == ["bias_activation", "activation_backward"]
-    exact = results(twice(activation), [x, bias], upstream, torch.float64)
+    exact = results(twice("leaky_relu"), [x, bias], upstream, torch.float64)
     for ours, reference in zip(fused, exact, strict=True):
         assert torch.allclose(ours.double(), reference, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["contiguous", "expanded", "cropped"])
-def test_gradients_of_any_strides_are_read(interpreter: list[str], form: str) -> None:
-    upstream = {
-        "contiguous": values(2, 6, *SIZE, seed=2).contiguous(),
-        "expanded": torch.tensor(0.5).expand(2, 6, *SIZE),
-        "cropped": values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
-    }[form]
-    x, bias = values(2, 6, *SIZE), values(6, seed=1)
+@pytest.mark.parametrize(
+    "upstream",
+    [
+        values(2, 6, *SIZE, seed=2).contiguous(),
+        torch.tensor(0.5).expand(2, 6, *SIZE),
+        values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
+        values(2, 6, 3, 5, 8, seed=2)[..., ::2],
+        *(values(samples, 9, 1, 1, 7, seed=2)[:, 3:] for samples in (1, 2)),
+        *(values(samples, 9, 3, 1, 1, seed=2)[:, 3:] for samples in (1, 2)),
+        *(values(samples, 9, 1, 1, 1, seed=2)[:, 3:] for samples in (1, 2)),
+    ],
+    ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
+)
+def test_gradients_of_any_strides_and_grids_of_one_cell_are_read(
+    interpreter: list[str], upstream: torch.Tensor
+) -> None:
+    x, bias = values(*upstream.shape), values(6, seed=1)
     fused = results(lambda x, b: pointwise.bias_activation(x, b, "tanh"), [x, bias], [upstream])
-    assert len(interpreter) == 2
+    assert interpreter == ["bias_activation", "activation_backward"]
     exact = results(lambda x, b: twice("tanh")(x, b)[0], [x, bias], [upstream], torch.float64)
     for ours, reference in zip(fused, exact, strict=True):
         assert torch.allclose(ours.double(), reference, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [(1, 1, 1), (1, 1, 7), (3, 1, 1)], ids=str)
-def test_the_deepest_grids_may_have_one_cell(interpreter: list[str], size: tuple[int, int, int]) -> None:
-    for samples in (1, 3):
-        x, bias, upstream = values(samples, 6, *size), values(6, seed=1), values(samples, 9, *size, seed=2)[:, 3:]
-        fused = results(lambda x, b: pointwise.bias_activation(x, b, "relu"), [x, bias], [upstream])
-        exact = results(lambda x, b: twice("relu")(x, b)[0], [x, bias], [upstream], torch.float64)
-        assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(fused, exact, strict=True))
-    assert len(interpreter) == 4
 
 
 @INTERPRETED
@@ -183,8 +233,8 @@ def test_tanh_is_accurate_everywhere(interpreter: list[str]) -> None:
 
 
 @INTERPRETED
-@ACTIVATIONS
-def test_nan_and_infinities_are_torchs(interpreter: list[str], activation: Any) -> None:
+@pytest.mark.parametrize("activation", PLAIN)
+def test_nan_and_infinities_are_treated_as_torch_treats_them(interpreter: list[str], activation: Any) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).view(1, 1, 1, 1, -1)
     upstream = [torch.ones_like(x)]
     got, expected = (
@@ -199,13 +249,6 @@ def test_nan_and_infinities_are_torchs(interpreter: list[str], activation: Any) 
         assert torch.allclose(ours, theirs, equal_nan=True)
 
 
-def test_the_convolutions_output_is_left_as_it_was(interpreter: list[str]) -> None:
-    x = values(2, 6, *SIZE)
-    before = x.clone()
-    pointwise.bias_activation(x, torch.ones(6), "relu")
-    assert torch.equal(x, before)
-
-
 def test_writing_into_an_activation_is_noticed(interpreter: list[str]) -> None:
     """Through either of the two tensors: they share their memory."""
     first, second = pointwise.bias_activation_twice(values(2, 6, *SIZE).requires_grad_(), torch.ones(6), "relu")
@@ -218,81 +261,78 @@ def test_writing_into_an_activation_is_noticed(interpreter: list[str]) -> None:
 # --- concatenation ---------------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@pytest.mark.parametrize("channels", [(32, 32), (1, 1), (5, 3), (3, 70)], ids=str)
-def test_concatenation(interpreter: list[str], channels: tuple[int, int], dtype: torch.dtype) -> None:
-    x, skip = (values(2, count, *SIZE, dtype=dtype, seed=count) for count in channels)
-    bias, upstream = values(channels[0], seed=1), [values(2, sum(channels), *SIZE, dtype=dtype, seed=2)]
-    fused = results(pointwise.bias_relu_cat, [x, bias, skip], [*upstream])
-    assert interpreter == ["bias_activation", "activation_backward"]
+@pytest.mark.parametrize(
+    ("channels", "precision"),
+    [((32, 32), "half"), ((1, 1), "float32"), ((5, 3), "half"), ((3, 70), "float32")],
+    ids=str,
+)
+def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: str) -> None:
+    """The skip connection's gradient is a view of the concatenation's, not a copy."""
+    dtype = kernels.dtype(precision)
+    like: Any = {"dtype": dtype, "device": kernels.device}
+    x, skip = (values(2, count, *kernels.size, seed=count, **like) for count in channels)
+    bias = values(channels[0], seed=1, device=kernels.device)
+    upstream = values(2, sum(channels), *kernels.size, seed=2, **like)
+    fused = results(pointwise.bias_relu_cat, [x, bias, skip], [upstream])
+    assert kernels.launched == ["bias_activation", "activation_backward"]
     assert fused[0].is_contiguous(memory_format=CHANNELS_LAST)
     assert [part.dtype for part in fused] == [dtype, dtype, torch.float32, dtype]
-    plain, exact = (results(concatenated, [x, bias, skip], [*upstream], kind) for kind in (dtype, torch.float64))
-    assert_as_accurate(fused, plain, exact, dtype)
     assert torch.equal(fused[0][:, channels[0] :], skip)
-
-
-def test_the_skips_gradient_is_not_copied(interpreter: list[str]) -> None:
-    x, skip = values(2, 6, *SIZE), values(2, 4, *SIZE, seed=1)
-    upstream = values(2, 10, *SIZE, seed=2)
-    *_, gradient = results(pointwise.bias_relu_cat, [x, torch.zeros(6), skip], [upstream])
-    assert gradient.data_ptr() == upstream[:, 6:].data_ptr()
-    assert pointwise.cell_stride(gradient) == 10
-
-
-@pytest.mark.parametrize(
-    ("x", "stride"),
-    [
-        (values(2, 6, *SIZE), 6),
-        (values(2, 6, *SIZE)[:, 2:5], 6),
-        (values(2, 6, *SIZE)[:, 2:3], 6),
-        (values(2, 6, *SIZE)[:1], 6),
-        (values(2, 6, 1, 1, 1), 6),
-        (values(1, 6, 1, 1, 1), 6),
-        (values(2, 6, *SIZE).contiguous(), None),
-        (values(2, 1, *SIZE), 1),
-        (values(2, 6, *SIZE)[:, :, 1:], None),
-        (values(2, 6, *SIZE)[:, :, :, ::2], None),
-        (values(2, 6, *SIZE)[..., ::2], 12),
-    ],
-)
-def test_the_step_from_cell_to_cell(x: torch.Tensor, stride: int | None) -> None:
-    assert pointwise.cell_stride(x) == stride
+    assert fused[-1].data_ptr() == upstream[:, channels[0] :].data_ptr()
+    plain, exact = (results(concatenated, [x, bias, skip], [upstream], kind) for kind in (dtype, torch.float64))
+    assert_as_accurate(fused, plain, exact, dtype)
 
 
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@pytest.mark.parametrize("channels", [1, 5])
-def test_l1(interpreter: list[str], channels: int, dtype: torch.dtype) -> None:
-    outputs, targets = values(2, channels, *SIZE, dtype=dtype), values(2, channels, *SIZE, seed=1)
+@pytest.mark.parametrize(("channels", "precision"), [(1, "float32"), (5, "float32"), (5, "half")])
+def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
+    dtype = kernels.dtype(precision)
+    outputs = values(2, channels, *kernels.size, dtype=dtype, device=kernels.device)
+    targets = values(2, channels, *kernels.size, seed=1, device=kernels.device)
     targets[0] = outputs[0].float()  # where nothing differs the gradient is zero
     fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
     exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
-    assert interpreter == ["l1", "l1_backward"]
+    assert kernels.launched == ["l1", "l1_backward"]
     assert [part.dtype for part in fused] == [torch.float32, dtype]
     assert_as_accurate(fused, plain, exact, dtype)
     assert torch.equal(fused[1].sign(), plain[1].sign())
     assert not fused[1][0].any()
 
 
-def test_l1_of_one_element(interpreter: list[str]) -> None:
-    outputs = torch.full((1, 1, 1, 1, 1), 0.5).requires_grad_()
-    loss = pointwise.l1(outputs, torch.full((1, 1, 1, 1, 1), 2.0))
-    loss.backward()
+def test_l1_of_one_element_and_with_a_density_term(interpreter: list[str]) -> None:
+    """The density term has no kernel: the loss with it is the plain one."""
+    one = torch.ones(1, 1, 1, 1, 1)
+    assert l1_results(pointwise.l1, 0.5 * one, 2.0 * one) == [1.5, -1024.0]
     assert interpreter == ["l1", "l1_backward"]
-    assert float(loss.detach()) == 1.5
-    assert outputs.grad is not None
-    assert float(outputs.grad) == -1.0
-
-
-@pytest.mark.parametrize("options", [{"lambda_rho": 0.5}, {}], ids=str)
-def test_the_density_term_takes_the_plain_loss(interpreter: list[str], options: dict[str, float]) -> None:
     outputs, targets = 0.1 * values(2, 5, *SIZE), 0.1 * values(2, 5, *SIZE, seed=1)
-    fused, plain = (l1_results(build_loss("l1", fused=kind, **options), outputs, targets) for kind in (True, False))
-    assert len(interpreter) == (0 if options else 2)
-    assert all(torch.allclose(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
+    fused, plain = (
+        l1_results(build_loss("l1", fused=kind, lambda_rho=0.5), outputs, targets) for kind in (True, False)
+    )
+    assert len(interpreter) == 2
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["a target", "all targets", "an output"])
+def test_a_loss_that_is_not_finite_makes_the_kernels_gradient_nan(
+    interpreter: list[str], bad: float, where: str
+) -> None:
+    """A step scales the gradient by 0 · loss + 1, which is how it skips the update: the kernel must pass NaN on."""
+    outputs, targets = values(1, 2, *SIZE), values(1, 2, *SIZE, seed=1)
+    if where == "all targets":
+        targets.fill_(bad)
+    else:
+        (targets if where == "a target" else outputs)[0, 1, 2, 3, 0] = bad
+    outputs.requires_grad_()
+    loss = pointwise.l1(outputs, targets)
+    assert not loss.isfinite()
+    loss.backward(loss.detach() * 0 + 1)
+    assert interpreter == ["l1", "l1_backward"]
+    assert outputs.grad is not None
+    assert outputs.grad.isnan().all()
 
 
 # --- where no kernel can work ----------------------------------------------------------------------------------------
@@ -303,25 +343,29 @@ def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return *kinds, pointwise.bias_relu_cat(x, bias, x), pointwise.l1(x, 2 * x)
 
 
-@pytest.mark.parametrize("why", ["channels first", "float64", "on the CPU", "no triton"])
-def test_without_kernels_the_plain_operations_do_the_same(
-    interpreter: list[str], monkeypatch: pytest.MonkeyPatch, why: str
+def test_without_kernels_the_plain_operations_give_the_same(
+    interpreter: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tensors that are not channels-last, not on a GPU or of float64; a compiler and a tracer; no Triton."""
     x, bias = values(2, 6, *SIZE), values(6, seed=1)
     expected = call_all(x, bias)
     assert len(interpreter) == 5
-    if why == "on the CPU":
-        monkeypatch.setattr(pointwise, "_on_gpu", lambda x: x.is_cuda)
-    if why == "no triton":
-        monkeypatch.setitem(sys.modules, "triton", None)
-        pointwise._kernels.cache_clear()
-    if why == "channels first":
-        x = x.contiguous()
-    if why == "float64":
-        x, bias = x.double(), bias.double()
-    got = call_all(x, bias)
-    assert len(interpreter) == 5
-    assert all(torch.allclose(a, b.to(a.dtype), atol=1e-6) for a, b in zip(got, expected, strict=True))
+    interpreter.clear()
+    got = {"channels first": call_all(x.contiguous(), bias), "float64": call_all(x.double(), bias.double())}
+    got["compiled"] = torch.compile(call_all, backend="aot_eager", fullgraph=True)(x, bias)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of torch advise against tracing
+        got["traced"] = torch.jit.trace(call_all, (x, bias), check_trace=False)(x, bias)
+    with monkeypatch.context() as patch:
+        patch.setattr(pointwise, "_on_gpu", lambda x: x.is_cuda)
+        got["on the CPU"] = call_all(x, bias)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    pointwise._kernels.cache_clear()
+    got["no triton"] = call_all(x, bias)
+    assert interpreter == []
+    for case, parts in got.items():
+        for ours, theirs in zip(parts, expected, strict=True):
+            assert torch.allclose(ours, theirs.to(ours.dtype), atol=1e-6), case
 
 
 def test_tensors_that_do_not_match_take_the_plain_operations(interpreter: list[str]) -> None:
@@ -340,7 +384,7 @@ def test_tensors_that_do_not_match_take_the_plain_operations(interpreter: list[s
 
 
 def test_the_plain_operations_round_once(interpreter: list[str]) -> None:
-    """Under autocast a float32 bias meets a half-precision convolution: not even then is there a wide activation."""
+    """Under autocast a float32 bias meets a half-precision convolution; the activation is of half precision, too."""
     for x in (values(2, 6, *SIZE, dtype=torch.float16), values(2, 6, *SIZE, dtype=torch.float16).contiguous()):
         y = pointwise.bias_activation(x, torch.full((6,), 1e-4), "leaky_relu")
         assert y.dtype == torch.float16
@@ -348,37 +392,37 @@ def test_the_plain_operations_round_once(interpreter: list[str]) -> None:
     assert len(interpreter) == 1
 
 
-def test_compiler_and_tracer_get_the_plain_operations(interpreter: list[str]) -> None:
-    x, bias = values(2, 6, *SIZE), values(6, seed=1)
-    expected = call_all(x, bias)
-    interpreter.clear()
-    compiled = torch.compile(call_all, backend="aot_eager", fullgraph=True)(x, bias)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer versions advise against tracing as a whole
-        traced = torch.jit.trace(call_all, (x, bias), check_trace=False)(x, bias)
-    assert interpreter == []
-    for got in (compiled, traced):
-        assert all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(got, expected, strict=True))
-
-
 # --- the whole network -----------------------------------------------------------------------------------------------
 
 
-def small_networks(device: str = "cpu", scales: int = 3, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Plain and fused, with the same weights, in channels_last_3d."""
+def small_networks(
+    device: str = "cpu",
+    scales: int = 3,
+    size: int = 16,
+    form: torch.memory_format = CHANNELS_LAST,
+    **options: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Plain and fused, with the same weights, in channels_last_3d; convolutions return their results in `form`.
+
+    GPUs return what they are given. A CPU whose oneDNN has no float16 returns float16 channels-first.
+    """
     networks = [
-        build_network("unet", 16, in_channels=4, out_channels=5, width=8, scales=scales, fused=fused, **options)
+        build_network("unet", size, in_channels=4, out_channels=5, width=8, scales=scales, fused=fused, **options)
         for fused in (False, True)
     ]
     for network in networks:
         initialise(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
         network.to(device, memory_format=CHANNELS_LAST)
+        if device == "cpu":
+            for layer in network.children():
+                layer.register_forward_hook(lambda layer, inputs, output: output.contiguous(memory_format=form))
     return networks[0], networks[1]
 
 
-def batch(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def batch(device: str = "cpu", size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs, and targets beyond what the network can give: rounding changes no sign in the loss's gradient."""
-    return values(2, 4, 16, 16, 16, device=device), 2 * values(2, 5, 16, 16, 16, seed=1, device=device).sign()
+    inputs, targets = (values(2, c, *(size,) * 3, seed=seed, device=device) for seed, c in enumerate((4, 5)))
+    return inputs, 2 * targets.sign()
 
 
 def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool, dtype: Any) -> list[torch.Tensor]:
@@ -392,27 +436,44 @@ def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool
     return [outputs.detach(), loss.detach(), *gradients]
 
 
-@pytest.mark.parametrize(("scales", "options"), [(1, {}), (3, {}), (2, {"rewritten": ["down1", "last"]})], ids=str)
-@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
-def test_a_fused_network_trains_as_the_plain_one(
-    interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
+def assert_trains_as_the_plain_one(
+    got: list[torch.Tensor], plain: nn.Module, x: torch.Tensor, targets: torch.Tensor, dtype: Any
 ) -> None:
-    plain, fused = small_networks(scales=scales, **options)
-    assert isinstance(plain, UNet)
-    x, targets = batch()
-    got = step(fused, x, targets, True, dtype)
-    layers = 2 * scales
-    assert interpreter == ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
     usual = step(plain, x, targets, False, dtype)
     assert [part.dtype for part in got] == [part.dtype for part in usual]
-    assert len(got) == 2 + 2 * layers
     exact = step(plain.double(), x.double(), targets.double(), False, None)
     for ours, theirs, reference in zip(got, usual, exact, strict=True):
         error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
         assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
 
 
-# --- on GPUs, without one --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+@pytest.mark.parametrize(("scales", "options"), [(1, {}), (3, {}), (2, {"rewritten": ["down1", "last"]})], ids=str)
+def test_a_fused_network_trains_as_the_plain_one(
+    interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
+) -> None:
+    plain, fused = small_networks(scales=scales, size=8, **options)
+    x, targets = batch(size=8)
+    got = step(fused, x, targets, True, dtype)
+    layers = 2 * scales
+    assert interpreter == ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
+    assert len(got) == 2 + 2 * layers
+    assert_trains_as_the_plain_one(got, plain, x, targets, dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_a_fused_network_whose_convolutions_return_channels_first_takes_no_kernel(
+    interpreter: list[str], dtype: torch.dtype | None
+) -> None:
+    """As float16 convolutions do on CPUs whose oneDNN has no float16."""
+    plain, fused = small_networks(scales=2, size=8, form=torch.contiguous_format)
+    x, targets = (part.contiguous() for part in batch(size=8))
+    got = step(fused, x, targets, True, dtype)
+    assert interpreter == []
+    assert_trains_as_the_plain_one(got, plain, x, targets, dtype)
+
+
+# --- compiled for GPUs, without one -----------------------------------------------------------------------------------
 
 ACTIVATION = {"NEGATIVE_SLOPE": 0.01, "LANES": pointwise.LANES, "ROWS": pointwise.TILE // pointwise.LANES}
 FORWARD = {"y": "*bf16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16", "cells": "i32", "y_stride": "i32"}
@@ -428,7 +489,9 @@ LOSS_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90], ids=["A100", "H200"])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, id="A100", marks=pytest.mark.slow), pytest.param(90, id="H200")]
+)
 @pytest.mark.parametrize(
     ("name", "types", "constants", "wide"),
     [
@@ -452,7 +515,7 @@ def test_the_kernels_compile_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """After the interpreter's tests, too. Reads go 16 bytes at a time where channels allow; nothing is atomic."""
+    """Reads 16 bytes at a time where the number of channels allows it, and uses no atomic operation."""
     compiler = pytest.importorskip("triton.compiler")
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -479,65 +542,8 @@ def test_the_kernels_compile_for_a_gpu(
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_device(launched: list[str]) -> Iterator[list[str]]:
-    """The real kernels, whatever has run before; float32 means float32."""
-    pytest.importorskip("triton")
-    pointwise._kernels.cache_clear()
-    tf32 = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield launched
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
-GPU_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-GPU_SIZE = (17, 19, 23)  # several tiles a program for 64 channels, and a last one that is not full
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@GPU_DTYPES
-def test_activations_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
-    for activation, channels in itertools.product(PLAIN, (5, 64, 512)):
-        x, bias = values(8, channels, *GPU_SIZE, dtype=dtype, device="cuda"), values(channels, seed=1, device="cuda")
-        upstream = [values(8, channels, *GPU_SIZE, dtype=dtype, seed=2, device="cuda")]
-        upstream.append(values(8, 2 * channels, *GPU_SIZE, dtype=dtype, seed=3, device="cuda")[:, channels:])
-        function = functools.partial(pointwise.bias_activation_twice, activation=activation)
-        fused, again = (results(function, [x, bias], [*upstream]) for _ in range(2))
-        assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
-        plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
-        assert_as_accurate(fused, plain, exact, dtype)
-    assert on_device == ["bias_activation", "activation_backward"] * 18
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@GPU_DTYPES
-def test_concatenation_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
-    for channels in ((64, 64), (5, 3), (256, 512)):
-        x, skip = (values(8, count, *GPU_SIZE, dtype=dtype, seed=count, device="cuda") for count in channels)
-        bias = values(channels[0], seed=1, device="cuda")
-        upstream = [values(8, sum(channels), *GPU_SIZE, dtype=dtype, seed=2, device="cuda")]
-        fused = results(pointwise.bias_relu_cat, [x, bias, skip], [*upstream])
-        plain, exact = (results(concatenated, [x, bias, skip], [*upstream], kind) for kind in (dtype, torch.float64))
-        assert_as_accurate(fused, plain, exact, dtype)
-    assert on_device == ["bias_activation", "activation_backward"] * 3
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@GPU_DTYPES
-def test_l1_on_a_gpu(on_device: list[str], dtype: torch.dtype) -> None:
-    outputs = values(64, 5, *GPU_SIZE, dtype=dtype, device="cuda")
-    targets = values(64, 5, *GPU_SIZE, seed=1, device="cuda")
-    fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
-    exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
-    assert on_device == ["l1", "l1_backward"]
-    assert_as_accurate(fused, plain, exact, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}], ids=["plain", "rewritten"])
 def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
@@ -549,15 +555,11 @@ def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | Non
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert on_device == ["bias_activation"] * 6 + ["l1", "l1_backward"] + ["activation_backward"] * 6
-    usual = step(plain, x, targets, False, dtype)
-    exact = step(plain.double(), x.double(), targets.double(), False, None)
-    for ours, theirs, reference in zip(got, usual, exact, strict=True):
-        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
-        assert error <= 1.2 * size + SLACK[dtype or torch.float32] * float(reference.norm())
+    assert_trains_as_the_plain_one(got, plain, x, targets, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_fused_step_is_captured_in_a_graph(on_device: list[str]) -> None:
     network = small_networks("cuda")[1]
     x, targets = batch("cuda")
@@ -577,11 +579,11 @@ def test_a_fused_step_is_captured_in_a_graph(on_device: list[str]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_more_elements_than_32_bits_count(on_device: list[str]) -> None:
-    """The last cell of 2^25 + 3 with 64 channels, forward and backward."""
+    """Computes the last of 2^25 + 3 cells with 64 channels, forward and backward."""
     if torch.cuda.mem_get_info()[0] < 40e9:
-        pytest.skip("takes 40 GB of the device's memory")
+        pytest.skip("needs 40 GB of the device's memory")
     x = torch.zeros((2**25 + 3, 1, 1, 1, 64), dtype=torch.bfloat16, device="cuda").permute(0, 4, 1, 2, 3)
     x[-1] = -1.0
     x.requires_grad_()

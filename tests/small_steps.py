@@ -1,0 +1,74 @@
+"""A small U-Net's training step, its batches, and a comparison of all that steps change, for the tests of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from networks import build_loss, build_network, initialise
+from utils.config import Optimizer
+from utils.distributed import Launch, World
+from utils.optim import build_optimizer
+from utils.steps.eager import EagerStep, StepOptions
+
+ALONE = World(Launch("test"), torch.device("cpu"))
+RATE = 0.01
+
+
+def small_network(norm: str = "none", scale: float = 0.1) -> nn.Module:
+    network = build_network("unet", 8, width=4, scales=2, norm=norm)
+    initialise(network, torch.Generator().manual_seed(0), scale=scale)
+    return network
+
+
+def make_step(
+    optimizer: str | Mapping[str, Any] = "sgd",
+    *,
+    kind: type[EagerStep] = EagerStep,
+    world: World = ALONE,
+    network: nn.Module | None = None,
+    loss: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are those of StepOptions."""
+    network = (network or small_network()).to(world.device)
+    settings = Optimizer(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
+    built = build_optimizer(settings, network.named_parameters(), RATE, kind.capturable)
+    return kind(network, loss or build_loss("l1"), built, world, StepOptions(**options))
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(4, 4, 8, 8, 8, generator=generator), torch.rand(4, 5, 8, 8, 8, generator=generator)
+
+
+def flat_parameters(step: EagerStep) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in step.network.parameters()])
+
+
+def weights(step: EagerStep) -> dict[str, torch.Tensor]:
+    """The network's tensors; with an average of the weights also the trained ones and the number of updates."""
+    state = step.state()
+    found = dict(state["network"])
+    if "average" in state:
+        found |= {f"trained {name}": value for name, value in state["average"]["trained"].items()}
+        found["updates"] = state["average"]["updates"]
+    return found
+
+
+def snapshot(step: EagerStep) -> dict[str, torch.Tensor]:
+    """Copies of the weights and of the optimizer's state."""
+    found = {name: value.clone() for name, value in weights(step).items()}
+    for number, parameter in enumerate(step._parameters):
+        state = step._optimizer.state.get(parameter, {})
+        found |= {f"{key} of {number}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return found
+
+
+def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names whose values are not bit for bit the same."""
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
