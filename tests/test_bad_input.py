@@ -51,20 +51,25 @@ def small_config() -> Config:
 
 @pytest.fixture
 def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch):
-    """refuse(flags, *says): config 'test' with these flags must be refused with an error line that contains `says`."""
+    """refuse(flags, *says): training and its preflight must refuse config 'test' with these flags in one line."""
     monkeypatch.chdir(TOP)
 
-    def check(flags: list[str], *says: str) -> None:
+    def check(flags: list[str], *says: str, preflight: bool = True) -> None:
         expdir = tmp_path / "runs"
-        with pytest.raises(SystemExit) as stop:
-            train.main(["--config=test", *data_flags, f"--set=expdir={expdir}", *flags])
-        assert stop.value.code == 2
-        output = capsys.readouterr()
-        assert output.out == ""
-        line = check_error(output.err, *says)
-        others = [text for text in output.err.splitlines() if not re.match(LOG_LINE, text)]
-        assert others == [line], "stderr holds the error line and log lines only"
-        assert not expdir.exists(), "nothing is written"
+        for preflight_flag in ([], ["--preflight"]) if preflight else ([],):
+            with pytest.raises(SystemExit) as stop:
+                train.main(["--config=test", *data_flags, f"--set=expdir={expdir}", *flags, *preflight_flag])
+            assert stop.value.code == 2
+            output = capsys.readouterr()
+            if preflight_flag:
+                assert all(line.startswith("preflight: ") for line in output.out.splitlines())
+                assert "all checks passed" not in output.out
+            else:
+                assert output.out == ""
+            line = check_error(output.err, *says)
+            others = [text for text in output.err.splitlines() if not re.match(LOG_LINE, text)]
+            assert others == [line], "stderr holds the error line and log lines only"
+            assert not expdir.exists(), "nothing is written"
 
     return check
 
@@ -93,40 +98,32 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--set", "num_epochs"], "--set num_epochs: expected key=value"),
         (["--run_num=../../elsewhere"], "--run_num '../../elsewhere' must be a plain name"),
         (["--data_loader_config=tape"], "unknown data_loader_config tape; known: lowmem, "),
+        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], "train_path_npy_data is not set"),
+        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; make it"),
         (["--set=network.name=vnet"], "unknown network vnet; known: unet"),
         (["--set=optimizer.name=adm"], "unknown optimizer adm; known: adam, "),
         (["--set=loss=l7"], "unknown loss l7; known: l1"),
     ],
 )
 def test_bad_flag_is_refused_with_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
+    if "--data_loader_config=dali-lowmem" in flags:
+        pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     refuse(flags, says)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--set=train_path_npy_data=None"], "train_path_npy_data is not set"),
-        (["--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; make it"),
-    ],
-)
-def test_missing_npy_copies_are_refused_with_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
-    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
-    refuse(["--data_loader_config=dali-lowmem", *flags], says)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("test: {num_epochs: '3'}", "config 'test': num_epochs: Input should be a valid integer, not '3'"),
-        ("test: {seed: 1, seed: 2}", "line 1: the key seed stands there twice"),
         ("test: {seed: 1", "line 1, column "),
-        ("- test", "must hold named configs, each a mapping of keys to values"),
         ("tset: {seed: 1}", "known: tset; did you mean tset?"),
     ],
 )
-def test_bad_yaml_is_refused_with_one_line(refuse: Callable[..., None], tmp_path: Path, text: str, says: str) -> None:
+def test_bad_config_file_is_refused_with_one_line(
+    refuse: Callable[..., None], tmp_path: Path, text: str, says: str
+) -> None:
     path = tmp_path / "configs.yaml"
-    path.write_text(text + "\n")
+    path.write_text(text)
     refuse([f"--yaml_config={path}"], says)
 
 
@@ -136,7 +133,7 @@ def test_bad_environment_is_refused_with_one_line(
     """No CUDA device, a run directory below a file, benchmark settings that cannot be read, a full device."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: False)
-        refuse(["--set=device=cuda"], CUDA_MISSING)
+        refuse(["--set=device=cuda"], CUDA_MISSING, preflight=False)  # a login node may lack the device
     (tmp_path / "file").write_text("precious")  # permissions would not stop root
     refuse([f"--set=expdir={tmp_path / 'file' / 'runs'}"], "cannot write to the run directory", "--set expdir=DIR")
     assert (tmp_path / "file").read_text() == "precious"
@@ -148,7 +145,12 @@ def test_bad_environment_is_refused_with_one_line(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
 
     monkeypatch.setattr(train, "build_step", fill)
-    refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", "--data_loader_config=lowmem")
+    refuse(
+        [],
+        "no device memory left (CUDA out of memory); lower local_batch_size",
+        "--data_loader_config=lowmem",
+        preflight=False,
+    )
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

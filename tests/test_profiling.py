@@ -150,7 +150,10 @@ def test_auto_is_nsys_on_a_gpu_and_torch_elsewhere(calls, tmp_path) -> None:
         assert (tmp_path / "trace.json.gz").exists() != nsys
 
 
-def test_impossible_profile_is_refused_on_every_rank(tmp_path) -> None:
+def test_rank_0_alone_profiles_by_default_and_every_rank_refuses_the_impossible(tmp_path) -> None:
+    assert isinstance(built(tmp_path, rank=0), WindowProfiler)
+    assert type(built(tmp_path, rank=1)) is NoProfiler
+    assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, and .* runs on cpu; use --profiler=torch"),
         ({"first_step": 16}, "profile.first_step 16 lies beyond the training: it has 16 steps, .*; lower it"),
@@ -158,12 +161,6 @@ def test_impossible_profile_is_refused_on_every_rank(tmp_path) -> None:
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
                 built(tmp_path, rank=rank, **settings)
-
-
-def test_only_rank_0_profiles_unless_all_ranks_are_requested(tmp_path) -> None:
-    assert isinstance(built(tmp_path, rank=0), WindowProfiler)
-    assert type(built(tmp_path, rank=1)) is NoProfiler
-    assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
 
 
 # --- files that cannot be written ----------------------------------------------------------------------------------
@@ -231,7 +228,7 @@ def test_training_completes_where_its_profile_cannot_be_written(tmp_path, data_f
     assert list(directory.glob(".profile-*")) == []
 
 
-def train_together(world: World, flags: list[str]) -> None:
+def train_on_rank(world: World, flags: list[str]) -> None:
     options = cli.parse(flags)
     config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
     train.run(options, config, world, train.EagerStep, NoSignals())
@@ -240,7 +237,7 @@ def train_together(world: World, flags: list[str]) -> None:
 def test_each_of_all_ranks_writes_a_profile(tmp_path, data_flags, monkeypatch) -> None:
     monkeypatch.chdir(TOP)
     flags = [*flags_for(tmp_path, data_flags), "--set=profile.steps=2", "--set=profile.ranks=all", "--num_epochs=1"]
-    run_ranks(train_together, 2, flags)
+    run_ranks(train_on_rank, 2, flags)
     directory = tmp_path / "test/2GPU/00"
     found = {path.name for pattern in ("trace*", "top_operations*") for path in directory.glob(pattern)}
     assert found == {
