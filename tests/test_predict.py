@@ -1,49 +1,48 @@
-"""predict.py from outside: a file as described, bad input in one line, and interruptions that cost no bit."""
+"""predict.py from outside: the file it writes, bad input in one line, and interruptions that do not change a bit."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import pytest
 import torch
-from disks import fill, small_disk
-from processes import run_ranks
+from disks import fill, remount, small_disk
+from processes import GENEROUS, context, run_ranks, wait_until
 from volume_files import smooth_field, write_volume
 
 import predict
 import train
+from utils import progress
 from utils.channels import target_channels
 from utils.checkpoint import BEST, DIGESTS, FOLDER, WEIGHTS, digest, read_weights
 from utils.config import Transform
 from utils.data import growing
 from utils.data.growing import GrowingVolume
 from utils.data.volumes import Fields
-from utils.distributed import Launch, World
+from utils.distributed import World
 from utils.errors import UserError
-from utils.stopping import NoSignals
+from utils.stopping import NoSignals, StopSignals
 from utils.tiling import tile_volume
 
 TOP = Path(__file__).parent.parent
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
 BOX = (24, 16, 16)
-ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 def box_file(path: Path, shape: tuple[int, int, int] = BOX, **attributes: Any) -> Path:
-    """A file with Nbody alone, as simulations without gas give."""
+    """A file with Nbody only, as from a simulation without gas."""
     fields = smooth_field(4, max(shape), np.random.default_rng(3)).astype(np.float32)
     with h5py.File(path, "w") as file:
         file["Nbody"] = fields[:, : shape[0], : shape[1], : shape[2]]
@@ -58,8 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path
     handlers, level = list(logging.getLogger().handlers), logging.getLogger().level
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(TOP)
-        flags = ["--set=report_baselines=false", f"--set=expdir={folder}"]
-        train.main(["--config=test", *data_flags, *flags])
+        train.main(["--config=test", *data_flags, "--set=report_baselines=false", f"--set=expdir={folder}"])
     logging.getLogger().handlers[:] = handlers
     logging.getLogger().setLevel(level)
     return folder / "test" / "1GPU" / "00"
@@ -92,21 +90,42 @@ def command(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     return go
 
 
+class Predicted(NamedTuple):
+    path: Path
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def whole(run: Path, nbody: Path, tmp_path_factory: pytest.TempPathFactory) -> Predicted:
+    """An uninterrupted prediction by one rank, with physical values."""
+    path, stderr = tmp_path_factory.mktemp("whole") / "hydro.h5", io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        predict.main(command_line(run, nbody, path, "--physical"))
+    return Predicted(path, stderr.getvalue())
+
+
 def contents(path: Path) -> dict[str, np.ndarray]:
     with h5py.File(path) as file:
         return {name: file[name][...] for name in file}
 
 
-def said(stderr: str) -> str:
-    """The log, without times."""
+def same_bits(path: Path, expected: Path) -> None:
+    found, other = contents(path), contents(expected)
+    assert list(found) == list(other)
+    for name, values in found.items():
+        np.testing.assert_array_equal(values, other[name])
+
+
+def log_of(stderr: str) -> str:
+    """The log without times."""
     return "\n".join(re.sub(LOG_LINE, "", line) for line in stderr.splitlines())
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
+# --- the file --------------------------------------------------------------------------------------------------------
 
 
 def by_hand(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool = True) -> np.ndarray:
-    """The network on each tile, put together in numpy."""
+    """The network applied to each tile, put together in numpy."""
     network = predict.load_trained(str(run), torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
     tiling = tile_volume(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
@@ -122,33 +141,34 @@ def by_hand(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool
     return result
 
 
-def test_the_file_is_the_networks_and_says_what_it_is(command: Any, run: Path, nbody: Path, tmp_path: Path) -> None:
-    code, stderr = command()
-    assert code == 0, stderr
-    assert re.search(r"wrote \S+/hydro.h5: 24 × 16 × 16 cells, 96 tiles of 8³, in \d+:\d\d$", stderr)
-    assert os.listdir(tmp_path) == ["hydro.h5"]
+def test_the_file_holds_the_prediction_and_its_provenance(whole: Predicted, run: Path, nbody: Path) -> None:
+    assert re.search(r"wrote \S.*/hydro.h5: 24 × 16 × 16 cells, 96 tiles of 8³, in \d+:\d\d$", whole.stderr)
+    assert os.listdir(whole.path.parent) == ["hydro.h5"]
     weights = (run / FOLDER / BEST / WEIGHTS).resolve()
-    with h5py.File(tmp_path / "hydro.h5") as file:
-        assert list(file) == ["Hydro"]
-        hydro = file["Hydro"]
+    channels = target_channels(5, Transform())
+    with h5py.File(whole.path) as file:
+        assert list(file) == ["Hydro", "Hydro_physical"]
+        hydro, physical = file["Hydro"], file["Hydro_physical"]
         assert (hydro.shape, hydro.dtype, hydro.chunks) == ((5, *BOX), np.dtype("<f4"), None)
         np.testing.assert_allclose(hydro[...], by_hand(run, nbody), atol=1e-6)
-        channels = target_channels(5, Transform())
         assert list(hydro.attrs["channels"]) == [channel.name for channel in channels]
         assert list(hydro.attrs["transform"]) == [channel.formula() for channel in channels]
+        for channel, values, converted in zip(channels, hydro, physical, strict=True):
+            np.testing.assert_array_equal(converted, channel.to_physical(values))
+        assert list(physical.attrs["channels"]) == [channel.name for channel in channels]
+        assert list(physical.attrs["units"]) == ["mean density", "km/s", "km/s", "km/s", "K"]
         attributes = dict(file.attrs)
     with h5py.File(nbody) as file:
         for name in ("box_size_mpc_h", "redshift", "seed", "cosmology"):
             assert attributes[name] == file.attrs[name]
-    assert "gas_adiabatic_index" not in attributes, "that is how the input's own gas was made"
+    assert "gas_adiabatic_index" not in attributes, "it describes gas that the input does not have"
     assert {key: attributes[key] for key in Transform.model_fields} == Transform().model_dump()
     content = read_weights(weights)
     assert attributes["made_by"] == "predict.py: a network's prediction"
     assert attributes["checkpoint"] == str(weights)
     assert attributes["checkpoint_sha256"] == digest(weights)
-    assert [attributes[f"checkpoint_{key}"] for key in ("epoch", "step", "final_loss")] == [
-        content[key] for key in ("epoch", "step", "final_loss")
-    ]
+    for key in ("epoch", "step", "final_loss"):
+        assert attributes[f"checkpoint_{key}"] == content[key]
     assert "width: 4" in attributes["config"]
     assert attributes["input"] == str(nbody)
     assert json.loads(attributes["tile_origins"])[0] == [0, 4, 8, 12, 16, 20]
@@ -156,87 +176,80 @@ def test_the_file_is_the_networks_and_says_what_it_is(command: Any, run: Path, n
     provenance = json.loads(attributes["provenance"])
     assert provenance["world_size"] == 1
     assert {"command", "git_commit", "versions"} <= set(provenance)
-
-
-def test_the_file_can_be_trained_on_and_predicted_from_like_any(command: Any, nbody: Path, tmp_path: Path) -> None:
-    """Its transform is that of the config, its dataset is mapped."""
-    from utils.data.volumes import Fields
-
-    assert command()[0] == 0
-    fields = Fields(str(tmp_path / "hydro.h5"), "Hydro", 5, Transform())
-    assert fields.shape == BOX
-    assert fields.cell == 0.5
-    np.testing.assert_array_equal(fields.planes(3, 7), contents(tmp_path / "hydro.h5")["Hydro"][:, 3:7])
+    fields = Fields(str(whole.path), "Hydro", 5, Transform())  # a training or evaluation can read it
+    assert (fields.shape, fields.cell) == (BOX, 0.5)
+    np.testing.assert_array_equal(fields.planes(3, 7), contents(whole.path)["Hydro"][:, 3:7])
     fields.close()
 
 
-def test_physical_values_and_other_tiles(command: Any, run: Path, nbody: Path, tmp_path: Path) -> None:
-    code, stderr = command("--physical", "--tile=16", "--step=5", "--not_periodic", "--batch_size=1")
+def test_other_tiles_and_precision(command: Any, run: Path, nbody: Path, whole: Predicted, tmp_path: Path) -> None:
+    code, stderr = command("--tile=16", "--step=5", "--not_periodic", "--batch_size=1")
     assert code == 0, stderr
-    found = contents(tmp_path / "hydro.h5")
-    np.testing.assert_allclose(found["Hydro"], by_hand(run, nbody, 16, 5, periodic=False), atol=1e-6)
-    channels = target_channels(5, Transform())
-    for channel, values, physical in zip(channels, found["Hydro"], found["Hydro_physical"], strict=True):
-        np.testing.assert_array_equal(physical, channel.to_physical(values))
+    found = contents(tmp_path / "hydro.h5")["Hydro"]
+    np.testing.assert_allclose(found, by_hand(run, nbody, 16, 5, periodic=False), atol=1e-6)
     with h5py.File(tmp_path / "hydro.h5") as file:
-        about = file["Hydro_physical"].attrs
-        assert list(about["channels"]) == [channel.name for channel in channels]
-        assert list(about["units"]) == ["mean density", "km/s", "km/s", "km/s", "K"]
         assert (file.attrs["tile"], file.attrs["periodic"]) == (16, False)
-
-
-def test_bfloat16_is_near_float32_and_another(command: Any, tmp_path: Path) -> None:
-    assert command()[0] == 0
-    exact = contents(tmp_path / "hydro.h5")["Hydro"]
     code, stderr = command("--precision=bfloat16", "--overwrite")
     assert code == 0, stderr
-    difference = np.abs(contents(tmp_path / "hydro.h5")["Hydro"] - exact).max()
+    difference = np.abs(contents(tmp_path / "hydro.h5")["Hydro"] - contents(whole.path)["Hydro"]).max()
     assert 0 < difference < 0.02
 
 
-@pytest.mark.parametrize("what", ["run", "checkpoint", "weights", "copy"])
-def test_a_checkpoint_may_be_named_in_any_way(
-    run: Path, nbody: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    best = run / FOLDER / BEST
+def test_a_checkpoint_is_a_run_its_directory_or_a_weights_file(run: Path, nbody: Path, tmp_path: Path) -> None:
+    best, output = run / FOLDER / BEST, tmp_path / "hydro.h5"
     shutil.copy(best / WEIGHTS, tmp_path / "alone.pt")
-    named = {"run": run, "checkpoint": best, "weights": best / WEIGHTS, "copy": tmp_path / "alone.pt"}[what]
-    predict.main(command_line(named, nbody, tmp_path / "hydro.h5"))
-    with h5py.File(tmp_path / "hydro.h5") as file:
-        assert file.attrs["checkpoint_sha256"] == digest(best / WEIGHTS)
-        assert Path(file.attrs["checkpoint"]) == named.resolve() / (WEIGHTS if what == "checkpoint" else "") or (
-            what == "run"
-        )
+    weights = (best / WEIGHTS).resolve()
+    for named, file in (
+        (run, weights),
+        (best, weights),
+        (best / WEIGHTS, weights),
+        (tmp_path / "alone.pt", tmp_path / "alone.pt"),
+    ):
+        predict.main(command_line(named, nbody, output, "--tile=16", "--step=16", "--overwrite"))
+        with h5py.File(output) as written:
+            assert written.attrs["checkpoint_sha256"] == digest(weights), named
+            assert Path(written.attrs["checkpoint"]) == file.resolve(), named
 
 
 def predict_on(world: World, flags: list[str]) -> None:
     predict.paint(predict.parse(flags), world, NoSignals())
 
 
-def test_two_ranks_make_what_one_makes(command: Any, run: Path, nbody: Path, tmp_path: Path) -> None:
+def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Predicted, tmp_path: Path) -> None:
     run_ranks(predict_on, 2, command_line(run, nbody, tmp_path / "two.h5", "--physical"))
     assert os.listdir(tmp_path) == ["two.h5"]
-    assert command("--physical")[0] == 0
-    found, expected = contents(tmp_path / "two.h5"), contents(tmp_path / "hydro.h5")
+    found, expected = contents(tmp_path / "two.h5"), contents(whole.path)
     np.testing.assert_allclose(found["Hydro"], expected["Hydro"], atol=1e-6)
     np.testing.assert_allclose(found["Hydro_physical"], expected["Hydro_physical"], rtol=1e-4, atol=1e-2)
     with h5py.File(tmp_path / "two.h5") as file:
         assert json.loads(file.attrs["provenance"])["world_size"] == 2
 
 
-def test_an_existing_file_is_replaced_if_so_told_and_in_the_end(
+def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Callable[..., None]:
+    """A replacement for GrowingVolume.write that also calls `action` when the slab of that number is written."""
+    write, written = GrowingVolume.write, 0
+
+    def write_and_act(self: GrowingVolume, values: Any) -> None:
+        nonlocal written
+        written += 1
+        if written == number and before:
+            action()
+        write(self, values)
+        if written == number and not before:
+            action()
+
+    return write_and_act
+
+
+def test_overwrite_replaces_a_file_when_the_new_one_is_complete(
     command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hydro.h5").write_text("old")
-    write = GrowingVolume.write
-
-    def look_and_write(self: GrowingVolume, values: Any) -> None:
-        assert (tmp_path / "hydro.h5").read_text() == "old"
-        write(self, values)
-
-    monkeypatch.setattr(GrowingVolume, "write", look_and_write)
+    seen: list[str] = []
+    monkeypatch.setattr(GrowingVolume, "write", on_slab(6, lambda: seen.append((tmp_path / "hydro.h5").read_text())))
     code, stderr = command("--overwrite")
     assert code == 0, stderr
+    assert seen == ["old"]
     assert contents(tmp_path / "hydro.h5")["Hydro"].shape == (5, *BOX)
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
@@ -245,102 +258,82 @@ def test_an_existing_file_is_replaced_if_so_told_and_in_the_end(
 
 
 @pytest.fixture
-def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """stopped_after(n): SIGTERM comes while the n-th slab is written."""
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """stop_after(n): SIGTERM arrives while the n-th slab is written; 0: none does."""
+    enter, signals = StopSignals.__enter__, []
+    write = GrowingVolume.write
+
+    def remember(self: StopSignals) -> StopSignals:
+        signals.append(self)
+        return enter(self)
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: signals[-1].received, what=lambda: "the signal")
 
     def arrange(slabs: int) -> None:
-        write, written = GrowingVolume.write, 0
+        monkeypatch.setattr(GrowingVolume, "write", write)
+        monkeypatch.setattr(GrowingVolume, "write", on_slab(slabs, stop))
 
-        def signalled(self: GrowingVolume, values: Any) -> None:
-            nonlocal written
-            write(self, values)
-            written += 1
-            if written == slabs:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.2)  # the thread that hears of it is another
-
-        monkeypatch.setattr(GrowingVolume, "write", signalled)
-
+    monkeypatch.setattr(StopSignals, "__enter__", remember)
     return arrange
 
 
-def test_stopped_by_a_signal_the_same_command_goes_on_to_the_same_bits(
-    command: Any, tmp_path: Path, stopped_after: Callable[[int], None]
+def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
+    command: Any, whole: Predicted, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
-    assert command("--physical")[0] == 0
-    os.rename(tmp_path / "hydro.h5", tmp_path / "whole.h5")
-    stopped_after(2)
+    stop_after(2)
     code, stderr = command("--physical")
     assert code == 75, stderr
-    assert "Stopping after plane 8 of 24: SIGTERM; the same command goes on" in said(stderr)
+    assert "Stopping after plane 8 of 24: SIGTERM; the same command goes on" in log_of(stderr)
     assert not (tmp_path / "hydro.h5").exists()
-    stopped_after(1)
+    stop_after(1)
     code, stderr = command("--physical")
     assert code == 75, stderr
-    assert "Going on after plane 8 of 24" in said(stderr)
-    assert "Stopping after plane 12 of 24" in said(stderr)
+    assert "Going on after plane 8 of 24" in log_of(stderr)
+    assert "Stopping after plane 12 of 24" in log_of(stderr)
+    stop_after(3)  # while the last slab is written: too late to stop
     code, stderr = command("--physical")
     assert code == 0, stderr
-    assert "Going on after plane 12 of 24" in said(stderr)
-    found, expected = contents(tmp_path / "hydro.h5"), contents(tmp_path / "whole.h5")
-    assert list(found) == list(expected) == ["Hydro", "Hydro_physical"]
-    for name in found:
-        np.testing.assert_array_equal(found[name], expected[name])
-    assert sorted(os.listdir(tmp_path)) == ["hydro.h5", "whole.h5"]
-
-
-def test_a_signal_while_the_last_slab_is_written_comes_too_late(
-    command: Any, tmp_path: Path, stopped_after: Callable[[int], None]
-) -> None:
-    stopped_after(6)
-    code, stderr = command()
-    assert code == 0, stderr
+    assert "Going on after plane 12 of 24" in log_of(stderr)
+    same_bits(tmp_path / "hydro.h5", whole.path)
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
 
-def test_of_other_weights_or_input_or_flags_it_begins_anew_and_says_so(
-    command: Any, run: Path, nbody: Path, tmp_path: Path, stopped_after: Callable[[int], None]
-) -> None:
-    stopped_after(2)
+def test_a_prediction_with_other_flags_starts_from_scratch(command: Any, stop_after: Callable[[int], None]) -> None:
+    stop_after(2)
     assert command()[0] == 75
-    stopped_after(2)
+    stop_after(2)
     code, stderr = command("--step=3", "--precision=bfloat16")
     assert code == 75
-    assert "was begun with other tiles, precision: starting over" in said(stderr)
-    stopped_after(10**9)
+    assert "was begun with other tiles, precision: starting over" in log_of(stderr)
+    stop_after(0)
     code, stderr = command("--step=3", "--precision=bfloat16")
     assert code == 0
-    assert "Going on after plane 6 of 24" in said(stderr)
+    assert "Going on after plane 6 of 24" in log_of(stderr)
 
 
-def test_killed_at_any_moment_the_same_command_goes_on_to_the_same_bits(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def predict_and_die(flags: list[str]) -> None:
+    GrowingVolume.write = on_slab(4, lambda: os.kill(os.getpid(), signal.SIGKILL), before=True)  # type: ignore[method-assign]
+    predict.main(flags)
+
+
+def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
+    run: Path, nbody: Path, whole: Predicted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process of its own, killed from outside while it paints."""
-    nbody = box_file(tmp_path / "long.h5", (64, 16, 16))
-    flags = ["--batch_size=1", "--step=3"]
-    process = subprocess.Popen(
-        [sys.executable, "predict.py", *command_line(run, nbody, tmp_path / "hydro.h5", *flags)], cwd=TOP
-    )
-    journal, deadline = tmp_path / ".hydro.h5.journal", time.monotonic() + 60
-    while not (journal.exists() and json.loads(journal.read_text())["planes"] > 0):
-        assert process.poll() is None, "it came to its end"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    planes = json.loads(journal.read_text())["planes"]
-    assert 0 < planes < 64
+    flags = command_line(run, nbody, tmp_path / "hydro.h5", "--physical")
+    process = context().Process(target=predict_and_die, args=(flags,))
+    process.start()
+    process.join(GENEROUS)
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "hydro.h5").exists()
-    predict.main(command_line(run, nbody, tmp_path / "hydro.h5", *flags))
-    assert f"Going on after plane {planes} of 64" in said(capsys.readouterr().err)
-    predict.main(command_line(run, nbody, tmp_path / "whole.h5", *flags))
-    found, expected = contents(tmp_path / "hydro.h5")["Hydro"], contents(tmp_path / "whole.h5")["Hydro"]
-    np.testing.assert_array_equal(found, expected)
-    assert sorted(os.listdir(tmp_path)) == ["hydro.h5", "long.h5", "whole.h5"]
+    predict.main(flags)
+    assert "Going on after plane 12 of 24" in log_of(capsys.readouterr().err)
+    same_bits(tmp_path / "hydro.h5", whole.path)
+    assert os.listdir(tmp_path) == ["hydro.h5"]
 
 
-def test_a_second_command_at_the_same_output_is_refused(command: Any, tmp_path: Path) -> None:
+def test_a_second_command_with_the_same_output_is_refused(command: Any, tmp_path: Path) -> None:
     with growing._locked(tmp_path / ".hydro.h5.lock"):
         code, stderr = command()
     assert code == 2
@@ -349,10 +342,10 @@ def test_a_second_command_at_the_same_output_is_refused(command: Any, tmp_path: 
     assert command()[0] == 0
 
 
-def test_the_network_is_one_even_if_a_training_moves_its_best_meanwhile(
-    command: Any, run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_checkpoint_is_the_same_throughout_even_if_a_training_moves_best(
+    run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written of the checkpoint is what was read of it."""
+    """The path and digest written to the file are those of the weights that were read."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
     best = copy / FOLDER / BEST
@@ -368,21 +361,19 @@ def test_the_network_is_one_even_if_a_training_moves_its_best_meanwhile(
         return trained
 
     monkeypatch.setattr(predict, "load_trained", load_and_move)
-    predict.main(command_line(copy, nbody, tmp_path / "hydro.h5"))
+    predict.main(command_line(copy, nbody, tmp_path / "hydro.h5", "--tile=16"))
     with h5py.File(tmp_path / "hydro.h5") as file:
         assert file.attrs["checkpoint"] == str(first / WEIGHTS)
         assert file.attrs["checkpoint_sha256"] == digest(first / WEIGHTS)
 
 
-def test_progress_is_told_of_each_tile(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from utils import progress
-
+def test_progress_is_reported_for_each_batch_of_tiles(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     code, stderr = command("--batch_size=8")
     assert code == 0
     lines = [line for line in stderr.splitlines() if line.startswith("painting ")]
     assert all(re.search(r"hydro.h5: \d+/112 tiles, \d+:\d\d left$", line) for line in lines[:-1])
-    assert len(lines) == 7 * 2 + 1, "of each batch, and the end"
+    assert len(lines) == 7 * 2 + 1, "two batches for each of seven layers, and the end"
     assert re.search(r"hydro.h5: 112 tiles in \d+:\d\d$", lines[-1])
 
 
@@ -391,7 +382,7 @@ def test_progress_is_told_of_each_tile(command: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def refuse(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """refuse(*says, checkpoint=…, nbody=…, output=…, flags=…): one line and exit code 2, and nothing is written."""
+    """refuse(*says, checkpoint=…, nbody=…, output=…, flags=…): one line, exit code 2, nothing but `left` is written."""
     here = {"checkpoint": run, "nbody": nbody, "output": tmp_path / "out" / "hydro.h5"}
 
     def go(*says: str, flags: tuple[str, ...] = (), left: tuple[str, ...] = (), **others: Path) -> None:
@@ -411,122 +402,97 @@ def refuse(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     return go
 
 
-def changed_checkpoint(run: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    content = read_weights(run)
-    change(content)
-    torch.save(content, folder / "changed.pt")
-    return folder / "changed.pt"
-
-
-def other_width(content: dict[str, Any]) -> None:
-    content["config"]["network"]["width"] = 8
-
-
-def other_scales(content: dict[str, Any]) -> None:
-    content["config"]["network"]["scales"] = 3
-
-
-def unknown_key(content: dict[str, Any]) -> None:
-    content["config"]["num_epoch"] = 1
-
-
-def unknown_network(content: dict[str, Any]) -> None:
-    content["config"]["network"]["name"] = "vnet"
-
-
-def other_format(content: dict[str, Any]) -> None:
-    content["format"] = 99
-
-
-def without_network(content: dict[str, Any]) -> None:
-    del content["network"]
-
-
-def without_config(content: dict[str, Any]) -> None:
-    del content["config"]
-
-
-def of_a_classifier(content: dict[str, Any]) -> None:
-    content["config"] |= {"dataset": {"name": "digits"}, "data_loader_config": "labelled", "loss": "cross_entropy"}
-    content["config"]["network"] = {"name": "mnist_cnn"}
+CLASSIFIER = {
+    "dataset": {"name": "digits"},
+    "data_loader_config": "labelled",
+    "loss": "cross_entropy",
+    "network": {"name": "mnist_cnn"},
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "flags", "says"),
     [
-        (other_width, "changed.pt does not hold the network that its config names: size mismatch for down1.weight"),
-        (other_scales, "changed.pt does not hold the network that its config names: Missing key(s)"),
-        (unknown_key, "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
-        (unknown_network, "unknown network vnet; known: unet"),
-        (other_format, "changed.pt is of format 99, this program reads format 1"),
-        (without_network, "changed.pt holds no network"),
-        (without_config, "changed.pt does not say of which network it is; give weights that train.py has written"),
-        (of_a_classifier, "changed.pt is of a classifier (mnist_cnn); give one trained on volumes"),
+        (
+            {"network": {"name": "unet", "width": 8, "scales": 2}},
+            (),
+            "changed.pt does not hold the network that its config names: size mismatch for down1.weight",
+        ),
+        (
+            {"network": {"name": "unet", "width": 4, "scales": 3}},
+            (),
+            "changed.pt does not hold the network that its config names: Missing key(s)",
+        ),
+        ({"num_epoch": 1}, (), "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
+        ({"network": {"name": "vnet"}}, (), "unknown network vnet; known: unet"),
+        (CLASSIFIER, (), "changed.pt is of a classifier (mnist_cnn); give one trained on volumes"),
+        (
+            {"transform": {"density_log_scale": None}},
+            ("--physical",),
+            "--physical: the checkpoint's config does not say how gas density was made of physical values; leave ",
+        ),
     ],
 )
-def test_a_checkpoint_that_is_none_of_this_network_is_one_line(
-    refuse: Any, run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], says: str
+def test_a_checkpoint_whose_config_does_not_fit_is_one_line(
+    refuse: Any, run: Path, tmp_path: Path, change: dict[str, Any], flags: tuple[str, ...], says: str
 ) -> None:
-    refuse(says, checkpoint=changed_checkpoint(run, tmp_path, change))
+    content = read_weights(run)
+    content["config"] |= change
+    torch.save(content, tmp_path / "changed.pt")
+    refuse(says, checkpoint=tmp_path / "changed.pt", flags=flags)
 
 
-def test_a_damaged_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
+def test_a_damaged_incomplete_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     refuse(f"no such file: {tmp_path / 'empty' / WEIGHTS}", checkpoint=tmp_path / "empty")
+    whole, changed = read_weights(run), tmp_path / "changed.pt"
+    for content, says in (
+        ({**whole, "format": 99}, "is of format 99, this program reads format 1"),
+        ({key: whole[key] for key in whole if key != "network"}, "holds no network"),
+        (
+            {key: whole[key] for key in whole if key != "config"},
+            "does not say of which network it is; give weights that train.py has written",
+        ),
+    ):
+        torch.save(content, changed)
+        refuse(f"changed.pt {says}", checkpoint=changed)
     copy = tmp_path / "copy"
     shutil.copytree(run / FOLDER / BEST, copy)
     content = bytearray((copy / WEIGHTS).read_bytes())
     content[len(content) // 2] ^= 1
     (copy / WEIGHTS).write_bytes(content)
     refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
-    (copy / WEIGHTS).write_bytes(content[:1000])
     (copy / DIGESTS).unlink()
-    refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
-    (copy / WEIGHTS).write_text("no checkpoint")
-    refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
+    for damaged in (bytes(content[:1000]), b"no checkpoint"):
+        (copy / WEIGHTS).write_bytes(damaged)
+        refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
     refuse("training.pt holds no network; weights.pt beside it does", checkpoint=run / FOLDER / BEST / "training.pt")
 
 
-def no_file(path: Path) -> None:
-    pass
-
-
-def no_hdf5(path: Path) -> None:
-    path.write_text("no HDF5")
-
-
 def truncated(path: Path) -> None:
-    box_file(path)
-    path.write_bytes(path.read_bytes()[:-1000])
+    path.write_bytes(box_file(path).read_bytes()[:-1000])
 
 
-def with_dataset(name: str, data: np.ndarray) -> Callable[[Path], None]:
+def with_dataset(name: str, data: np.ndarray | None) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
-            file[name] = data
+            if data is None:
+                file.create_group(name)
+            else:
+                file[name] = data
 
     return make
-
-
-def with_group(path: Path) -> None:
-    with h5py.File(path, "w") as file:
-        file.create_group("Nbody")
-
-
-def with_nan(path: Path) -> None:
-    with h5py.File(box_file(path), "r+") as file:
-        file["Nbody"][2, 21, 3, 4] = np.nan
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (no_file, "no such file: "),
-        (no_hdf5, "it is not an HDF5 file"),
+        (lambda path: None, "no such file: "),
+        (lambda path: path.write_text("no HDF5"), "it is not an HDF5 file"),
         (truncated, "the file is truncated"),
         (with_dataset("Dark", np.zeros((4, 16, 16, 16), "f4")), "has no dataset Nbody; it holds Dark"),
-        (with_group, "has no dataset Nbody; it holds group Nbody"),
+        (with_dataset("Nbody", None), "has no dataset Nbody; it holds group Nbody"),
         (with_dataset("Nbody", np.zeros((3, 16, 16, 16), "f4")), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", np.zeros((4, 16, 16), "f4")), "Nbody is (4, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", np.zeros((4, 16, 16, 16))), "Nbody is of type float64, expected little-endian float32"),
@@ -542,30 +508,26 @@ def test_a_box_that_does_not_fit_is_one_line(
     refuse(says, nbody=tmp_path / "bad.h5")
 
 
-def test_physical_values_where_channels_belong_are_told(command: Any, run: Path, tmp_path: Path) -> None:
-    """An exported file takes them, this command does not; nothing else would show that the gas is nonsense."""
-    box_file(tmp_path / "box.h5")
-    assert "Values of" not in command(f"--input={tmp_path / 'box.h5'}")[1]
-    with h5py.File(tmp_path / "box.h5", "r+") as file:
+def test_physical_values_in_place_of_channel_values_are_warned_of(command: Any, tmp_path: Path) -> None:
+    """An exported file takes physical values, this command does not, and the output would be nonsense."""
+    box, flags = box_file(tmp_path / "box.h5"), (f"--input={tmp_path / 'box.h5'}", "--tile=16")
+    assert "Values of" not in command(*flags)[1]
+    with h5py.File(box, "r+") as file:
         file["Nbody"][1:] *= 1000  # km/s
-    code, stderr = command(f"--input={tmp_path / 'box.h5'}", "--overwrite")
+    code, stderr = command(*flags, "--overwrite")
     assert code == 0
     assert re.search(
         r"WARNING - Values of .*/box.h5 reach [0-9,]+, and those that networks are trained on about 1", stderr
     )
 
 
-def test_a_value_that_is_no_number_is_named_with_its_place(refuse: Any, tmp_path: Path) -> None:
-    """It is met when its layer is read; what was painted before it goes, since a mended file will be another one."""
-    with_nan(tmp_path / "bad.h5")
-    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; mend the file", nbody=tmp_path / "bad.h5")
-
-
-def test_an_input_that_cannot_be_read_for_once_costs_nothing_of_what_is_painted(
+def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
     refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unlike one that has to be mended: a file system may be back the next minute."""
-    box_file(tmp_path / "good.h5")
+    """A fixed file is another input, so its partial output goes; a file system may be back in a minute."""
+    with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
+        file["Nbody"][2, 21, 3, 4] = np.nan
+    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; mend the file", nbody=tmp_path / "bad.h5")
     planes = Fields.planes
 
     def fail_late(self: Fields, start: int, stop: int) -> np.ndarray:
@@ -575,7 +537,7 @@ def test_an_input_that_cannot_be_read_for_once_costs_nothing_of_what_is_painted(
 
     monkeypatch.setattr(Fields, "planes", fail_late)
     hidden = (".hydro.h5.journal", ".hydro.h5.lock", ".hydro.h5.partial")
-    refuse("Input/output error", nbody=tmp_path / "good.h5", left=hidden)
+    refuse("Input/output error", nbody=box_file(tmp_path / "good.h5"), left=hidden)
 
 
 @pytest.mark.parametrize(
@@ -584,57 +546,35 @@ def test_an_input_that_cannot_be_read_for_once_costs_nothing_of_what_is_painted(
         (("--tile=10",), "--tile 10 is not a multiple of 4, by which the network divides the grid"),
         (("--tile=20",), "the box has 16 cells a side, fewer than a tile's 20; give a larger box or smaller tiles"),
         (("--tile=0",), "argument --tile: '0' is no whole number above zero; see --help"),
-        (("--step=0",), "argument --step: '0' is no whole number above zero; see --help"),
         (("--step=-1",), "argument --step: '-1' is no whole number above zero"),
         (("--step=9",), "step 9 does not suit a tile of 8 cells; give one from 1 to 8, best is half"),
         (("--batch_size=many",), "argument --batch_size: 'many' is no whole number above zero"),
         (("--precision=float16",), "argument --precision: invalid choice: 'float16'"),
         (("--tiles=8",), "unrecognized arguments: --tiles=8; see --help"),
         (("--over",), "unrecognized arguments: --over"),
+        (("--device=cuda",), "device is cuda, but torch sees no CUDA device"),
     ],
 )
-def test_bad_flags_are_one_line(refuse: Any, flags: tuple[str, ...], says: str) -> None:
+def test_bad_flags_are_one_line(refuse: Any, flags: tuple[str, ...], says: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refuse(says, flags=flags)
 
 
-def test_a_lacking_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_flags_and_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as stop:
         predict.main(["--input=a.h5"])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: the following arguments are required: --checkpoint, --output; see --help\n"
-    )
-
-
-def test_help_is_printed_by_the_first_rank_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    line = "error: the following arguments are required: --checkpoint, --output; see --help\n"
+    assert capsys.readouterr().err == line
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop:
             predict.main(["--help"])
         assert stop.value.code == 0
-    assert capsys.readouterr().out.count("--checkpoint CHECKPOINT") == 2, "in the usage and in the list, once each"
+    assert capsys.readouterr().out.count("--checkpoint CHECKPOINT") == 2, "rank 0: once in the usage, once in the list"
 
 
-def test_cuda_where_there_is_none_is_one_line(refuse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refuse("device is cuda, but torch sees no CUDA device", flags=("--device=cuda",))
-
-
-def test_units_that_nobody_knows_are_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
-    def forget(content: dict[str, Any]) -> None:
-        content["config"]["transform"] = {"density_log_scale": None}
-
-    checkpoint = changed_checkpoint(run, tmp_path, forget)
-    refuse(
-        "--physical: the checkpoint's config does not say how gas density was made of physical values; leave ",
-        checkpoint=checkpoint,
-        flags=("--physical",),
-    )
-
-
-def test_outputs_that_stand_in_the_way_are_one_line_and_kept(refuse: Any, nbody: Path, tmp_path: Path) -> None:
+def test_outputs_that_may_not_be_written_are_one_line_and_kept(refuse: Any, nbody: Path, tmp_path: Path) -> None:
     output = tmp_path / "precious.h5"
     output.write_text("precious")
     refuse("precious.h5 exists; give --overwrite to replace it, or another --output", output=output)
@@ -646,47 +586,28 @@ def test_outputs_that_stand_in_the_way_are_one_line_and_kept(refuse: Any, nbody:
     assert nbody.read_bytes() == before
 
 
-def test_a_directory_that_takes_no_files_is_one_line(refuse: Any, tmp_path: Path) -> None:
-    from disks import remount
-
-    with small_disk(tmp_path / "disk", "1m") as disk:
+def test_a_read_only_or_small_disk_is_one_line_before_anything_is_predicted(refuse: Any, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "100k") as disk:
+        refuse("MB free and the output takes", "free some space", output=disk / "hydro.h5")
         remount(disk, "ro")
         refuse("cannot write ", "Read-only file system; give another --output", output=disk / "hydro.h5")
         assert os.listdir(disk) == []
 
 
-def test_a_disk_too_small_is_one_line_before_anything_is_painted(refuse: Any, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "100k") as disk:
-        refuse("MB free and the output takes", "free some space", output=disk / "hydro.h5")
-        assert os.listdir(disk) == []
-
-
-def test_a_disk_that_fills_is_one_line_and_the_same_command_goes_on(
-    refuse: Any, command: Any, run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_fills_is_one_line_and_the_same_command_resumes(
+    refuse: Any, run: Path, nbody: Path, whole: Predicted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, written = GrowingVolume.write, 0
-
-    def fill_up(self: GrowingVolume, values: Any) -> None:
-        nonlocal written
-        written += 1
-        if written == 3:
-            fill(tmp_path / "disk")
-        write(self, values)
-
-    assert command()[0] == 0
-    with small_disk(tmp_path / "disk", "1m") as disk:
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        output = disk / "hydro.h5"
         with monkeypatch.context() as patched:
-            patched.setattr(GrowingVolume, "write", fill_up)
-            refuse("No space left on device; free some space, and the same command goes on", output=disk / "hydro.h5")
-        assert not (disk / "hydro.h5").exists()
+            patched.setattr(GrowingVolume, "write", on_slab(3, lambda: fill(disk), before=True))
+            says = "No space left on device; free some space, and the same command goes on"
+            refuse(says, output=output, flags=("--physical",))
+        assert not output.exists()
         (disk / "filler").unlink()
-        predict.main(command_line(run, nbody, disk / "hydro.h5"))
-        found, expected = contents(disk / "hydro.h5"), contents(tmp_path / "hydro.h5")
-        np.testing.assert_array_equal(found["Hydro"], expected["Hydro"])
+        predict.main(command_line(run, nbody, output, "--physical"))
+        same_bits(output, whole.path)
         assert os.listdir(disk) == ["hydro.h5"]
-
-
-# --- the same at training time ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["train_path", "val_path"])
@@ -694,16 +615,17 @@ def test_training_on_channels_of_another_transform_is_one_line(
     data_flags: list[str], tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(TOP)
-    with h5py.File(write_volume(tmp_path / "other.h5"), "r+") as file:
+    other = write_volume(tmp_path / "other.h5")
+    with h5py.File(other, "r+") as file:
         file.attrs["density_log_scale"] = 10.0
-    flags = [*data_flags, f"--set={key}={tmp_path / 'other.h5'}", f"--set=expdir={tmp_path / 'runs'}"]
+    flags = [*data_flags, f"--set={key}={other}", f"--set=expdir={tmp_path / 'runs'}"]
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=test", *flags])
     assert stop.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not re.match(LOG_LINE, line)]
     assert lines == [
-        f"error: {tmp_path / 'other.h5'} says that its channels were made with density_log_scale 10, the config says "
-        f"14; scale the file's channels, or set transform.density_log_scale for a training on such files"
+        f"error: {other} says that its channels were made with density_log_scale 10, the config says 14; scale the "
+        f"file's channels, or set transform.density_log_scale for a training on such files"
     ]
     assert not (tmp_path / "runs").exists()
     train.main(["--config=test", "--preflight", *flags, "--set=transform.density_log_scale=10.0"])
