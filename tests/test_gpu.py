@@ -1,4 +1,4 @@
-"""What a CUDA device alone can show: `pytest -m gpu`."""
+"""Tests that need a CUDA device: `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ LOSSES = ("Loss/valid", "Step/loss")
 BITS = {4: torch.int32, 2: torch.int16}
 
 
-def kept_while_busy(loader: Loader, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copies of all batches, each queued behind kernels that still run when the next batches are filled."""
+def copies_while_busy(loader: Loader, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of all batches, each queued behind kernels that still run while the next batches are filled."""
     busy = torch.randn(2048, 2048, device="cuda")
     kept = []
     for epoch in range(epochs):
@@ -55,7 +55,7 @@ def kept_while_busy(loader: Loader, epochs: int) -> list[tuple[torch.Tensor, tor
 
 
 def assert_same(kept: list[tuple[torch.Tensor, torch.Tensor]], loader: Loader) -> None:
-    """Bit for bit the batches of a loader on the host."""
+    """The batches are bit for bit those of a loader on the host."""
     expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in loader.epoch(epoch)]
     for pair, other in zip(kept, expected, strict=True):
         for device, host in zip(pair, other, strict=True):
@@ -64,21 +64,21 @@ def assert_same(kept: list[tuple[torch.Tensor, torch.Tensor]], loader: Loader) -
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_batches_on_the_device_are_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
-    """Also while kernels that use a batch still run when the next ones are copied."""
+def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
+    """Even while kernels that use a batch still run when the next ones are copied."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, 16, 8, seed=1)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
     loaders = [NativeLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda")]
-    assert_same(kept_while_busy(loaders[1], 2), loaders[0])
+    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
     for loader in loaders:
         loader.close()
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_dali_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, split) -> None:
-    """DALI's GPU operators, also after an epoch that was left early; zeros of both signs are among the values."""
+def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, split) -> None:
+    """With DALI's GPU operators, also after an unfinished epoch; zeros of both signs are among the values."""
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     path = volume_file(tmp_path / "box.h5")
     with h5py.File(path, "r+") as file:
@@ -86,26 +86,26 @@ def test_dali_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_file, c
             values = file[name][...]
             values[:, ::3, ::2], values[:, 1::3, ::2, ::2] = 0.0, -0.0
             file[name][...] = values
-    paths = tuple(str(twin) for twin in convert(path))
+    paths = tuple(str(copy) for copy in convert(path))
     plan = SamplePlan(203, 16, 8, seed=1, split=split)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    twins = open_twins((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
+    copies = open_twins((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
     loaders = [
         NativeLoader(open_volume(path, (4, 5)), plan, **options),
-        DaliLoader(twins, plan, device=torch.device("cuda", 0), **options),
+        DaliLoader(copies, plan, device=torch.device("cuda", 0), **options),
     ]
-    left = loaders[1].epoch(5)
-    next(left)
-    left.close()
-    assert_same(kept_while_busy(loaders[1], 2), loaders[0])
+    unfinished = loaders[1].epoch(5)
+    next(unfinished)
+    unfinished.close()
+    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
     for loader in loaders:
         loader.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_resident_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
-    """Over two epochs, whole and after one that was left early, while kernels that use the batches still run."""
+def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
+    """Over two epochs after an unfinished one, while kernels that use the batches still run."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(46, 16, 9, seed=1, split="train")
     options = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
@@ -114,10 +114,10 @@ def test_resident_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_fil
         device = torch.device(name)
         loaded = load_resident(volume, World(Launch("single process"), device), dtype)
         loaders.append(ResidentLoader(loaded, plan, device=device, **options))
-    left = loaders[1].epoch(5)
-    next(left)
-    left.close()
-    assert_same(kept_while_busy(loaders[1], 2), loaders[0])
+    unfinished = loaders[1].epoch(5)
+    next(unfinished)
+    unfinished.close()
+    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
     for loader in loaders:
         loader.close()
 
@@ -125,8 +125,8 @@ def test_resident_batches_are_those_of_the_host_bit_for_bit(tmp_path, volume_fil
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_gather_kernel_is_the_plain_definition(channels_last, stored, dtype) -> None:
-    """Under all 48 symmetries, for a crop of whole and broken tiles; casts round as torch's do."""
+def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> None:
+    """Under all 48 symmetries, for a crop of complete and partial tiles; casts round as torch's do."""
     channels, box, crop = 5, 48, 37
     field = torch.randn((channels, box, box, box)).to(stored)
     field.view(-1)[::7] = -0.0
@@ -145,7 +145,7 @@ def test_the_gather_kernel_is_the_plain_definition(channels_last, stored, dtype)
         assert torch.equal(got.contiguous().view(bits), expected.view(bits))
 
 
-def test_the_gather_kernel_reaches_beyond_two_to_the_31_values() -> None:
+def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     channels, box, crop = 5, 784, 16
     if torch.cuda.mem_get_info()[0] < 2 * channels * box**3 + 2**30:
         pytest.skip("needs 6 GB of device memory")
@@ -160,7 +160,7 @@ def test_the_gather_kernel_reaches_beyond_two_to_the_31_values() -> None:
     assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
 
 
-def test_what_the_device_cannot_hold_is_one_line(tmp_path, volume_file) -> None:
+def test_volume_too_large_for_the_device_is_refused_with_one_line(tmp_path, volume_file) -> None:
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     free, total = torch.cuda.mem_get_info()
     check_fits([volume.bytes], torch.float32, free, 0)
@@ -187,7 +187,7 @@ def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) 
 
 
 @pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
-def test_training_on_the_device_follows_the_one_on_the_host(tmp_path, volume_file, monkeypatch, switches) -> None:
+def test_training_on_the_device_agrees_with_the_one_on_the_host(tmp_path, volume_file, monkeypatch, switches) -> None:
     monkeypatch.chdir(TOP)
     settings = {
         "train_path": volume_file(tmp_path / "train.h5", seed=1),
@@ -206,8 +206,10 @@ def test_training_on_the_device_follows_the_one_on_the_host(tmp_path, volume_fil
 
 @pytest.mark.parametrize("loader", ["resident", "lowmem"])
 @pytest.mark.parametrize("switches", [[], ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]])
-def test_training_by_cuda_graphs_follows_the_plain_one(tmp_path, volume_file, monkeypatch, loader, switches) -> None:
-    """Three epochs of eight steps, the crops of the resident loader made within the graphs."""
+def test_training_with_cuda_graphs_agrees_with_the_plain_one(
+    tmp_path, volume_file, monkeypatch, loader, switches
+) -> None:
+    """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
     monkeypatch.chdir(TOP)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
@@ -231,11 +233,11 @@ def test_training_by_cuda_graphs_follows_the_plain_one(tmp_path, volume_file, mo
     assert losses[GraphStep] == pytest.approx(losses[EagerStep], rel=0.02 if switches else 1e-3)
 
 
-# --- saving and going on ---------------------------------------------------------------------------------------------
+# --- checkpoints and resumption ---------------------------------------------------------------------------------------
 
 
-def test_a_copy_for_a_checkpoint_is_of_the_moment_and_in_pinned_memory() -> None:
-    """Kernels before it are in it, those queued after it are not, and the next copy takes the same memory."""
+def test_copy_for_a_checkpoint_is_of_its_moment_and_in_pinned_memory() -> None:
+    """It includes kernels queued before it and none queued after it; the next copy reuses its memory."""
     busy = torch.randn(4096, 4096, device="cuda")
     weights = torch.zeros(64, 64, device="cuda")
     odd = torch.zeros(2, 4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last_3d)
@@ -261,7 +263,7 @@ def test_a_copy_for_a_checkpoint_is_of_the_moment_and_in_pinned_memory() -> None
 
 
 class Interrupted(NoSignals):
-    """A signal comes during the step of that number in this process."""
+    """A signal arrives during the step of that number in this process."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -299,10 +301,10 @@ class InterruptedGraphStep(GraphStep):
         (InterruptedGraphStep, []),
     ],
 )
-def test_on_the_device_an_interrupted_training_ends_like_one_that_was_not(
+def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
     tmp_path, volume_file, monkeypatch, kind, switches, loader
 ) -> None:
-    """Plain steps bit for bit; graphs are recorded anew after plain steps that they were not before."""
+    """Plain steps bit for bit; with graphs approximately, since plain steps come before a graph is recorded again."""
     monkeypatch.chdir(TOP)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
@@ -339,7 +341,7 @@ def test_on_the_device_an_interrupted_training_ends_like_one_that_was_not(
 
 @pytest.mark.parametrize("ddp", ["torch", "manual"])
 def test_two_ranks_share_a_gpu(tmp_path, ddp) -> None:
-    """As several logical devices on one: gloo carries what NCCL would refuse to."""
+    """Gloo exchanges their gradients; NCCL would refuse to."""
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     flags = ["--config=digits_bn", "--set=num_epochs=2", f"--set=ddp={ddp}", f"--set=expdir={tmp_path}"]
