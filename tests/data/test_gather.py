@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from utils.data import gather, symmetry
 from utils.data.feeder import memory_format
 from utils.data.gather import TritonGather, device_plan, gather_torch, walks
 from utils.data.plan import EpochPlan
+from utils.errors import UserError
 
 BOX, CROP = 5, 3
 VECTORS = [(1, 2, 3)]
@@ -163,6 +165,13 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
 
 
 # --- on GPUs, without one ------------------------------------------------------------------------------------------
+
+
+def test_without_triton_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    gather._kernel.cache_clear()
+    with pytest.raises(UserError, match=r"needs triton on a GPU: pip install triton, or use --data_loader_config=lowm"):
+        TritonGather(random_field(4), CROP, VECTORS, "full")
 
 
 @pytest.mark.parametrize(("channels_last", "capability"), [(False, 80), (True, 90)], ids=["A100", "H200"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,6 +164,20 @@ def test_ranks_together_get_the_plan_bit_for_bit(paths: dict[str, str], volume_f
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
         assert choice == "lowmem", "the ranks must choose alike"
+
+
+@EVERY_LOADER
+def test_use_cache_reads_the_nodes_copies(paths: dict[str, str], tmp_path: Path, name: str) -> None:
+    """The originals may even be overwritten once the loaders are built."""
+    (tmp_path / "cache").mkdir()
+    shutil.copytree(Path(paths["train_path"]).parent, tmp_path / "data")
+    moved = {key: str(tmp_path / "data" / Path(path).name) for key, path in paths.items()}
+    loaders = build_loaders(config_for(moved, name, use_cache=str(tmp_path / "cache")).for_world(1), ALONE)
+    for path in moved.values():
+        size = os.path.getsize(path)
+        with open(path, "r+b") as file:
+            file.write(bytes(size))
+    assert read(loaders, WHOLE) == expected(config_for(paths, name), WHOLE)
 
 
 def test_minutes_of_reading_are_logged_in_plain_digits(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
