@@ -113,25 +113,25 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.linalg.norm(first - second) / np.linalg.norm(second))
 
 
-@pytest.mark.parametrize(
-    ("case", "tolerance"),
-    [
-        ("sgd float32", 1e-5),
-        ("sgd float64", 1e-10),
-        ("sgd float32, 2 micro-batches", 1e-5),
-        ("sgd float32, static graph", 1e-5),
-        ("sgd float32, no buffers", 1e-5),
-        ("sgd float32, by hand", 1e-5),
-        ("sgd float64, by hand", 1e-10),
-        ("by hand, 2 micro-batches", 1e-5),
-    ],
-)
-def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, tolerance: float) -> None:
-    start = build_step(ALONE, "sgd", CASES[case]["dtype"]).network
-    before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
-    assert distance(alone[case]["parameters"], before) > 1e-2, "the training must have moved the parameters"
-    for rank in together:
-        assert distance(rank[case]["parameters"], alone[case]["parameters"]) <= tolerance
+def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
+    """Bit for bit the same on all ranks, and those of one rank within rounding."""
+    for case, settings in CASES.items():
+        first = together[0][case]["parameters"]
+        for rank in together[1:]:
+            assert np.array_equal(rank[case]["parameters"], first), case
+        if case == "adam float32":
+            continue  # see the test of its losses
+        start = build_step(ALONE, "sgd", settings["dtype"]).network
+        before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
+        assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: the training must have moved them"
+        tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
+        assert distance(first, alone[case]["parameters"]) <= tolerance, case
+
+
+def test_adam_losses_agree(together, alone) -> None:
+    """Adam divides by gradients that may vanish, which magnifies rounding: its losses are compared."""
+    ours, theirs = np.array(together[0]["adam float32"]["losses"]), np.array(alone["adam float32"]["losses"])
+    assert np.abs(ours / theirs - 1).max() <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,9 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone, case: str, t
         ("sgd float32, 2 micro-batches", "by hand, 2 micro-batches", 1e-6),
     ],
 )
-def test_torchs_data_parallelism_is_that_by_hand(together, case: str, by_hand: str, tolerance: float) -> None:
-    """A page of broadcast and all-reduce that can be read is the oracle for DistributedDataParallel."""
+def test_distributed_data_parallel_equals_the_exchange_by_hand(
+    together, case: str, by_hand: str, tolerance: float
+) -> None:
     assert distance(together[0][case]["parameters"], together[0][by_hand]["parameters"]) <= tolerance
 
 
@@ -153,30 +154,17 @@ def test_measuring_the_noise_scale_changes_no_bit(together) -> None:
         assert np.array_equal(rank["sgd float32, noise scale"]["parameters"], rank["sgd float32"]["parameters"])
 
 
-def test_all_ranks_hold_the_same_parameters_bit_for_bit(together) -> None:
-    for case in CASES:
-        for rank in together[1:]:
-            assert np.array_equal(rank[case]["parameters"], together[0][case]["parameters"])
-
-
-def test_without_exchange_each_rank_goes_its_own_way(together) -> None:
+def test_without_exchange_the_ranks_parameters_differ(together) -> None:
     """--noddp measures what the exchange costs: it must really be gone."""
     first, second = (rank["no exchange"]["parameters"] for rank in together[:2])
     assert distance(first, second) > 1e-4
 
 
-def test_adam_losses_agree(together, alone) -> None:
-    """Adam divides by gradients that may vanish, which magnifies rounding: its losses are compared."""
-    ours, theirs = np.array(together[0]["adam float32"]["losses"]), np.array(alone["adam float32"]["losses"])
-    assert np.abs(ours / theirs - 1).max() <= 1e-4
-
-
 def test_ranks_together_see_the_samples_of_one_rank_and_no_crop_twice(together, alone) -> None:
     seen = [crop for rank in together for crop in rank["sgd float32"]["crops"]]
     assert sorted(seen) == sorted(alone["sgd float32"]["crops"])
-    first_epoch = [
-        crop for rank in together for crop in rank["sgd float32"]["crops"][: 12 * GLOBAL_BATCH // len(together)]
-    ]
+    per_epoch = 12 * GLOBAL_BATCH // len(together)
+    first_epoch = [crop for rank in together for crop in rank["sgd float32"]["crops"][:per_epoch]]
     assert len(set(first_epoch)) == len(first_epoch) == 12 * GLOBAL_BATCH
 
 
