@@ -1,8 +1,7 @@
-"""Signals to real trainings: all ranks save after the same step and end with exit code 75; the same command goes on."""
+"""Signals to real trainings: all ranks save after the same step and exit with 75; the same command resumes."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -13,93 +12,44 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
-from processes import free_port, run_ranks
+from processes import TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
-from utils import checkpoint
+from utils import checkpoint, stopping
 from utils.checkpoint import FOLDER
-from utils.distributed import World
-from utils.stopping import SAME_SIGNAL_SECONDS, Agreement, NoSignals, StopSignals, Wish
+from utils.distributed import Launch, World
+from utils.stopping import Agreement, NoSignals, StopSignals, Wish
 
-TOP = Path(__file__).parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-LONG = "--num_epochs=100000"  # until it is told to stop
-EPOCHS = 60  # a second or two
-
-
-class Program:
-    """A running program of one process or several; what it writes is read as it comes."""
-
-    def __init__(self, command: Sequence[str], **variables: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
-        self.process = subprocess.Popen(
-            command,
-            cwd=TOP,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # A shell has what it runs in the background ignore Ctrl-C, the tests, too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        self.lines: list[str] = []
-        self._grown = threading.Condition()
-        self._ended = False
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._grown:
-                self.lines.append(line.rstrip("\n"))
-                self._grown.notify_all()
-        with self._grown:
-            self._ended = True
-            self._grown.notify_all()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def wait_for(self, pattern: str, seconds: float = 60) -> None:
-        def told() -> bool:
-            return any(re.search(pattern, line) for line in self.lines)
-
-        with self._grown:
-            self._grown.wait_for(lambda: told() or self._ended, seconds)
-            assert told(), f"never said {pattern!r}:\n{self.text}"
-
-    def end(self, seconds: float = 60) -> int:
-        """Its exit code, as a shell would tell it."""
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds:.0f} s:\n{self.text}") from None
-        self._reader.join(10)
-        return 128 - code if code < 0 else code
+LONG = "--num_epochs=100000"  # until it is asked to stop
+EPOCHS = 40  # a second or two
+# Signals that come soon after the first are the same one; on a busy machine "soon" must not be a second.
+PATIENT = """
+from utils import distributed, stopping
+stopping.SAME_SIGNAL_SECONDS = 1e6
+import train
+distributed.run_script(train.main)
+"""
 
 
 Start = Callable[..., Program]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """start(command, **environment) -> Program; all are gone in the end."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """start(arguments of Python, **environment) -> Program; all are killed at the end of the test."""
     programs: list[Program] = []
 
-    def started(command: Sequence[str], **variables: str) -> Program:
-        programs.append(Program(command, **variables))
+    def started(arguments: Sequence[str], **variables: str) -> Program:
+        output = tmp_path / f"program {len(programs)}"
+        programs.append(Program(arguments, output, environment={**os.environ, **variables}))
         return programs[-1]
 
     yield started
     for program in programs:
-        with contextlib.suppress(ProcessLookupError):
-            program.process.send_signal(signal.SIGCONT)
-            program.process.kill()
-        program.process.wait(30)
+        program.kill()
 
 
 @pytest.fixture
@@ -107,264 +57,191 @@ def flags(tmp_path: Path, data_flags: list[str]) -> list[str]:
     return ["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
 
 
-def command(flags: Sequence[str], *more: str) -> list[str]:
-    return [sys.executable, "train.py", *flags, *more]
+@pytest.fixture
+def train(start: Start, flags: list[str]) -> Start:
+    """train(more flags) -> Program"""
+    return lambda *more: start(["train.py", *flags, *more])
 
 
-def start_ranks(start: Start, command: Sequence[str], ranks: int = 2) -> list[Program]:
-    """As a launcher that only sets variables."""
-    port = str(free_port())
-    return [
-        start(command, RANK=str(n), LOCAL_RANK=str(n), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for n in range(ranks)
-    ]
+@pytest.fixture
+def two_ranks(start: Start, flags: list[str]) -> list[Program]:
+    """A long training of two ranks that is in its second epoch."""
+    port = free_port()
+    ranks = [start(["train.py", *flags, LONG], **rank_variables(rank, 2, port)) for rank in range(2)]
+    ranks[0].wait_for("epoch 2/")
+    return ranks
 
 
-def run_folder(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
-    return tmp_path / "test" / f"{ranks}GPU" / run_num
+def checkpoints(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
+    return tmp_path / "test" / f"{ranks}GPU" / run_num / FOLDER
 
 
-def saved_at_the_stop(program: Program, folder: Path) -> checkpoint.Saved:
-    """The checkpoint of the step that the log tells, whole; the log tells it once."""
-    (step,) = re.findall(r"Stopping after step (\d+): ", program.text)
-    saved = checkpoint.load(checkpoint.place(folder / FOLDER, int(step)))
-    assert saved.position.step == int(step) == checkpoint.saved_steps(folder / FOLDER)[0]
-    assert not list((folder / FOLDER).glob(".*")), "nothing half-written is left"
-    assert "Traceback" not in program.text
+def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Saved:
+    """The complete checkpoint of the step that the log reports, once."""
+    (step,) = re.findall(r"Stopping after step (\d+): ", text)
+    saved = checkpoint.load(checkpoint.place(folder, int(step)))
+    assert saved.position.step == int(step) == checkpoint.saved_steps(folder)[0]
+    assert not list(folder.glob(".*")), "nothing half-written is left"
+    assert "Traceback" not in text
     return saved
+
+
+def all_are_complete(folder: Path) -> None:
+    for step in checkpoint.saved_steps(folder):
+        checkpoint.load(checkpoint.place(folder, step))
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
 
-
-def wait_until(holds: Callable[[], object], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-def handlers() -> list[object]:
-    return [signal.getsignal(number) for number in NUMBERS]
+def process_state() -> tuple[list[object], int]:
+    return [signal.getsignal(number) for number in NUMBERS], threading.active_count()
 
 
-@pytest.fixture
-def own_handlers() -> Iterator[None]:
-    """A signal that was caught is ignored ever after: not in the tests that follow."""
-    before = handlers()
-    yield
-    for number, handler in zip(NUMBERS, before, strict=True):
-        signal.signal(number, handler)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("own_handlers")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
-def test_a_signal_is_remembered(name: str) -> None:
-    threads = threading.active_count()
+@pytest.mark.parametrize(
+    ("name", "second"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGTERM"), ("SIGUSR2", "SIGUSR2"), ("SIGUSR2", "SIGTERM")]
+)
+def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch, name: str, second: str) -> None:
+    """A second one of the same kind, so soon, is the same one."""
+    monkeypatch.setattr(stopping, "SAME_SIGNAL_SECONDS", 1e6)
+    _, threads = process_state()
     with StopSignals("SIGUSR1" if name == "SIGTERM" else name) as signals:
         assert signals.received is None
         os.kill(os.getpid(), signal.Signals[name])
         wait_until(lambda: signals.received)
-        os.kill(os.getpid(), signal.Signals[name])  # again, so soon, it is the same one
-        time.sleep(0.1)
-        assert signals.received == name
+        os.kill(os.getpid(), signal.Signals[second])
+    assert signals.received == name
     assert threading.active_count() == threads
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_without_a_signal_all_is_as_before() -> None:
-    before, threads = handlers(), threading.active_count()
+def test_without_a_signal_the_process_is_left_as_it_was() -> None:
+    before = process_state()
     with StopSignals() as signals:
-        pass
+        assert process_state() != before
+    assert (signals.received, process_state()) == (None, before)
+    with NoSignals() as signals:
+        assert process_state() == before
     assert signals.received is None
-    assert (handlers(), threading.active_count()) == (before, threads)
 
 
-@pytest.mark.usefixtures("own_handlers")
-def test_the_first_signal_is_the_reason_that_is_told() -> None:
-    with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: signals.received)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        assert signals.received == "SIGUSR1"
-
-
-@pytest.mark.usefixtures("own_handlers")
-def test_other_signals_mean_nothing() -> None:
+def test_other_signals_are_not_caught() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     with StopSignals("SIGUSR1") as signals:
         os.kill(os.getpid(), signal.SIGUSR2)
         wait_until(lambda: heard)
         assert signals.received is None
-    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
 
 
-def test_no_signals_leaves_every_handler_alone() -> None:
-    before = handlers()
-    with NoSignals() as signals:
-        assert handlers() == before
-    assert signals.received is None
+def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
+    """It must not fail with EINTR just when a training is to end in order."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    reader, writer = os.pipe()
+
+    def signal_and_answer() -> None:
+        time.sleep(0.2)  # for the call to begin; if it has not, the test proves less
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: signals.received)
+        os.write(writer, b"x")
+
+    with StopSignals() as signals:
+        thread = threading.Thread(target=signal_and_answer)
+        thread.start()
+        assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
+        thread.join()
+    os.close(reader)
+    os.close(writer)
 
 
-def ask_on_ranks(world: World) -> list[int]:
-    """What is answered, where each rank wishes for something at a moment of its own."""
-    wishes = {0: {2: Wish.SAVE, 5: Wish.SAVE}, world.size - 1: {5: Wish.STOP}}.get(world.rank, {})
+def ask(world: World, wishes: dict[int, Wish]) -> list[int]:
+    """The answers to a rank that has these wishes at these steps."""
     agreement, answers = Agreement(world), []
-    for moment in range(20):
-        answers.append(agreement.ask(wishes.get(moment, Wish.GO_ON)))
-        if answers[-1] is Wish.STOP:
+    for step in range(20):
+        answers.append(int(agreement.ask(wishes.get(step, Wish.GO_ON))))
+        if answers[-1] == Wish.STOP:
             break
-    agreement.close()
-    # After a regular end the process group is free for other exchanges.
-    return [*map(int, answers), int(world.sum(torch.ones(())))]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_all_ranks_have_the_same_answer_one_moment_later(ranks: int) -> None:
-    # One rank alone wishes for the last rank's part, and has its answer at once.
-    expected = [0, 0, 0, 0, 0, 2, 1] if ranks == 1 else [0, 0, 0, 1, 0, 0, 2, ranks]
-    assert run_ranks(ask_on_ranks, ranks) == [expected] * ranks
-
-
-class Late:
-    """An exchange that another rank has not come to."""
-
-    waited = False
-
-    def wait(self) -> None:
-        self.waited = True
-
-
-def test_an_exchange_is_waited_for_only_when_the_next_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    from utils import stopping
-    from utils.distributed import Launch
-
-    works: list[Late] = []
-    monkeypatch.setattr(stopping.dist, "all_reduce", lambda *_, async_op: works.append(Late()) or works[-1])
-    agreement = Agreement(World(Launch("test", world_size=2), torch.device("cpu")))
-    assert agreement.ask(Wish.GO_ON) is Wish.GO_ON
-    assert [work.waited for work in works] == [False]
-    agreement.ask(Wish.GO_ON)
-    assert [work.waited for work in works] == [True, False]
-    agreement.close()
-    assert [work.waited for work in works] == [True, True]
-    agreement.close()
-
-
-def ask_some_times(world: World, calls: int) -> list[Wish]:
-    """Each rank wishes once, for itself, at another moment; what it was answered."""
-    Agreement.RANKS_A_STEP = 1
-    agreement = Agreement(world)
-    wishes = {world.rank: Wish.SAVE, 9: Wish.STOP if world.rank == world.size - 1 else Wish.GO_ON}
-    answers = [agreement.ask(wishes.get(call, Wish.GO_ON)) for call in range(calls)]
     agreement.close()
     return answers
 
 
-def test_many_ranks_exchange_every_few_steps_and_lose_no_wish() -> None:
-    """As 96 ranks would: all have the same answers at the same steps."""
-    answers = run_ranks(ask_some_times, 3, 18)
-    assert answers[0] == answers[1] == answers[2]
-    assert [answer for answer in answers[0] if answer is not Wish.GO_ON][:2] == [Wish.SAVE, Wish.STOP]
+def ask_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
+    """Answers, a sum by the same process group afterwards, and answers where ranks exchange every third step only."""
+    wishes: dict[int, dict[int, Wish]] = {0: {2: Wish.SAVE, 5: Wish.SAVE}, world.size - 1: {5: Wish.STOP}}
+    answers = ask(world, wishes.get(world.rank, {}))
+    summed = int(world.sum(torch.ones(())))
+    Agreement.RANKS_A_STEP = 1
+    stop = {9: Wish.STOP} if world.rank == world.size - 1 else {}
+    return answers, summed, ask(world, {world.rank: Wish.SAVE, **stop})
 
 
-def test_a_signal_lets_a_librarys_system_call_go_on() -> None:
-    """It must not fail with EINTR just when a training is to end in order."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    reader, writer = os.pipe()
-    with StopSignals() as signals:
-        signalled = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-        answered = threading.Timer(0.6, lambda: os.write(writer, b"x"))
-        signalled.start()
-        answered.start()
-        assert libc.read(reader, ctypes.create_string_buffer(1), 1) == 1, os.strerror(ctypes.get_errno())
-        assert signals.received == "SIGUSR1"
-    os.close(reader)
-    os.close(writer)
+def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
+    alone = World(Launch("single process"), torch.device("cpu"))
+    assert ask(alone, {2: Wish.SAVE, 5: Wish.STOP}) == [0, 0, 1, 0, 0, 2], "one rank waits for no other"
+    (answers, summed, sparse), *others = run_ranks(ask_on_ranks, 3)
+    assert others == [(answers, summed, sparse)] * 2
+    assert answers == [0, 0, 0, 1, 0, 0, 2]
+    assert summed == 3
+    assert sparse == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2], "many ranks exchange every few steps, and lose none"
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "settings"),
     [
         (signal.SIGTERM, []),
-        (signal.SIGUSR1, []),
-        (signal.SIGUSR2, ["--set=stop_signal=SIGUSR2"]),
+        pytest.param(signal.SIGUSR2, ["--set=stop_signal=SIGUSR2"], marks=pytest.mark.slow),
     ],
 )
-def test_after_a_signal_the_same_command_goes_on_to_the_same_weights(
-    start: Start, flags: list[str], tmp_path: Path, number: signal.Signals, settings: list[str]
+def test_after_a_signal_the_same_command_resumes_to_the_same_weights(
+    train: Start, tmp_path: Path, number: signal.Signals, settings: list[str]
 ) -> None:
-    flags = [*flags, *settings, f"--num_epochs={EPOCHS}", "--set=log_interval=3"]
-    stopped = start(command(flags))
-    undisturbed = start(command(flags, "--run_num=undisturbed"))
+    settings = [*settings, f"--num_epochs={EPOCHS}", "--set=log_interval=3"]
+    stopped = train(*settings)
     stopped.wait_for("epoch 3/")
-    stopped.process.send_signal(number)
-    assert stopped.end() == 75
-    saved = saved_at_the_stop(stopped, run_folder(tmp_path))
+    stopped.signal(number)
+    assert stopped.end().returncode == 75, stopped.text
+    saved = saved_at_the_stop(stopped.text, checkpoints(tmp_path))
     assert 0 < saved.position.step < 8 * EPOCHS
-    stopped.wait_for(rf"step_{saved.position.step:08d} written in")
-    resumed = start(command(flags))
-    assert resumed.end() == 0, resumed.text
-    assert undisturbed.end() == 0, undisturbed.text
-    resumed.wait_for(rf"Going on from .*, after step {saved.position.step}$")
-    ends = [checkpoint.newest(run_folder(tmp_path, 1, name) / FOLDER) for name in ("00", "undisturbed")]
+    assert f"step_{saved.position.step:08d} written in" in stopped.text
+    resumed, undisturbed = train(*settings), train(*settings, "--run_num=undisturbed")
+    assert resumed.end().returncode == 0, resumed.text
+    assert undisturbed.end().returncode == 0, undisturbed.text
+    assert re.search(rf"Going on from .*, after step {saved.position.step}$", resumed.text, re.MULTILINE)
+    ends = [checkpoint.newest(checkpoints(tmp_path, 1, name)) for name in ("00", "undisturbed")]
     assert [end.position.step for end in ends if end] == [8 * EPOCHS] * 2
     one, other = (end.weights["network"] for end in ends if end)
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_one_signal_that_comes_many_times_within_a_second_counts_once(
-    start: Start, flags: list[str], tmp_path: Path
-) -> None:
-    """Slurm and torchrun both pass it on: also when the first of them has the training end within that second."""
-    program = start(command(flags, LONG))
+def test_signals_that_come_many_times_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
+    """Slurm and torchrun both pass one on, and a preemption follows a warning; also while the training is ending."""
+    script = tmp_path / "patient.py"
+    script.write_text(PATIENT)
+    program = start([str(script), *flags, LONG])
     program.wait_for("epoch 2/")
-    deadline = time.monotonic() + 0.8 * SAME_SIGNAL_SECONDS
-    while time.monotonic() < deadline and program.process.poll() is None:
-        program.process.send_signal(signal.SIGUSR1)
+    while program.process.exitcode is None:
+        program.signal(signal.SIGUSR1)
+        program.signal(signal.SIGTERM)
         time.sleep(0.02)
-    assert program.end() == 75
-    saved_at_the_stop(program, run_folder(tmp_path))
-
-
-def test_two_kinds_of_signals_in_a_row_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
-    program = start(command(flags, LONG))
-    program.wait_for("epoch 2/")
-    program.process.send_signal(signal.SIGUSR1)
-    program.process.send_signal(signal.SIGTERM)
-    assert program.end() == 75
-    saved_at_the_stop(program, run_folder(tmp_path))
+    assert program.end().returncode == 75, program.text
+    saved_at_the_stop(program.text, checkpoints(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_signal_before_training_begins_does_no_harm(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """While Python still imports it ends the process; from then on it stops the training in order."""
-    started = time.monotonic()
-    program = start(command(flags, LONG))
-    program.wait_for("Before training")
-    seconds = time.monotonic() - started
-    program.process.send_signal(signal.SIGTERM)
-    codes = [program.end()]
-    for part in (0.1, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95):
-        program = start(command(flags, LONG))
-        time.sleep(part * seconds)  # not to wait for anything, but to come upon everything
-        program.process.send_signal(signal.SIGTERM)
-        codes.append(program.end())
-        assert codes[-1] in (75, 128 + signal.SIGTERM), program.text
-        assert "Traceback" not in program.text
-        for step in checkpoint.saved_steps(run_folder(tmp_path) / FOLDER):
-            checkpoint.load(checkpoint.place(run_folder(tmp_path) / FOLDER, step))
-        assert not list((run_folder(tmp_path) / FOLDER).glob(".*"))
-    assert codes[:2] == [75, 128 + signal.SIGTERM]
+@pytest.mark.parametrize("moment", [r"\S", "parameters", "Before training"])
+def test_a_signal_before_training_begins_does_no_harm(train: Start, tmp_path: Path, moment: str) -> None:
+    program = train(LONG)
+    program.wait_for(moment)
+    program.signal(signal.SIGTERM)
+    assert program.end().returncode == 75, program.text
+    assert "Traceback" not in program.text
+    all_are_complete(checkpoints(tmp_path))
+    assert not list(checkpoints(tmp_path).glob(".*"))
 
 
 STUCK = """
@@ -376,128 +253,148 @@ with one_line_errors(), stopping.StopSignals():
     lock = threading.Lock()
     try:
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(30)
+        threading.Event().wait()
     finally:
         lock.acquire()
         lock.acquire()
 """
 
 
-def test_ctrl_c_ends_a_program_that_is_stuck_on_its_way_out(start: Start) -> None:
+def test_ctrl_c_ends_a_program_that_is_stuck_on_its_way_out(start: Start, tmp_path: Path) -> None:
     """An interrupt between a lock's acquisition and the block that releases it left a training waiting for ever."""
-    program = start([sys.executable, "-c", STUCK])
-    assert program.end() == 130
-    assert program.lines == ["interrupted"]
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    program = start([str(script)])
+    assert program.end().returncode == 130
+    assert program.text == "interrupted\n"
 
 
-def test_ctrl_c_ends_at_once_as_ever(start: Start, flags: list[str], tmp_path: Path) -> None:
-    program = start(command(flags, LONG))
+def test_ctrl_c_ends_a_training_without_saving(train: Start, tmp_path: Path) -> None:
+    program = train(LONG)
     program.wait_for("epoch 2/")
-    program.process.send_signal(signal.SIGINT)
-    assert program.end() == 130
-    assert program.lines[-1] == "interrupted"
+    program.signal(signal.SIGINT)
+    assert program.end().returncode == 130
+    assert program.text.endswith("\ninterrupted\n")
     assert "Stopping" not in program.text
-    for step in checkpoint.saved_steps(run_folder(tmp_path) / FOLDER):
-        checkpoint.load(checkpoint.place(run_folder(tmp_path) / FOLDER, step))
+    all_are_complete(checkpoints(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_benchmark_dies_of_a_signal_as_ever(
-    start: Start, flags: list[str], tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_benchmark_dies_of_a_signal(start: Start, flags: list[str], tmp_path: Path) -> None:
     settings = tmp_path / "conf.yaml"
-    settings.write_text("IO: {batches: 2, trials: 100000, warmup_trials: 1}\n")
-    program = start(command(flags, "--enable_benchy"), BENCHY_CONFIG_FILE=str(settings), BENCHY_OUTPUT=f"{tmp_path}/x")
+    settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
+    variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
+    program = start(["train.py", *flags, "--enable_benchy"], **variables)
     program.wait_for("BENCHY|Configuration test")
-    program.process.send_signal(number)
-    assert program.end() == 128 + number
+    program.signal(signal.SIGTERM)
+    assert program.end().returncode == 128 + signal.SIGTERM
     assert "Stopping" not in program.text
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signalled", [[0], [1], [0, 1]], ids=str)
-def test_ranks_stop_together_whichever_is_told(
-    start: Start, flags: list[str], tmp_path: Path, signalled: list[int]
-) -> None:
-    ranks = start_ranks(start, command(flags, LONG))
-    ranks[0].wait_for("epoch 2/")
-    for rank in signalled:
-        ranks[rank].process.send_signal(signal.SIGUSR1)
-    assert [rank.end() for rank in ranks] == [75, 75]
-    saved = saved_at_the_stop(ranks[0], run_folder(tmp_path, 2))
-    why = "SIGUSR1" if 0 in signalled else "a signal to another rank"
-    ranks[0].wait_for(rf"Stopping after step {saved.position.step}: {why}$")
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: list[Program], tmp_path: Path) -> None:
+    two_ranks[1].signal(signal.SIGUSR1)
+    assert [rank.end().returncode for rank in two_ranks] == [75, 75]
+    saved = saved_at_the_stop(two_ranks[0].text, checkpoints(tmp_path, 2))
+    assert f"Stopping after step {saved.position.step}: a signal to another rank\n" in two_ranks[0].text
     assert len(saved.training["random"]) == 2
-    assert ranks[1].lines == [] or "Stopping" not in ranks[1].text
+    assert "Stopping" not in two_ranks[1].text
 
 
 def test_the_same_signal_again_ends_even_a_rank_that_waits_for_another(
-    start: Start, flags: list[str], tmp_path: Path
+    two_ranks: list[Program], tmp_path: Path
 ) -> None:
     """Rank 1 is suspended, so rank 0's main thread waits in a collective, where Python runs no handler."""
-    ranks = start_ranks(start, command(flags, LONG))
-    ranks[0].wait_for("epoch 2/")
-    ranks[1].process.send_signal(signal.SIGSTOP)
-    counted = -1
-    while counted != len(ranks[0].lines):  # until it gets no further
-        counted = len(ranks[0].lines)
-        time.sleep(0.5)
-    ranks[0].process.send_signal(signal.SIGTERM)
-    time.sleep(SAME_SIGNAL_SECONDS + 0.3)
-    assert ranks[0].process.poll() is None, "the first is a wish, and it waits to be told to the others"
-    sent = time.monotonic()
-    ranks[0].process.send_signal(signal.SIGTERM)
-    assert ranks[0].end(10) == 128 + signal.SIGTERM
-    assert time.monotonic() - sent < 2.0
-    assert ranks[0].lines[-1] == "SIGTERM again: ends at once, without saving"
-    ranks[1].process.kill()
-    ranks[1].process.send_signal(signal.SIGCONT)
-    for step in checkpoint.saved_steps(run_folder(tmp_path, 2) / FOLDER):
-        checkpoint.load(checkpoint.place(run_folder(tmp_path, 2) / FOLDER, step))
+    waiting, suspended = two_ranks
+    suspended.signal(signal.SIGSTOP)
+    waiting.signal(signal.SIGTERM)
+    waiting.wait_for("SIGTERM: it will save what there is and stop")
+    while waiting.process.exitcode is None:  # one that follows within a second is the same signal
+        waiting.signal(signal.SIGTERM)
+        time.sleep(0.1)
+    assert waiting.end().returncode == 128 + signal.SIGTERM
+    assert waiting.text.endswith("SIGTERM again: ends at once, without saving\n")
+    assert "Stopping" not in waiting.text
+    all_are_complete(checkpoints(tmp_path, 2))
+
+
+# --- torchrun --------------------------------------------------------------------------------------------------------
+
+
+class Torchrun:
+    """torchrun with two ranks of train.py, and its options before them."""
+
+    def __init__(self, output: TextIO, *arguments: str) -> None:
+        self.output = Path(output.name)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=TOP, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
+        )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str) -> None:
+        running = self.process.poll
+        wait_until(lambda: re.search(pattern, self.text), what=lambda: self.text, alive=lambda: running() is None)
+
+    def ranks(self) -> list[int]:
+        """Their process ids."""
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Callable[..., Torchrun]]:
+    """torchrun(options, more flags) -> Torchrun"""
+    started: list[Torchrun] = []
+    with (tmp_path / "torchrun.out").open("w") as output:
+
+        def launch(options: Sequence[str], *more: str) -> Torchrun:
+            started.append(Torchrun(output, *options, "train.py", *flags, *more))
+            return started[-1]
+
+        yield launch
+    for launched in started:
+        if launched.process.poll() is None:  # the test has failed
+            for pid in [*launched.ranks(), launched.process.pid]:
+                os.kill(pid, signal.SIGKILL)
+            launched.process.wait()
+
+
+def has_ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "State:\tZ" in status.read_text()
+    except OSError:
+        return True
 
 
 @pytest.mark.slow
-def test_a_signal_to_torchrun_has_its_ranks_save(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """It passes SIGTERM on, and itself ends with exit code 1; the same command goes on."""
-    program = start([*TORCHRUN, "train.py", *flags, f"--num_epochs={EPOCHS}"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_save_and_stop_when_torchrun_is_asked_to_end_or_is_gone(
+    torchrun: Callable[..., Torchrun], tmp_path: Path, number: signal.Signals
+) -> None:
+    """It passes SIGTERM on and ends with exit code 1; ranks whose torchrun was killed once trained on."""
+    program = torchrun([], LONG)
     program.wait_for("epoch 2/")
-    program.process.send_signal(signal.SIGTERM)
-    code = program.end()
-    assert code != 0
-    (step,) = re.findall(r"Stopping after step (\d+): SIGTERM", program.text)
-    saved = checkpoint.load(checkpoint.place(run_folder(tmp_path, 2) / FOLDER, int(step)))
-    assert saved.position.step == int(step)
-    resumed = start([*TORCHRUN, "train.py", *flags, f"--num_epochs={EPOCHS}"])
-    assert resumed.end() == 0, resumed.text
-    resumed.wait_for(rf"Going on from .*, after step {step}$")
-    assert code == 1
+    ranks = program.ranks()
+    program.process.send_signal(number)
+    assert program.process.wait() == (1 if number == signal.SIGTERM else -number)
+    wait_until(lambda: all(has_ended(pid) for pid in ranks))
+    (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", program.text)
+    assert checkpoint.load(checkpoint.place(checkpoints(tmp_path, 2), int(step))).position.step == int(step)
 
 
 @pytest.mark.slow
-def test_ranks_whose_torchrun_is_gone_save_and_stop(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """They once went on training, with nobody to watch them."""
-    program = start([*TORCHRUN, "train.py", *flags, LONG])
-    program.wait_for("epoch 2/")
-    program.process.kill()
-    program.process.wait(10)
-    program._reader.join(30)  # until the last rank's end closes the pipe
-    assert not program._reader.is_alive()
-    (step,) = re.findall(r"Stopping after step (\d+): SIGTERM", program.text)
-    checkpoint.load(checkpoint.place(run_folder(tmp_path, 2) / FOLDER, int(step)))
-
-
-@pytest.mark.slow
-def test_torchrun_starts_ranks_again_and_they_go_on(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """One is killed; the other ends by itself or by torchrun; both begin again at the newest checkpoint."""
-    restarting = [*TORCHRUN, "--max-restarts=2", "train.py", *flags]
-    program = start([*restarting, f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5"])
+def test_torchrun_starts_ranks_again_and_they_resume(torchrun: Callable[..., Torchrun], tmp_path: Path) -> None:
+    """One is killed; the other ends by itself or by torchrun; both resume from the newest checkpoint."""
+    program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")
     program.wait_for("epoch 3/")
-    children = Path(f"/proc/{program.process.pid}/task/{program.process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    assert program.end(120) == 0, program.text
-    program.wait_for(r"Going on from .*, after step \d+$")
-    assert program.text.count("This training is complete") == 0
+    os.kill(program.ranks()[-1], signal.SIGKILL)
+    assert program.process.wait() == 0, program.text
+    assert re.search(r"Going on from .*, after step \d+$", program.text, re.MULTILINE)
     assert program.text.count("DONE ---- rank 0") == 1
-    assert checkpoint.saved_steps(run_folder(tmp_path, 2) / FOLDER)[0] == EPOCHS * 8
+    assert checkpoint.saved_steps(checkpoints(tmp_path, 2))[0] == EPOCHS * 8
