@@ -249,6 +249,8 @@ WARMUP = {"scaling": "sqrt", "warmup_steps": 10}
         ({"vector_channels": {"targets": [[1, 2, 2]]}}, 1, "must be triples of different channels"),
         ({"vector_channels": {"inputs": [[1, 2, 3], [3, 0, 1]]}}, 1, "must be triples of different channels"),
         ({"vector_channels": {"inputs": [[1, 2]]}}, 1, "must be triples of different channels"),
+        ({"network": {"rewritten": ["last", "last"]}}, 1, r"network.rewritten \['last', 'last'\] names a layer twice"),
+        ({"data_loader_config": "labelled"}, 1, "data_loader_config labelled and dataset.name go together"),
         ({"box_size": [64]}, 1, "box_size: List should have at least 2 items"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, 1, "optimizer.betas.1: Input should be less than 1"),
         ({"precision": "float64"}, 1, "precision: Input should be 'bfloat16' or 'float16', not 'float64'"),
