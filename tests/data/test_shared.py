@@ -53,6 +53,7 @@ def test_the_copy_equals_the_file_and_leaves_no_name(
         for field, values in zip((copy.inputs, copy.targets), read_fields(path), strict=True):
             np.testing.assert_array_equal(field, values)
     assert os.listdir(memory) == []
+    assert shared.room_for_copies(World(Launch("test", world_size=2), torch.device("cpu"))) == 0, "no shared memory"
 
 
 def test_too_little_memory_is_reported_before_anything_is_written(
