@@ -1,4 +1,4 @@
-"""Arithmetic is counted as PyTorch's own counter counts it, on what really ran."""
+"""Floating-point operations are counted as PyTorch's own counter counts them, on what ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks import build_loss, build_network
+from networks import build_network
 from utils.flops import counted, matmul_peak
 
 
@@ -47,23 +47,14 @@ def test_groups_are_counted() -> None:
     assert flops.forward == counter.get_total_flops() > 0
 
 
-def test_the_full_network_takes_80_gflop_a_sample() -> None:
-    with torch.device("meta"):
-        network, fields = build_network("unet", 64), torch.empty(1, 4, 64, 64, 64)
-        with counted(network) as flops:
-            build_loss("l1")(network(fields), torch.empty(1, 5, 64, 64, 64))
-    assert flops.training == pytest.approx(80.46e9, rel=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"rewritten": ["down1", "last"]}, {"fused": True}])
-def test_a_network_counts_the_same_however_it_is_carried_out(options: dict) -> None:
+def test_rewritten_and_fused_networks_count_as_the_plain_one() -> None:
     counts = []
-    for changes in ({}, options):
-        network = build_network("unet", 16, width=4, scales=3, **changes)
+    for options in ({}, {"rewritten": ["down1", "last"]}, {"fused": True}):
+        network = build_network("unet", 16, width=4, scales=3, **options)
         with counted(network) as flops, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             network(torch.rand(1, 4, 16, 16, 16))
         counts.append(flops)
-    assert counts[0] == counts[1]
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_nothing_is_counted_afterwards() -> None:

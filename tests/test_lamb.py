@@ -1,4 +1,4 @@
-"""LAMB against the paper's algorithm 2 in numpy, against another package's, and with updates left out."""
+"""LAMB against the paper's algorithm 2 in numpy and against another package; updates that are skipped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(dtype: torch.dtype = torch.float64, device: str = "cpu") -> dict[str, 
 
 
 def gradients(number: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Of very different sizes."""
+    """Gradients of very different sizes."""
     generator = torch.Generator().manual_seed(100 + number)
     found = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
     found["conv.weight"] *= 1e3
@@ -63,7 +63,7 @@ def take(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], 
 
 
 def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
-    """You et al. 2020, line by line; φ is the identity, and a weight of no length, or of no step, moves as in Adam."""
+    """You et al. 2020, line by line; φ is the identity, and where a norm is 0 the weight moves as in Adam."""
     x = start()[name].detach().numpy().copy()
     m, v = np.zeros_like(x), np.zeros_like(x)
     for t in range(1, steps + 1):
@@ -82,7 +82,7 @@ def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_is_the_papers_algorithm(decay: float, device: str) -> None:
+def test_it_is_the_algorithm_of_the_paper(decay: float, device: str) -> None:
     parameters = start(device=device)
     optimizer = build(parameters, decay)
     for number in range(STEPS):
@@ -95,11 +95,10 @@ def test_it_is_the_papers_algorithm(decay: float, device: str) -> None:
         assert moved is (name != "idle.weight" or decay > 0), name
 
 
-@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("decay", [0.0, DECAY])
-def test_it_is_another_packages_lamb(decay: float, foreach: bool) -> None:
+def test_it_is_the_lamb_of_another_package(decay: float) -> None:
     """pytorch_optimizer's corrects no bias, which multiplies its r by a factor c of the step's number: the step,
-    |x| / |c·r + λ'x| · (c·r + λ'x), is ours where λ' = c·λ. Its ε is in the norms, too: there is next to none here.
+    |x| / |c·r + λ'x| · (c·r + λ'x), is ours where λ' = c·λ. Its ε is in the norms, too, and is negligible here.
 
     Its default divides the rate by Adam's first correction instead, which makes the first step ten times as long.
     """
@@ -107,7 +106,7 @@ def test_it_is_another_packages_lamb(decay: float, foreach: bool) -> None:
     names = ["conv.weight", "dense.weight"]
     ours, theirs = ({name: start()[name] for name in names} for _ in range(2))
     optimizer = build(ours, decay, eps=1e-30)
-    settings = {"weight_decouple": False, "adam_debias": True, "foreach": foreach}
+    settings = {"weight_decouple": False, "adam_debias": True, "foreach": False}
     other = package.Lamb(theirs.values(), betas=BETAS, weight_decay=decay, eps=1e-30, **settings)
     other.clamp = float("inf")
     for number in range(STEPS):
@@ -120,29 +119,7 @@ def test_it_is_another_packages_lamb(decay: float, foreach: bool) -> None:
         assert float((ours[name] - start()[name]).detach().abs().max()) > 0.1
 
 
-def test_a_weight_moves_by_the_rate_times_its_own_length() -> None:
-    """Whatever its gradient's size; all others move as Adam has it, by the rate at first."""
-    parameters = start()
-    take(build(parameters), parameters, 0)
-    for name, parameter in parameters.items():
-        before = start()[name].detach()
-        moved = (parameter.detach() - before).flatten()
-        if name in ("conv.weight", "dense.weight"):
-            assert float(moved.norm() / before.norm()) == pytest.approx(rate(0), rel=1e-12)
-        elif name not in WEIGHTS:
-            torch.testing.assert_close(moved.abs(), torch.full_like(moved, rate(0)), rtol=1e-3, atol=0)
-
-
-def test_decay_and_trust_ratio_are_for_weights_alone() -> None:
-    parameters = start()
-    adapted, others = build(parameters).param_groups
-    by_id = {id(parameter): name for name, parameter in parameters.items()}
-    assert {by_id[id(parameter)] for parameter in adapted["params"]} == WEIGHTS
-    assert {by_id[id(parameter)] for parameter in others["params"]} == SHAPES.keys() - WEIGHTS
-    assert (adapted["weight_decay"], others["weight_decay"]) == (DECAY, 0.0)
-
-
-def test_a_parameter_without_a_gradient_stays() -> None:
+def test_a_parameter_without_a_gradient_is_unchanged() -> None:
     parameters = start()
     optimizer = build(parameters)
     for name in ("conv.weight", "conv.bias"):
@@ -154,25 +131,22 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rate_in_a_tensor_is_the_rate(device: str) -> None:
+def test_the_rate_may_be_a_tensor(device: str) -> None:
     plain, held = start(torch.float32, device), start(torch.float32, device)
     lr = torch.zeros((), device=device)
     optimizers = build(plain), build(held, lr=lr)
     for number in range(5):
+        take(optimizers[0], plain, number)
         lr.fill_(rate(number))
-        for optimizer, parameters in zip(optimizers, (plain, held), strict=True):
-            for name, gradient in gradients(number, torch.float32).items():
-                parameters[name].grad = gradient.to(device)
-            if optimizer is optimizers[0]:
-                for group in optimizer.param_groups:
-                    group["lr"] = float(lr)
-            optimizer.step()
+        for name, gradient in gradients(number, torch.float32).items():
+            held[name].grad = gradient.to(device)
+        optimizers[1].step()
     for name in SHAPES:
         torch.testing.assert_close(plain[name], held[name], rtol=1e-6, atol=1e-7)
         assert name == "idle.weight" or not torch.equal(held[name].cpu(), start(torch.float32)[name])
 
 
-# --- updates left out ------------------------------------------------------------------------------------------------
+# --- skipped updates -------------------------------------------------------------------------------------------------
 
 
 def bits(optimizer: Lamb, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
@@ -182,11 +156,10 @@ def bits(optimizer: Lamb, parameters: dict[str, nn.Parameter]) -> dict[str, byte
     return found
 
 
-@pytest.mark.parametrize("decay", [0.0, DECAY])
-@pytest.mark.parametrize("spoil", [float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize(("spoil", "decay"), [(float("nan"), 0.0), (float("inf"), DECAY), (1.0, DECAY)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_nothing_changes_where_it_is_not_to(device: str, spoil: float, decay: float) -> None:
-    """Not the sign of a zero, whatever the gradients are."""
+def test_a_skipped_update_changes_no_bit(device: str, spoil: float, decay: float) -> None:
+    """Not even the sign of a zero, whatever the gradients are."""
     parameters = start(torch.float32, device)
     with torch.no_grad():
         for name in ("conv.weight", "zero.weight", "conv.bias"):
@@ -208,8 +181,8 @@ def test_nothing_changes_where_it_is_not_to(device: str, spoil: float, decay: fl
 
 
 @pytest.mark.parametrize("unscaled", [True, False])
-def test_a_gradient_scaler_is_served(unscaled: bool) -> None:
-    """Scaled gradients, which the scaler or the optimizer scales back, train as they are; overflow is left out."""
+def test_it_works_with_a_gradient_scaler(unscaled: bool) -> None:
+    """Gradients are scaled back by the scaler or by the optimizer; an overflow skips the update."""
     plain, scaled = start(torch.float32), start(torch.float32)
     optimizers = build(plain), build(scaled)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -241,7 +214,7 @@ def test_a_gradient_scaler_is_served(unscaled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_in_a_cuda_graph_it_is_the_same_and_leaves_updates_out() -> None:
+def test_a_cuda_graph_gives_the_same_and_skips_updates() -> None:
     """The rate, and whether to update at all, are read from memory at each replay."""
     plain, recorded = start(torch.float32, "cuda"), start(torch.float32, "cuda")
     lr, found_inf = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")

@@ -1,8 +1,9 @@
-"""Losses are read once per interval, averaged over ranks, and a NaN is named on every rank."""
+"""Losses are read once per interval and averaged over ranks; every rank knows which one had a NaN."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ ALONE = World(Launch("test"), torch.device("cpu"))
 NAN, INF = float("nan"), float("inf")
 
 
-def test_recorder_gives_each_step_and_starts_anew() -> None:
+def test_a_recorder_returns_each_step_once() -> None:
     recorder = LossRecorder(3, ALONE)
     assert recorder.read() == []
     for value in (1.0, 2.0):
@@ -39,7 +40,7 @@ def test_recorder_gives_each_step_and_starts_anew() -> None:
         (1.0, NAN, None, False),
     ],
 )
-def test_a_step_whose_loss_or_norm_is_no_number_counts_as_left_out(loss, norm, bad_rank, updated) -> None:
+def test_a_step_whose_loss_or_norm_is_not_finite_counts_as_skipped(loss, norm, bad_rank, updated) -> None:
     recorder = LossRecorder(2, ALONE)
     recorder.record(torch.tensor(loss), torch.tensor(norm))
     recorder.record(torch.tensor(1.0), torch.tensor(1.0))
@@ -49,7 +50,7 @@ def test_a_step_whose_loss_or_norm_is_no_number_counts_as_left_out(loss, norm, b
     assert after.updated
 
 
-def record_on_rank(world: World) -> tuple:
+def on_rank(world: World) -> tuple[Any, ...]:
     recorder = LossRecorder(4, world)
     for value in (1.0, 2.0):
         recorder.record(torch.tensor(value + world.rank), torch.tensor(value * (1 + world.rank)))
@@ -58,12 +59,19 @@ def record_on_rank(world: World) -> tuple:
     norms = [(1.0, NAN), (1.0, 1.0), (1.0, 1.0), (INF, 1.0)]
     for loss, norm in zip(losses, norms, strict=True):
         recorder.record(torch.tensor(loss[world.rank]), torch.tensor(norm[world.rank]))
-    return good, [(r.bad_rank, r.updated, math.isfinite(r.loss), str(r.gradient_norm)) for r in recorder.read()]
+    bad = [(r.bad_rank, r.updated, math.isfinite(r.loss), str(r.gradient_norm)) for r in recorder.read()]
+    mean = WeightedMean(world)
+    if world.rank == 0:
+        mean.add(torch.tensor(1.0), 3)
+    return good, bad, mean.results()
 
 
 def test_ranks_average_and_agree_on_the_first_bad_rank() -> None:
-    """The loss is a mean, the norm the largest; one that is no number on any rank is so on all."""
-    for good, bad in run_ranks(record_on_rank, 2):
+    """The loss is a mean, the norm the largest; one that is not finite on any rank is so on all.
+
+    A mean weighted by samples works where a rank has none.
+    """
+    for good, bad, mean in run_ranks(on_rank, 2):
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [
             (1, False, False, "nan"),
@@ -71,18 +79,11 @@ def test_ranks_average_and_agree_on_the_first_bad_rank() -> None:
             (0, False, False, "1.0"),
             (None, False, True, "inf"),
         ]
+        assert mean == [1.0]
 
 
-def mean_on_rank(world: World) -> list[float]:
-    mean = WeightedMean(world)
-    if world.rank == 0:
-        mean.add(torch.tensor(1.0), 3)
-    return mean.results()
-
-
-def test_mean_is_weighted_by_samples_and_bears_a_rank_without_any() -> None:
+def test_a_mean_is_weighted_by_samples() -> None:
     mean = WeightedMean(ALONE)
     mean.add(torch.tensor(1.0), 8)
     mean.add(torch.tensor(4.0), 4)
     assert mean.results() == pytest.approx([2.0])
-    assert run_ranks(mean_on_rank, 2) == [[1.0], [1.0]]

@@ -1,4 +1,4 @@
-"""The gradient noise scale is the true one where the truth is known, at the cost of looking at what is there anyway."""
+"""The measured gradient noise scale is the true one of a quadratic; it is saved, resumed and reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from utils.noise_scale import NoiseScale
 from utils.steps.eager import EagerStep, StepOptions
 
 ALONE = World(Launch("test"), torch.device("cpu"))
-SIZE, NOISE, STEPS = 200, 3.0, 400
+SIZE, NOISE, STEPS = 200, 3.0, 250
 TRUE_GRADIENT_SQUARE, TRUE_NOISE = 0.5**2 * SIZE, NOISE**2 * SIZE  # of the quadratic below, at parameters of zero
 
 
@@ -73,34 +73,31 @@ def assert_true(found: tuple[float, float, float]) -> None:
 
 
 def test_micro_batches_of_a_quadratic_give_its_noise_scale() -> None:
-    assert_true(measure(ALONE, 32, {"accumulation_steps": 4}))
+    """float16 multiplies gradients by a large number; the part's norm must come without it, as the batch's does."""
+    plain = measure(ALONE, 32, {"accumulation_steps": 4})
+    assert_true(plain)
+    scaled = measure(ALONE, 32, {"accumulation_steps": 4, "enable_amp": True, "precision": "float16"})
+    assert scaled == pytest.approx(plain, rel=1e-3)
 
 
 def measure_all(world: World) -> dict[str, tuple[float, float, float]]:
     return {case: measure(world, 16, options) for case, options in TWO_RANKS.items()}
 
 
-def test_ranks_parts_of_a_quadratic_give_its_noise_scale() -> None:
+def test_the_ranks_parts_of_a_quadratic_give_its_noise_scale() -> None:
     for rank in run_ranks(measure_all, 2):
         for found in rank.values():
             assert_true(found)
 
 
-def test_a_gradient_scaler_changes_nothing() -> None:
-    """float16 multiplies gradients by a large number; the part's norm must come without it, as the batch's does."""
-    plain = measure(ALONE, 32, {"accumulation_steps": 4})
-    scaled = measure(ALONE, 32, {"accumulation_steps": 4, "enable_amp": True, "precision": "float16"})
-    assert scaled == pytest.approx(plain, rel=1e-3)
-
-
-def test_there_is_nothing_to_measure_without_parts() -> None:
+def test_nothing_is_measured_without_parts() -> None:
     network = Offset()
     for options in (StepOptions(noise_scale=True), StepOptions(accumulation_steps=2)):
         step = EagerStep(network, HalfSquare(), torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
         assert step.probe is None
 
 
-def test_the_estimate_goes_on_where_it_stopped() -> None:
+def test_the_estimate_resumes_where_it_stopped() -> None:
     whole, first = NoiseScale(8, 32), NoiseScale(8, 32)
     for number in range(6):
         whole.add(10.0 + number, 4.0)
@@ -115,25 +112,18 @@ def test_the_estimate_goes_on_where_it_stopped() -> None:
 @pytest.mark.parametrize(
     ("part_square", "batch_square", "says"),
     [
-        (
-            1.16,
-            1.08,
-            "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch would",
-        ),
+        (1.16, 1.08, "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch "),
         (1.16 - 1e-6, 1.08, "save 4 %"),
         (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay less and less (twice the batch"),
-        (3.0, 2.0, "save 25 %"),
-        (
-            21.0,
-            11.0,
-            "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay (twice the batch would save 45 %",
-        ),
+        (21.0, 11.0, "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay (twice the batch would s"),
         (2.0, 1.0, "the noise is nearly all there is"),
     ],
 )
-def test_what_is_said_of_it(part_square: float, batch_square: float, says: str) -> None:
-    """Of halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
+def test_the_sentence_in_the_log(part_square: float, batch_square: float, says: str) -> None:
+    """For halves of a batch of 100: |G|² = 2 b² − p², S = 100 (p² − b²)."""
     estimate = NoiseScale(50, 100)
+    assert estimate.samples is None
+    assert estimate.scalars() == {}
     for _ in range(19):
         estimate.add(part_square, batch_square)
     assert estimate.sentence() == "Gradient noise scale: 19 steps are too few to tell it"
@@ -141,6 +131,7 @@ def test_what_is_said_of_it(part_square: float, batch_square: float, says: str) 
     assert says in estimate.sentence(), estimate.sentence()
 
 
-def test_nothing_known_says_nothing() -> None:
-    assert NoiseScale(8, 32).samples is None
-    assert NoiseScale(8, 32).scalars() == {}
+def test_scalars_are_the_scale_and_the_progress_of_a_step() -> None:
+    estimate = NoiseScale(50, 100)
+    estimate.add(3.0, 2.0)
+    assert list(estimate.scalars().values()) == pytest.approx([100, 0.5])
