@@ -1,4 +1,4 @@
-"""docker/: what the image is built from agrees with pyproject.toml. No container engine is needed."""
+"""The packages listed in docker/ agree with pyproject.toml. No container engine is needed."""
 
 from __future__ import annotations
 
@@ -67,13 +67,10 @@ def test_the_image_is_held_to_the_project_s_bounds() -> None:
     assert str(brought["torch"].specifier) == ">=2.11.0a0"
 
 
-def test_the_base_image_is_one_release(instructions: list[tuple[str, str]]) -> None:
+def test_the_base_image_is_one_release_and_nothing_of_it_is_replaced(instructions: list[tuple[str, str]]) -> None:
     (base,) = [argument for name, argument in instructions if name == "FROM"]
     assert base == "nvcr.io/nvidia/pytorch:${PYTORCH_TAG}"
     assert re.fullmatch(r"PYTORCH_TAG=\d\d\.\d\d-py3", instructions[0][1])
-
-
-def test_nothing_of_the_base_image_is_replaced(instructions: list[tuple[str, str]]) -> None:
     commands = " && ".join(argument for name, argument in instructions if name == "RUN").split("&&")
     installs = [command for command in commands if re.search(r"\b(pip|apt-get|conda|uv)\b", command)]
     assert len(installs) == 1
@@ -81,14 +78,14 @@ def test_nothing_of_the_base_image_is_replaced(instructions: list[tuple[str, str
     assert not {"USER", "ENTRYPOINT", "CMD", "ADD"} & {name for name, _ in instructions}
 
 
-def test_what_is_copied_is_there(instructions: list[tuple[str, str]]) -> None:
+def test_all_files_of_the_folder_are_copied(instructions: list[tuple[str, str]]) -> None:
     (copied,) = [argument for name, argument in instructions if name == "COPY"]
     *files, target = copied.split()
     assert target == "/opt/nbody-unet/"
     assert set(files) == {path.name for path in DOCKER.iterdir() if path.is_file()} - {"Dockerfile"}
 
 
-def test_the_check_names_what_is_wrong() -> None:
+def test_the_check_of_the_image_names_each_fault() -> None:
     assert check_image.problem(Requirement("numpy>=1.24")) == ""
     assert "numpy>=99 is not satisfied by" in check_image.problem(Requirement("numpy>=99"))
     assert check_image.problem(Requirement("no-such-thing")) == "no-such-thing is not there"
@@ -97,7 +94,7 @@ def test_the_check_names_what_is_wrong() -> None:
 
 
 def caches(home: Path, tmp: Path, **variables: str) -> dict[str, str]:
-    """What a Python that starts with writable_caches has in its environment."""
+    """The cache variables of a Python that imports writable_caches at its start."""
     code = "import os, writable_caches; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')"
     inherited = {name: value for name, value in os.environ.items() if name not in CACHES}
     environment = {**inherited, "PYTHONPATH": str(DOCKER), "HOME": str(home), "TMPDIR": str(tmp), **variables}
@@ -106,12 +103,12 @@ def caches(home: Path, tmp: Path, **variables: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in output.splitlines()) if name in CACHES}
 
 
-def test_caches_stay_in_a_home_that_can_be_written_to(tmp_path: Path) -> None:
+def test_caches_stay_in_a_writable_home(tmp_path: Path) -> None:
     assert caches(tmp_path, tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_caches_have_a_place_without_a_home(tmp_path: Path) -> None:
+def test_caches_go_to_the_temporary_directory_without_a_home(tmp_path: Path) -> None:
     folder = tmp_path / f"nbody-unet-{os.getuid()}"
     expected = {"TRITON_HOME": f"{folder}/triton", "MPLCONFIGDIR": "/mine", "CUDA_CACHE_PATH": f"{folder}/cuda"}
     for _ in range(2):  # the ranks of a node share it
@@ -119,7 +116,7 @@ def test_caches_have_a_place_without_a_home(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_caches_are_not_taken_from_others(tmp_path: Path) -> None:
+def test_a_cache_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / f"nbody-unet-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)

@@ -233,7 +233,7 @@ def test_signals_that_come_many_times_still_save(start: Start, flags: list[str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [r"\S", "parameters", "Before training"])
+@pytest.mark.parametrize("moment", [r"\S", "Configuration test", "Before training"])
 def test_a_signal_before_training_begins_does_no_harm(train: Start, tmp_path: Path, moment: str) -> None:
     program = train(LONG)
     program.wait_for(moment)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,12 @@ TASK = ["bash", "-c", 'source ./export_DDP_vars.sh; exec "$@"', "_"]
 
 
 class Submission:
-    """submit_pm.sh in the environment of a job, with a srun that only tells its arguments."""
+    """submit_pm.sh in the environment of a job, with an srun that only writes down its arguments."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.told = folder, folder / "srun.json"
+        self.folder, self.written = folder, folder / "arguments"
         srun = folder / "srun"
-        srun.write_text(
-            f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(self.told)!r}, 'w'))\n"
-        )
+        srun.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" >{shlex.quote(str(self.written))}\n")
         srun.chmod(0o755)
 
     def run(self, *arguments: str, where: Path = TOP, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -36,9 +33,9 @@ class Submission:
         """What srun is given after its own options."""
         done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stderr
-        told = json.loads(self.told.read_text())
-        assert told[:4] == ["-u", "-K1", "-X", "--cpu-bind=cores"]
-        return told[4:]
+        given = self.written.read_text().split("\0")[:-1]
+        assert given[:4] == ["-u", "-K1", "-X", "--cpu-bind=cores"]
+        return given[4:]
 
 
 @pytest.fixture
@@ -46,14 +43,14 @@ def submission(tmp_path: Path) -> Submission:
     return Submission(tmp_path)
 
 
-def test_plain(submission: Submission) -> None:
+def test_arguments_and_settings_reach_the_command(submission: Submission) -> None:
     arguments = ["--config=short", "--num_epochs", "3", "a b", "$x\n"]
     assert submission.command(*arguments) == [*TASK, "python", "train.py", *arguments]
     graph = submission.command(TRAIN_SCRIPT="train_graph.py", PYTHON="python3.11", SLURM_CPUS_PER_TASK="32")
     assert graph == ["--cpus-per-task=32", *TASK, "python3.11", "train_graph.py"]
 
 
-def test_places_without_a_container(submission: Submission, tmp_path: Path) -> None:
+def test_data_and_log_directories_become_settings_without_a_container(submission: Submission, tmp_path: Path) -> None:
     """Every path of config base is replaced, and the user's arguments come last, so that they win."""
     command = submission.command("--config=base", DATA_DIR=str(tmp_path), LOGS_DIR=str(tmp_path / "logs"))
     assert command[-1] == "--config=base"
@@ -66,7 +63,7 @@ def test_places_without_a_container(submission: Submission, tmp_path: Path) -> N
     assert len(expected) == 7
 
 
-def test_shifter(submission: Submission, tmp_path: Path) -> None:
+def test_shifter_runs_the_command(submission: Submission, tmp_path: Path) -> None:
     places = {"DATA_DIR": str(tmp_path), "LOGS_DIR": str(tmp_path / "logs")}
     volumes = [f"--volume={tmp_path}:/data", f"--volume={tmp_path}/logs:/logs"]
     rest = [*TASK, "python", "train.py", "--config=short"]
@@ -79,8 +76,8 @@ def test_shifter(submission: Submission, tmp_path: Path) -> None:
     assert submission.command("--config=short", **job_image, CONTAINER_RUNTIME="none") == rest
 
 
-def test_podman(submission: Submission, tmp_path: Path) -> None:
-    """Which brings nothing along by itself."""
+def test_podman_runs_the_command(submission: Submission, tmp_path: Path) -> None:
+    """The command names all that is to reach the container: podman passes nothing on by itself."""
     podman = {"CONTAINER_RUNTIME": "podman-hpc", "CONTAINER_IMAGE": "some/image:1"}
     command = submission.command("--config=short", **podman, DATA_DIR=str(tmp_path))
     start = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl"]
@@ -93,22 +90,11 @@ def test_podman(submission: Submission, tmp_path: Path) -> None:
     assert other[7:9] == ["--gpu", "--nccl-cu13"]
 
 
-def test_profiling(submission: Submission) -> None:
-    nsys = [
-        "nsys",
-        "profile",
-        "--trace=cuda,cublas,nvtx",
-        "--kill",
-        "none",
-        "-c",
-        "cudaProfilerApi",
-        "-f",
-        "true",
-        "-o",
-    ]
+def test_nsys_wraps_the_command(submission: Submission) -> None:
+    nsys = ["nsys", "profile", "--trace=cuda,cublas,nvtx", "--kill", "none", "-c", "cudaProfilerApi", "-f", "true"]
     profile = {"ENABLE_PROFILING": "1", "PROFILE_OUTPUT": "baseline"}
     command = submission.command("--config=short", SLURM_NTASKS="1", **profile)
-    assert command == [*TASK, *nsys, "baseline", "python", "train.py", "--config=short"]
+    assert command == [*TASK, *nsys, "-o", "baseline", "python", "train.py", "--config=short"]
     assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile)
     assert "nsys" not in submission.command(ENABLE_PROFILING="0")
 
@@ -132,10 +118,10 @@ def test_bad_settings_end_before_the_step(submission: Submission, variables: dic
     done = submission.run(**variables)
     assert done.returncode == 2
     assert message in done.stderr
-    assert not submission.told.exists()
+    assert not submission.written.exists()
 
 
-def test_elsewhere(submission: Submission, tmp_path: Path) -> None:
+def test_a_submission_from_another_directory_is_refused(submission: Submission, tmp_path: Path) -> None:
     done = submission.run(where=tmp_path)
     assert done.returncode == 2
     assert "submit from the repository's top" in done.stderr

@@ -1,4 +1,4 @@
-"""export_DDP_vars.sh without Slurm: what it makes of a task's environment."""
+"""export_DDP_vars.sh without Slurm: the variables that it sets for a task."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLINGSHOT = {
 
 @pytest.fixture
 def system(tmp_path: Path) -> dict[str, str]:
-    """Variables that give a machine without special hardware, and no scontrol: as in a container."""
+    """Variables of a machine without special hardware and without scontrol, as in a container."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("cat", "env"):
@@ -49,7 +49,7 @@ def system(tmp_path: Path) -> dict[str, str]:
 
 
 def source(environment: dict[str, str], times: int = 1) -> dict[str, str]:
-    """What it sets or changes."""
+    """The variables that the script sets or changes."""
     script = "set -euo pipefail\n" + "source ./export_DDP_vars.sh\n" * times + "env -0"
     run = subprocess.run([BASH, "-c", script], cwd=TOP, env=environment, capture_output=True, text=True, check=True)
     assert not run.stderr
@@ -76,22 +76,19 @@ def test_nothing_is_set_outside_a_step(system: dict[str, str]) -> None:
     assert source({**system, **batch_script, "SLURM_PROCID": "0"}) == {}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_task_of_a_step(system: dict[str, str], times: int) -> None:
-    assert source({**system, **STEP}, times) == {**RANK, **SETTINGS}
-
-
-def test_it_agrees_with_the_program(system: dict[str, str]) -> None:
+def test_a_task_of_a_step_gets_the_rank_that_the_program_would_read(system: dict[str, str]) -> None:
+    for times in (1, 2):
+        assert source({**system, **STEP}, times) == {**RANK, **SETTINGS}
     launch, through_shell = read_launch(STEP), read_launch(source({**system, **STEP}))
     assert through_shell.launcher == "environment"
     for name in ("rank", "local_rank", "world_size", "master_addr", "master_port"):
         assert getattr(launch, name) == getattr(through_shell, name), name
 
 
-def test_without_the_steps_own_counts(system: dict[str, str]) -> None:
+def test_without_the_steps_own_counts_those_of_the_job_are_used(system: dict[str, str]) -> None:
     older = {name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_N")}
-    assert source({**system, **older})["WORLD_SIZE"] == "16"
-    assert source({**system, **older})["MASTER_ADDR"] == "nid000001"
+    changed = source({**system, **older})
+    assert (changed["WORLD_SIZE"], changed["MASTER_ADDR"]) == ("16", "nid000001")
 
 
 def test_a_stale_rank_is_replaced_and_an_address_that_is_given_is_kept(system: dict[str, str]) -> None:
@@ -101,28 +98,16 @@ def test_a_stale_rank_is_replaced_and_an_address_that_is_given_is_kept(system: d
     assert source({**system, **STEP, "MASTER_ADDR": ""})["MASTER_ADDR"] == "nid000003"
 
 
-def test_ranks_of_one_node_meet_without_its_name(system: dict[str, str]) -> None:
+def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) -> None:
+    lists = ["alone", "nid[001004-001007,2]", "a1,b[2-3]", "r[1-2]n[3,5]-ib", "r[1-2]n3-ib,x[7]", "c[3]", "login-1,b-2"]
+    for nodes in lists:
+        step = {**system, **STEP, "SLURM_STEP_NODELIST": nodes}
+        assert source(step)["MASTER_ADDR"] == first_host(nodes), nodes
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
-    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1"
+    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1", "one node's ranks meet without its name"
 
 
-NODE_LISTS = [
-    "alone",
-    "nid[001004-001007,2]",
-    "a1,b[2-3]",
-    "r[1-2]n[3,5]-ib",
-    "r[1-2]n3-ib,x[7]",
-    "c[3]",
-    "login-1,login-2",
-]
-
-
-@pytest.mark.parametrize("nodes", NODE_LISTS)
-def test_first_host_of_slurms_lists(system: dict[str, str], nodes: str) -> None:
-    assert source({**system, **STEP, "SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first_host(nodes)
-
-
-def test_scontrol_is_asked_where_it_is(system: dict[str, str]) -> None:
+def test_scontrol_is_asked_if_it_is_installed_and_works(system: dict[str, str]) -> None:
     scontrol = Path(system["PATH"], "scontrol")
     scontrol.write_text(f'#!{BASH}\n[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second\n')
     scontrol.chmod(0o755)
@@ -131,7 +116,7 @@ def test_scontrol_is_asked_where_it_is(system: dict[str, str]) -> None:
     assert source({**system, **STEP})["MASTER_ADDR"] == "nid000003"
 
 
-def test_slingshot(system: dict[str, str]) -> None:
+def test_slingshot_networks_get_their_settings(system: dict[str, str]) -> None:
     Path(system["SYSFS"], "class/net/eth0").mkdir(parents=True)
     assert not source({**system, **STEP}).keys() & SLINGSHOT
     Path(system["SYSFS"], "class/net/hsn0").mkdir()
@@ -157,7 +142,7 @@ def test_slingshot(system: dict[str, str]) -> None:
         ([], "0,1,2,3", "0,1,2,3"),
     ],
 )
-def test_gpus_numbered_against_the_cores(
+def test_gpus_are_reversed_where_they_are_numbered_against_the_cores(
     system: dict[str, str], domains: list[int], visible: str, expected: str
 ) -> None:
     add_gpus(system, domains)
@@ -166,6 +151,6 @@ def test_gpus_numbered_against_the_cores(
     assert "CUDA_VISIBLE_DEVICES" not in source({**system, **STEP})
 
 
-def test_other_vendors_gpus_do_not_count(system: dict[str, str]) -> None:
+def test_gpus_of_other_vendors_do_not_count(system: dict[str, str]) -> None:
     add_gpus(system, [3, 2, 1, 0], vendor="0x1002")
     assert "CUDA_VISIBLE_DEVICES" not in source({**system, **STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
