@@ -1,8 +1,8 @@
-"""The other workloads: labelled samples under the same trainer, alone and on several ranks."""
+"""Classification workloads: labelled samples in the same trainer, on one rank and on several."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from utils import config as configs
 from utils.checkpoint import FOLDER, newest
 from utils.data import open_labelled
 from utils.distributed import World
-from utils.errors import UserError
+from utils.logs import read_records
 from utils.report import label_baselines
 from utils.steps.eager import EagerStep
 from utils.stopping import NoSignals
 
 TOP = Path(__file__).parent.parent
-YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file beside it
+YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file next to it
 NAMES = list(configs.read_file(str(TOP / "config" / "classification.yaml")))
-# What one epoch of each sees of the small files, in batches of 4.
+FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn", "digits_lamb")
+# Small enough for an epoch of each on the small files.
 SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs": 2, "log_interval": 2}
 
 
@@ -34,10 +35,6 @@ def run(world: World, flags: list[str]) -> None:
     options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
     config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
     train.run(options, config, world, EagerStep, NoSignals())
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -49,45 +46,33 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-# --- every workload --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_config_trains_on_files_in_the_published_formats(
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NAMES])
+def test_every_config_passes_preflight_and_trains_on_files_in_the_published_formats(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configs.load(YAML, name)
-    assert config.dataset.name is not None
-    if config.dataset.name != "digits":
-        write(config.dataset.name, tmp_path / "data")
-    changes = [f"--set={key}={value}" for key, value in SMALL.items()]
-    files = [f"--set=dataset.directory={tmp_path / 'data'}", "--set=dataset.verify=false"]
-    train.main([f"--yaml_config={YAML}", f"--config={name}", f"--set=expdir={tmp_path}", *changes, *files])
+    dataset = configs.load(YAML, name).dataset.name
+    assert dataset is not None
+    flags = [f"--config={name}", f"--set=expdir={tmp_path}", f"--set=dataset.directory={tmp_path / 'data'}"]
+    flags += [f"--set={key}={value}" for key, value in SMALL.items()]
+    if dataset == "digits":
+        pytest.importorskip("sklearn")
+    else:
+        assert f"in {tmp_path / 'data'}; dataset.directory says where" in error_of([*flags, "--preflight=2"], capsys)
+        write(dataset, tmp_path / "data")
+    flags += [f"--yaml_config={YAML}", "--set=device=cpu", "--set=dataset.verify=false"]
+    train.main([*flags, "--preflight=2"])
+    printed = capsys.readouterr().out
+    assert f"preflight: train data: {dataset}, 12 of " in printed
+    assert printed.endswith("preflight: all checks passed\n")
+    train.main(flags)
     directory = tmp_path / name / "1GPU" / "00"
-    last = [record for record in records(directory) if "Loss/valid" in record][-1]
+    last = [record for record in read_records(directory / "metrics.jsonl") if "Loss/valid" in record][-1]
     assert last["step"] == 6
     assert 0 <= last["Accuracy/valid"] <= last["Top5 accuracy/valid"] <= 1
     log = (directory / "out.log").read_text()
     assert f"validation accuracy             {last['Accuracy/valid']:>10.4f}" in log
     assert "guessing by class frequency" in log
     assert (directory / "loss_curves.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("name", ["mnist_cnn", "reuters_cnn", "cifar10_bn", "digits_lamb"])
-def test_preflight_tells_the_network_and_checks_the_files(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configs.load(YAML, name)
-    assert config.dataset.name is not None
-    flags = [f"--config={name}", "--preflight=2", f"--set=expdir={tmp_path}", "--set=Nsamples=12"]
-    flags += ["--set=Nsamples_val=4", "--set=local_batch_size=4", f"--set=dataset.directory={tmp_path}"]
-    if config.dataset.name != "digits":
-        assert f"in {tmp_path}; dataset.directory says where" in error_of(flags, capsys)
-        write(config.dataset.name, tmp_path)
-    train.main([f"--yaml_config={YAML}", *flags, "--set=dataset.verify=false"])
-    printed = capsys.readouterr().out
-    assert f"preflight: train data: {config.dataset.name}, 12 of " in printed
-    assert printed.endswith("preflight: all checks passed\n")
 
 
 @pytest.mark.parametrize(
@@ -98,17 +83,33 @@ def test_networks_have_the_published_numbers_of_parameters(name: str, parameters
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
-# --- it learns, on one rank and on several ----------------------------------------------------------------------------
+def train_digits(world: World, flags: list[str]) -> dict[str, float]:
+    """Trains, and returns the baseline of the validation labels."""
+    run(world, flags)
+    config = configs.load(YAML, "digits_naive").for_world(world.size)
+    return label_baselines(train.build_loaders(config, world).valid, world)
 
 
-@pytest.mark.slow
-def test_digits_are_learnt_and_ranks_measure_what_one_rank_does(tmp_path: Path) -> None:
-    """Two ranks, of which one has fewer validation samples: accuracy and loss are sums over samples, not over ranks."""
-    flags = ["--config=digits_bn", f"--set=expdir={tmp_path}", "--set=num_epochs=3", "--set=Nsamples_val=357"]
-    run_ranks(run, 2, flags)
+@pytest.mark.parametrize(
+    ("epochs", "samples", "accuracy"), [(1, 128, 0.0), pytest.param(3, 1437, 0.93, marks=pytest.mark.slow)]
+)
+def test_digits_are_learned_and_two_ranks_measure_what_one_does(
+    epochs: int, samples: int, accuracy: float, tmp_path: Path
+) -> None:
+    """One rank has fewer validation samples: accuracy, loss and baseline are over samples, not over ranks."""
+    pytest.importorskip("sklearn")
+    flags = ["--config=digits_bn", f"--set=expdir={tmp_path}", "--set=Nsamples_val=357", "--set=report_pictures=false"]
+    baselines = run_ranks(train_digits, 2, [*flags, f"--set=num_epochs={epochs}", f"--set=Nsamples={samples}"])
+    labels = torch.from_numpy(open_labelled(configs.load(YAML, "digits_naive"))[1]["valid"].labels)
+    entropy = float(torch.distributions.Categorical(torch.bincount(labels).double()).entropy())
+    for found in baselines:
+        assert found["frequencies"] == pytest.approx(entropy, rel=1e-9)
     directory = tmp_path / "digits_bn" / "2GPU" / "00"
-    last = [record for record in records(directory) if "Loss/valid" in record][-1]
-    assert last["Accuracy/valid"] > 0.93
+    records = read_records(directory / "metrics.jsonl")
+    last = [record for record in records if "Loss/valid" in record][-1]
+    assert last["Accuracy/valid"] > accuracy
+    if accuracy:
+        assert "Noise/scale (critical batch)" in records[-3]
     config = configs.load(str(directory / "config.yaml"), "digits_bn").for_world(1)
     network = train.build_model(config)
     saved = newest(directory / FOLDER)
@@ -120,29 +121,15 @@ def test_digits_are_learnt_and_ranks_measure_what_one_rank_does(tmp_path: Path) 
     labels = torch.from_numpy(data.labels[:357])
     with torch.no_grad():
         outputs = network(inputs)
-        assert last["Accuracy/valid"] == pytest.approx(float((outputs.argmax(1) == labels).double().mean()), abs=1e-6)
+        correct = float((outputs.argmax(1) == labels).double().mean())
         best = outputs.argsort(1, descending=True)[:, :5]
         top5 = float((best == labels[:, None]).any(1).double().mean())
-        assert last["Top5 accuracy/valid"] == pytest.approx(top5, abs=1e-6)
-        assert last["Loss/valid"] == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-4)
-    assert "Noise/scale (critical batch)" in records(directory)[-3]
-
-
-def baselines(world: World) -> dict[str, float]:
-    config = configs.load(YAML, "digits_naive").for_world(world.size)
-    loaders = train.build_loaders(config, world)
-    return label_baselines(loaders.valid, world)
-
-
-def test_the_baseline_is_the_entropy_of_the_labels() -> None:
-    labels = open_labelled(configs.load(YAML, "digits_naive"))[1]["valid"].labels
-    counts = torch.bincount(torch.from_numpy(labels)).double()
-    entropy = float(torch.distributions.Categorical(counts).entropy())
-    for found in run_ranks(baselines, 2):
-        assert found["frequencies"] == pytest.approx(entropy, rel=1e-9)
-
-
-# --- bad input -------------------------------------------------------------------------------------------------------
+        loss = float(torch.nn.functional.cross_entropy(outputs, labels))
+    assert last["Accuracy/valid"] == pytest.approx(correct, abs=1e-6)
+    assert last["Top5 accuracy/valid"] == pytest.approx(top5, abs=1e-6)
+    assert last["Loss/valid"] == pytest.approx(loss, rel=1e-4)
+    (metric,) = build_metrics(["accuracy"])
+    assert float(metric(outputs, labels)) == pytest.approx(correct)
 
 
 @pytest.mark.parametrize(
@@ -169,28 +156,22 @@ def test_the_baseline_is_the_entropy_of_the_labels() -> None:
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy does not take volumes; choose one of l1"),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy do not take volumes"),
         (["--config=test", "--set=network.name=cifar_cnn"], "network cifar_cnn does not take volumes"),
-        (["--config=mnist_cnn"], r"train-images-idx3-ubyte"),
         (["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"], "cannot be had with ddp manual"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "Nsamples" in says:
+        pytest.importorskip("sklearn")
     line = error_of([*flags, f"--set=expdir={tmp_path / 'runs'}", f"--set=dataset.directory={tmp_path}"], capsys)
-    with pytest.raises(UserError, match=says):
-        raise UserError(line)
+    assert re.search(says, line), line
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_label_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arrays = write("mnist", tmp_path)
+    arrays: Any = write("mnist", tmp_path)
     arrays["train"][1][3] = 10
     write_idx(tmp_path, arrays)
     flags = ["--config=mnist_cnn", f"--set=dataset.directory={tmp_path}", "--set=dataset.verify=false"]
     line = error_of([*flags, "--set=Nsamples=12", "--set=local_batch_size=4", f"--set=expdir={tmp_path}"], capsys)
     assert "label 10" in line
     assert "train-labels" in line
-
-
-def test_metrics_are_found_by_name() -> None:
-    outputs, targets = torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])
-    (accuracy,) = build_metrics(["accuracy"])
-    assert float(accuracy(outputs, targets)) == 0.5
