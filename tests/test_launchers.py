@@ -1,4 +1,4 @@
-"""The same command under torchrun, in a Slurm step's environment and alone: one training, whatever starts it."""
+"""The same command alone, under torchrun and in a Slurm step's environment trains alike: real processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import GENEROUS, TOP, free_port
 
-TOP = Path(__file__).parent.parent
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,15 +38,14 @@ def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
     return [record["Loss/valid"] for record in records if "Loss/valid" in record]
 
 
-@pytest.mark.slow
 def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> None:
-    run = {"cwd": TOP, "capture_output": True, "text": True, "timeout": 120}
+    run = {"cwd": TOP, "capture_output": True, "text": True, "timeout": GENEROUS}
     alone = subprocess.run([sys.executable, *arguments], env=environment(), **run)
     assert alone.returncode == 0, alone.stderr
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launched = subprocess.run([*torchrun, *arguments, "--run_num=torchrun"], env=environment(), **run)
     assert launched.returncode == 0, launched.stderr
-    assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once an epoch"
+    assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once per epoch"
     job = str(free_port())  # the rendezvous port comes from the job's number
     tasks = [
         subprocess.Popen(
@@ -67,7 +65,7 @@ def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> No
         )
         for task in range(2)
     ]
-    outputs = [task.communicate(timeout=120)[1] for task in tasks]
+    outputs = [task.communicate(timeout=GENEROUS)[1] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     losses = valid_losses(arguments, 1, "00")
     assert len(losses) == 3

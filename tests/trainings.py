@@ -28,13 +28,13 @@ class NoWaiting:
     """
 
     def __init__(self) -> None:
-        self._ahead = 0.0
+        self.ahead = 0.0
 
     def time(self) -> float:
-        return time.time() + self._ahead
+        return time.time() + self.ahead
 
     def sleep(self, seconds: float) -> None:
-        self._ahead += seconds
+        self.ahead += seconds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
