@@ -1,4 +1,4 @@
-"""Small files in the published data sets' own formats, and what must be read from them."""
+"""Small files in the formats of the published data sets, and the arrays that must be read from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def drawn(name: str, seed: int = 0) -> Arrays:
-    """Images and labels of both splits, of a data set of images."""
+    """Random images and labels of both splits."""
     generator = np.random.default_rng(seed)
     shape = DATASETS[name].shape
     return {
@@ -92,7 +92,7 @@ def write_npz(path: Path, count: int, pickled: bytes, labels: np.ndarray) -> Non
 
 
 def texts(count: int = 22, seed: int = 0) -> tuple[list[list[int]], np.ndarray]:
-    """Short and long ones, one empty, lengths about 300, indices of one, two and four bytes, and their labels."""
+    """Texts and labels: one empty, short and long ones, lengths about 300, indices of one, two and four bytes."""
     generator = np.random.default_rng(seed)
     lengths = [*(0, 1, 298, 299, 300, 301, 650), *generator.integers(2, 40, count)][:count]
     bounds = generator.choice([200, 3000, 30980], count)
@@ -134,7 +134,7 @@ WRITERS: dict[str, Callable[..., None]] = {
 
 
 def write(name: str, directory: Path, packed: bool = True) -> Arrays:
-    """The data set's files, and what must be read from them."""
+    """Writes the data set's files; returns what must be read from them."""
     directory.mkdir(exist_ok=True)
     arrays = keras(*texts()) if name == "reuters" else drawn(name)
     WRITERS[name](directory, arrays, packed)

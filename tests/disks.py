@@ -1,4 +1,4 @@
-"""Small file systems of their own, to fill up and to take away; needs the right to mount."""
+"""Small file systems that a test can fill up or remount; mounting them needs root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """One of `size` (200k, 2m) in that folder; skips the test where it may not be mounted."""
+    """Mounts a tmpfs of `size` (200k, 2m) on a new folder; skips the test where that is not allowed."""
     folder.mkdir(parents=True)
     try:
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
@@ -33,7 +33,7 @@ def remount(folder: Path, options: str) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Takes all that is left, to the last byte; returns the file to remove."""
+    """Fills the disk to the last byte; returns the file to remove."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         for size in (2**16, 1):

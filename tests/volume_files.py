@@ -10,7 +10,7 @@ import numpy as np
 
 
 def smooth_field(channels: int, box: int, rng: np.random.Generator) -> np.ndarray:
-    """Random waves of a few cells' length, periodic, in [-0.5, 0.5]: [channels, box, box, box]."""
+    """Random periodic waves a few cells long, in [-0.5, 0.5]: [channels, box, box, box]."""
     noise = np.fft.rfftn(rng.standard_normal((channels, box, box, box)), axes=(1, 2, 3))
     k = [np.fft.fftfreq(box), np.fft.fftfreq(box), np.fft.rfftfreq(box)]
     square = k[0][:, None, None] ** 2 + k[1][None, :, None] ** 2 + k[2][None, None, :] ** 2
@@ -27,7 +27,7 @@ def write_volume(
     channels: tuple[int, int] = (4, 5),
     compression: str | None = None,
 ) -> Path:
-    """A small HDF5 volume; in one piece unless chunks or a compression are given."""
+    """Writes a small HDF5 volume, contiguous unless chunks or a compression are given."""
     rng = np.random.default_rng(seed)
     with h5py.File(path, "w") as file:
         for name, count in zip(("Nbody", "Hydro"), channels, strict=True):

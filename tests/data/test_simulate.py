@@ -124,19 +124,22 @@ def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter() -> N
     assert found == pytest.approx(expected, rel=0.03)
 
 
-def test_second_order_displacement_of_two_crossed_waves() -> None:
-    """For phi = cos x + cos y the source is cos x cos y, which has an analytic solution (Scoccimarro 1998)."""
+@pytest.mark.parametrize("axes", [(0, 1), (0, 2), (1, 2)])
+def test_second_order_displacement_of_two_oblique_waves(axes: tuple[int, int]) -> None:
+    """For delta = A cos kx cos ky both terms of the second-order source are seen, and the solution is analytic.
+
+    phi1,xx phi1,yy - phi1,xy^2 = A^2 / 8 (cos 2kx + cos 2ky), so d phi2/dx = A^2 / (16 k) sin 2kx (Scoccimarro 1998).
+    """
     n, k, amplitude, time = 16, 2 * np.pi / 16, 0.3, 0.5
-    x, y = np.meshgrid(k * np.arange(n), k * np.arange(n), indexing="ij")
-    contrast = np.broadcast_to((amplitude * (np.cos(x) + np.cos(y)))[..., None], (n, n, n)).astype(np.float32)
+    places = np.meshgrid(*[k * np.arange(n)] * 3, indexing="ij")
+    x, y = places[axes[0]], places[axes[1]]
+    contrast = (amplitude * np.cos(x) * np.cos(y)).astype(np.float32)
     particles = particle_mesh.lpt_particles(fourier.forward(contrast, 1), n, time)
-    first = -amplitude * np.sin(x) / k
-    # laplacian phi2 = phi,xx phi,yy = A^2 cos x cos y, so d phi2/dx = A^2 / (2 k) sin x cos y
-    second = -3 / 7 * amplitude**2 / (2 * k) * np.sin(x) * np.cos(y)
-    displacement, velocity = time * first + time**2 * second, first + 2 * time * second
-    np.testing.assert_allclose(particles.displacement[0], np.repeat(displacement[..., None], n, 2), atol=1e-5)
-    np.testing.assert_allclose(particles.velocity[0], np.repeat(velocity[..., None], n, 2), atol=1e-5)
-    assert np.abs(particles.displacement[2]).max() < 1e-5
+    first = -amplitude / (2 * k) * np.sin(x) * np.cos(y)
+    second = -3 / 7 * amplitude**2 / (16 * k) * np.sin(2 * x)
+    np.testing.assert_allclose(particles.displacement[axes[0]], time * first + time**2 * second, atol=1e-5)
+    np.testing.assert_allclose(particles.velocity[axes[0]], first + 2 * time * second, atol=1e-5)
+    assert np.abs(particles.displacement[3 - sum(axes)]).max() < 1e-5
 
 
 # --- mesh and conservation -----------------------------------------------------------------------------------------
