@@ -1,0 +1,108 @@
+"""Trainings as child processes: none of their processes outlives them, and a failure is reported in one line."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import GENEROUS
+
+from benchmarks import processes
+from benchmarks.processes import launcher, run_group, why_it_failed
+
+SLEEPER = f"print('ready', flush=True); import time; time.sleep({10 * GENEROUS})"
+FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMILY}"
+
+
+def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
+    """Reads until there is enough, or until every process that could write has ended."""
+    text = b""
+    while not enough(text):
+        assert select.select([pipe], [], [], GENEROUS)[0], f"still running, and wrote only {text!r}"
+        piece = os.read(pipe, 4096)
+        if not piece:
+            break
+        text += piece
+    return text
+
+
+@pytest.mark.parametrize(
+    ("program", "ranks", "by"),
+    [
+        (FAMILY, 1, "time limit"),
+        (FAMILY, 1, "Ctrl-C"),
+        (STUBBORN, 1, "time limit"),
+        # torchrun's ranks are in process groups of their own.
+        (SLEEPER, 2, "time limit"),
+    ],
+    ids=["time limit", "Ctrl-C", "SIGTERM ignored", "torchrun"],
+)
+def test_all_processes_end_with_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, by: str
+) -> None:
+    """Neither a time limit nor Ctrl-C leaves children behind, even if they ignore SIGTERM."""
+    reader, writer = os.pipe()
+    wait, waited = subprocess.Popen.wait, []
+
+    def wait_for_both(self: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if not waited:
+            waited.append(timeout)
+            assert read(reader, lambda text: text.count(b"ready") == 2).count(b"ready") == 2
+            if by == "Ctrl-C":
+                os.kill(os.getpid(), signal.SIGINT)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
+    # A shell has the programs that it runs in the background ignore Ctrl-C, and so the tests, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    if program == STUBBORN:
+        monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
+    (tmp_path / "script.py").write_text(program)
+    command = [*launcher(ranks), str(tmp_path / "script.py")]
+    try:
+        with os.fdopen(writer, "wb") as log:
+            if by == "Ctrl-C":
+                with pytest.raises(KeyboardInterrupt):
+                    run_group(command, os.environ, log)
+            else:
+                assert run_group(command, os.environ, log, limit=0.0) is None
+        # The pipe ends once the last process that can write to it has ended.
+        read(reader, lambda text: False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        os.close(reader)
+
+
+def test_exit_code_and_output_are_handed_on(tmp_path: Path) -> None:
+    """Both output streams go to the log, and the command sees the environment and directory it was given."""
+    command = [
+        sys.executable,
+        "-c",
+        "import os, sys; sys.stderr.write(os.environ['WORD']); print(os.getcwd()); exit(3)",
+    ]
+    with open(tmp_path / "log", "wb") as log:
+        assert run_group(command, {**os.environ, "WORD": "hello"}, log, directory=tmp_path) == 3
+    assert (tmp_path / "log").read_text() == f"hello{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "says"),
+    [
+        (0, "error: of no consequence", ""),
+        (None, "", "stopped: not done after 30 s"),
+        (2, "INFO - x\nerror: no device memory left; lower it\n", "no device memory left; lower it"),
+        (1, "[rank1]: Traceback\n[rank1]: torch.AcceleratorError: bad\nnoise", "torch.AcceleratorError: bad"),
+        (1, "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n", "exit code 1"),
+        (1, "ChildFailedError:\n Signal 9 (SIGKILL) received by PID 3", "ended by SIGKILL, as where memory runs out"),
+        (-11, "", "ended by SIGSEGV"),
+    ],
+)
+def test_a_failure_is_reported_in_one_line(code: int | None, output: str, says: str) -> None:
+    assert why_it_failed(code, output, 30) == says
