@@ -1,4 +1,4 @@
-"""Who a process is among the ranks, its device, and that the ranks fail together."""
+"""Ranks as the launcher numbers them, their devices, what they exchange, and that they fail together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import free_port, run_ranks
+from processes import GENEROUS, TOP, free_port, rank_variables, run, run_ranks
 
 from utils import distributed
 from utils.distributed import (
@@ -46,30 +46,30 @@ SLURM_STEP = {
 
 # --- the launcher's environment ------------------------------------------------------------------------------------
 
-
-def test_without_a_launcher_there_is_one_rank() -> None:
-    assert read_launch({}) == Launch("single process", 0, 0, 1)
+BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
 
 
-def test_torchrun() -> None:
-    launch = read_launch({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"})
-    assert launch == Launch("torchrun", 5, 1, 8, "node1", 29400)
-
-
-def test_variables_of_the_original_script() -> None:
-    """export_DDP_vars.sh sets them inside a Slurm step; they go before Slurm's own."""
-    launch = read_launch({**SLURM_STEP, **TORCHRUN, "RANK": "2"})
-    assert launch == Launch("environment", 2, 1, 8, "node1", 29400)
-
-
-def test_single_rank_in_the_environment_needs_no_address() -> None:
-    launch = read_launch({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
-    assert (launch.world_size, launch.master_addr) == (1, "127.0.0.1")
-
-
-def test_slurm_step_has_its_own_tasks_and_first_node() -> None:
-    launch = read_launch(SLURM_STEP)
-    assert launch == Launch("slurm", 5, 1, 8, "nid000003", 15000 + 1003 * 7)
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, Launch("single process", 0, 0, 1)),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 5, 1, 8, "node1", 29400)),
+        # export_DDP_vars.sh sets these inside a Slurm step; they take precedence over Slurm's own.
+        ({**SLURM_STEP, **TORCHRUN, "RANK": "2"}, Launch("environment", 2, 1, 8, "node1", 29400)),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, Launch("environment", 0, 0, 1)),
+        (SLURM_STEP, Launch("slurm", 5, 1, 8, "nid000003", 15000 + 1003 * 7)),
+        (
+            {**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"},
+            Launch("slurm", 5, 1, 8, "elsewhere", 1234),
+        ),
+        ({**SLURM_STEP, "MASTER_ADDR": ""}, Launch("slurm", 5, 1, 8, "nid000003", 15000 + 1003 * 7)),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", 15000 + 1003 * 7)),
+        # A batch script, too, has SLURM_PROCID=0 and SLURM_NTASKS=16, but no peers.
+        ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
+    ],
+)
+def test_the_launcher_is_found_from_the_environment(environment: dict[str, str], launch: Launch) -> None:
+    assert read_launch(environment) == launch
 
 
 def test_two_jobs_on_a_node_have_different_ports() -> None:
@@ -78,49 +78,28 @@ def test_two_jobs_on_a_node_have_different_ports() -> None:
     assert all(15000 <= port < 30000 for port in ports)
 
 
-def test_address_of_a_slurm_step_can_be_given() -> None:
-    launch = read_launch({**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"})
-    assert (launch.master_addr, launch.master_port) == ("elsewhere", 1234)
-    assert read_launch({**SLURM_STEP, "MASTER_ADDR": ""}).master_addr == "nid000003"
-
-
-def test_batch_script_without_a_step_is_one_rank() -> None:
-    """It, too, has SLURM_PROCID=0 and SLURM_NTASKS=16, but no peers."""
-    environment = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
-    assert read_launch({**environment, "SLURM_PROCID": "0"}) == Launch("single process")
-
-
-@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"])
-def test_half_set_environment_is_refused_by_name(missing: str) -> None:
-    environment = {key: value for key, value in TORCHRUN.items() if key != missing}
-    with pytest.raises(LocalError, match=f"half set: {missing} missing"):
-        read_launch(environment)
-
-
-@pytest.mark.parametrize("missing", ["SLURM_LOCALID"])
-def test_half_set_slurm_step_is_refused_by_name(missing: str) -> None:
-    with pytest.raises(LocalError, match=f"half set: {missing} missing"):
-        read_launch({key: value for key, value in SLURM_STEP.items() if key != missing})
-
-
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("base", "changes", "says"),
     [
-        ({"RANK": "8"}, "contradicts itself: rank 8 .* of 8"),
-        ({"RANK": "-1"}, "contradicts itself"),
-        ({"LOCAL_RANK": "-1"}, "contradicts itself"),
-        ({"LOCAL_RANK": "8"}, r"contradicts itself: rank 5 \(local 8\) of 8"),
-        ({"WORLD_SIZE": "0"}, "contradicts itself"),
-        ({"RANK": "five"}, "RANK must be a whole number, not 'five'"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number, not ''"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR missing"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
+        *((TORCHRUN, {name: None}, f"half set: {name} missing") for name in TORCHRUN if name != "MASTER_PORT"),
+        (TORCHRUN, {"MASTER_ADDR": ""}, "half set: MASTER_ADDR missing"),
+        (SLURM_STEP, {"SLURM_LOCALID": None}, "half set: SLURM_LOCALID missing"),
+        (TORCHRUN, {"RANK": "8"}, "contradicts itself: rank 8 .* of 8"),
+        (TORCHRUN, {"RANK": "-1"}, "contradicts itself"),
+        (TORCHRUN, {"LOCAL_RANK": "8"}, r"contradicts itself: rank 5 \(local 8\) of 8"),
+        (TORCHRUN, {"WORLD_SIZE": "0"}, "contradicts itself"),
+        (TORCHRUN, {"RANK": "five"}, "RANK must be a whole number, not 'five'"),
+        (TORCHRUN, {"WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number, not ''"),
+        (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number"),
+        (TORCHRUN, {"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
     ],
 )
-def test_contradictory_environment_is_refused(changes: dict[str, str], says: str) -> None:
+def test_an_environment_that_is_half_set_or_contradicts_itself_is_refused(
+    base: dict[str, str], changes: dict[str, str | None], says: str
+) -> None:
+    environment = {name: value for name, value in {**base, **changes}.items() if value is not None}
     with pytest.raises(LocalError, match=says):
-        read_launch({**TORCHRUN, **changes})
+        read_launch(environment)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +162,15 @@ def test_rank_0_prints_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().err == "error: wrong\n"
 
 
+def run_threads(rank: Callable[[int], None], size: int) -> None:
+    """rank(0), rank(1), … at the same time."""
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=GENEROUS)
+
+
 # --- the device ----------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +220,7 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
 
     monkeypatch.setattr(distributed, "choose_device", choose)
     monkeypatch.setattr(distributed, "_identity", lambda device: str(device).replace(":", " "))
-    size, port, timeout = len(devices), free_port(), timedelta(seconds=20)
+    size, port, timeout = len(devices), free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
     found: dict[int, Any] = {}
 
@@ -243,11 +231,7 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
         except UserError as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=rank_chooses, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
+    run_threads(rank_chooses, size)
     del server
     if says is None:
         shared = devices.count("cuda:0") > 1  # and several ranks on one CPU are nothing special
@@ -261,26 +245,24 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_restart_by_torchrun_reads_nothing_of_the_start_before(late: int) -> None:
     """Its agent's store lives on: ranks that were quicker than rank 0 went to addresses of ranks that were gone."""
-    size, port, timeout = 3, free_port(), timedelta(seconds=20)
+    size, port, timeout = 3, free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
 
     def start(name: str) -> list[str]:
-        found = [""] * size
+        found, called = [""] * size, [threading.Event() for _ in range(size)]
 
         def rank(number: int) -> None:
             store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
-            time.sleep(0.3 * (number == late))
-            store = of_this_start(store, number, size, 20)
+            if number == late:
+                for other in set(range(size)) - {late}:
+                    called[other].wait(GENEROUS)
+            called[number].set()
+            store = of_this_start(store, number, size, GENEROUS)
             if number == 0:
-                time.sleep(0.1)
                 store.set("address", name)
             found[number] = store.get("address").decode()
 
-        threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=30)
+        run_threads(rank, size)
         return found
 
     for name in ("first", "second", "third"):
@@ -347,36 +329,11 @@ def try_to_agree(world: World, failures: list[dict[int, str]]) -> list[str]:
     return seen
 
 
-def several(world: World, failures: list[dict[int, str]]) -> tuple[dict[str, Any], list[str]]:
-    return exchange(world), try_to_agree(world, failures)
-
-
-def test_three_real_ranks_exchange_values_and_agree_on_errors() -> None:
-    failures = [{}, {1: "user"}, {0: "common", 1: "common", 2: "common"}, {1: "user", 2: "user"}, {2: "bug"}, {}]
-    answers = run_ranks(several, 3, failures)
-    for rank, (values, seen) in enumerate(answers):
-        assert values["objects"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert values["gathered"] == [[1, 10], [2, 20], [3, 30]]
-        assert values["sum"] == [6, 60]
-        assert values["mine"] == [rank + 1, 10 * (rank + 1)], "the sum leaves its argument alone"
-        assert values["roles"] == (rank == 0, rank == 0)
-        assert seen == [
-            "well",
-            "UserError: rank 1: bad file on 1",
-            "UserError: bad file",
-            "UserError: rank 1: bad file on 1",
-            "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
-            "well",
-        ]
-
-
 # The host and local rank of each rank, and the nodes that there are: {ranks: source}.
 PLACEMENTS: list[tuple[str, list[int], dict[tuple[int, ...], int]]] = [
     ("aaaa", [0, 1, 2, 3], {(0, 1, 2, 3): 0}),
     ("aabb", [0, 1, 0, 1], {(0, 1): 0, (2, 3): 2}),
-    ("abab", [1, 0, 0, 1], {(0, 2): 2, (1, 3): 1}),
     ("aaba", [0, 1, 5, 2], {(0, 1, 3): 0, (2,): 2}),
-    ("abbb", [0, 2, 1, 3], {(0,): 0, (1, 2, 3): 1}),
 ]
 
 
@@ -395,70 +352,108 @@ def meet_on_nodes(world: World) -> list[dict[str, Any]]:
     return answers
 
 
-def test_ranks_of_a_node_get_what_its_source_has() -> None:
+FAILURES = [{}, {1: "user"}, dict.fromkeys(range(4), "common"), {1: "user", 2: "user"}, {2: "bug"}, {}]
+
+
+def use_the_world(world: World) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    return exchange(world), try_to_agree(world, FAILURES), meet_on_nodes(world)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[tuple[dict[str, Any], list[str], list[dict[str, Any]]]]:
+    return run_ranks(use_the_world, 4)
+
+
+def test_ranks_exchange_values(four_ranks: Any) -> None:
+    for rank, (values, _, _) in enumerate(four_ranks):
+        assert values == {
+            "objects": [{"rank": other} for other in range(4)],
+            "gathered": [[1, 10], [2, 20], [3, 30], [4, 40]],
+            "sum": [10, 100],
+            "mine": [rank + 1, 10 * (rank + 1)],  # the sum leaves its argument unchanged
+            "roles": (rank == 0, rank == 0),
+        }
+
+
+def test_an_error_of_one_rank_is_raised_on_all(four_ranks: Any) -> None:
+    for rank, (_, seen, _) in enumerate(four_ranks):
+        assert seen == [
+            "well",
+            "UserError: rank 1: bad file on 1",
+            "UserError: bad file",
+            "UserError: rank 1: bad file on 1",
+            "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
+            "well",
+        ]
+
+
+def test_ranks_of_a_node_get_what_its_source_has(four_ranks: Any) -> None:
     """The source is the rank that is local rank 0, else the node's first; only what needs a group makes one."""
-    for rank, answers in enumerate(run_ranks(meet_on_nodes, 4)):
+    for rank, (_, _, answers) in enumerate(four_ranks):
         for (_, _, nodes), answer in zip(PLACEMENTS, answers, strict=True):
             ranks = next(ranks for ranks in nodes if rank in ranks)
             source = nodes[ranks]
             assert answer == {"ranks": ranks, "source": source, "got": source, "own group": 1 < len(ranks) < 4}
 
 
-def test_rank_whose_peers_do_not_come_says_so_in_a_line() -> None:
+def test_a_rank_whose_peers_do_not_come_says_so_in_a_line(tmp_path: Path) -> None:
     """Rank 1 prints it itself, as there may be no rank 0."""
-    port = str(free_port())
-    code = (
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(
         "from utils.distributed import connect\nfrom utils.errors import one_line_errors\n"
-        "with one_line_errors(), connect('cpu', rendezvous_seconds=1) as world: pass"
+        "with one_line_errors(), connect('cpu', rendezvous_seconds=1): pass"
     )
-    launched = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    top = os.path.dirname(os.path.dirname(__file__))
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **launched, "PYTHONPATH": top},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 2
-    lines = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} (")
-    assert "Traceback" not in run.stderr
+    code, _, error = run([script], tmp_path / "rank", environment={**os.environ, **rank_variables(1, 2, port)})
+    assert code == 2
+    (line,) = (line for line in error.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} (")
+    assert "Traceback" not in error
 
 
 # --- leaving -------------------------------------------------------------------------------------------------------
 
-ENDINGS = {
-    "print('done', end='')": (0, "done", ""),
-    "sys.exit()": (0, "", ""),
-    "sys.exit(75)": (75, "", ""),
-    "sys.exit('told')": (1, "", "told\n"),
-    "raise ValueError('broken')": (1, "", "ValueError: broken\n"),
-}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_script_leaves_with_its_code_and_all_it_has_written(ending: str, ranks: int) -> None:
-    """One of several ranks without Python's own end, in which a thread of its process group may abort it."""
-    code = f"""
+ENDING = """
 import os, sys
 from utils import distributed
 class Last:
     def __del__(self): os.write(1, b" taken down")
 sys.modules["last"] = Last()
-def main(): {ending}
+def main(): {}
 distributed.run_script(main)
 """
-    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), **(variables if ranks > 1 else {})}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    returned, output, error = ENDINGS[ending]
-    assert result.returncode == returned
-    assert result.stdout == output + (" taken down" if ranks == 1 else "")
-    assert result.stderr.endswith(error)
-    assert bool(result.stderr) is bool(error)
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("print('done', end='')", (0, "done", "")),
+        ("sys.exit()", (0, "", "")),
+        ("sys.exit(75)", (75, "", "")),
+        ("sys.exit('a reason')", (1, "", "a reason\n")),
+        ("raise ValueError('broken')", (1, "", "ValueError: broken\n")),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_leaves_with_its_code_and_all_it_has_written(
+    tmp_path: Path, ending: str, expected: tuple[int, str, str], ranks: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING.format(ending))
+    variables = {**os.environ, **rank_variables(ranks - 1, ranks, 1234)}
+    code, output, error = run([script], tmp_path / "rank", environment=variables)
+    assert (code, output) == expected[:2]
+    assert error.endswith(expected[2])
+    assert bool(error) is bool(expected[2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_of_several_ranks_leaves_without_pythons_own_end(ranks: int) -> None:
+    """A thread of its process group may abort it there."""
+    environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
+    command = [sys.executable, "-c", ENDING.format("print('done', end='')")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GENEROUS)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "done" + (" taken down" if ranks == 1 else "")
 
 
 # --- the end -------------------------------------------------------------------------------------------------------
