@@ -66,6 +66,7 @@ def bar_label(axes: Any) -> str:
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
     """Inverts the channels as README gives them: ln(rho)/14, v / 1000 km/s, (log10 T - 5) / 2.5; logs are decimal."""
+    values = values.astype(np.float64)
     return [14 * values[0] / math.log(10), *(1000 * values[1:4]), 2.5 * values[4] + 5]
 
 
@@ -111,7 +112,7 @@ def test_distributions_are_shares_of_all_cells(found: Results) -> None:
         "gas density": (r"$\log_{10}(\rho/\bar\rho)$", "share per dex"),
         "gas velocity y": ("km/s", "share per km/s"),
         "temperature": (r"$\log_{10}(T/\mathrm{K})$", "share per dex"),
-        "velocity divergence": ("km/s per cell", "share per (km/s per cell)"),
+        "velocity divergence": ("km/s per Mpc/h", "share per (km/s per Mpc/h)"),
     }
     for name, distribution in found.distributions.items():
         axes = panel(figure, name)
@@ -141,7 +142,8 @@ def test_distributions_show_every_bin_with_cells_and_no_empty_ends(found: Result
 def test_both_phase_diagrams_have_one_colour_scale(found: Results) -> None:
     figure = figures.plane(found)
     target, prediction, ratio = (panel(figure, name) for name in ("target", "prediction", "prediction / target"))
-    counts, area = found.plane, 0.1 * 0.1
+    counts = found.plane
+    area = np.outer(np.diff(counts.temperature_edges), np.diff(counts.density_edges))
     for axes, values in ((target, counts.target), (prediction, counts.predicted)):
         mesh = axes.collections[0]
         np.testing.assert_allclose(mesh.get_array().filled(0), values.T / BOX**3 / area)
