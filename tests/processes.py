@@ -231,6 +231,7 @@ def _script(words: list[str], stdout: str, stderr: str, cwd: str, variables: dic
         if words[0] == "-m":
             sys.argv = words[1:]
             sys.path.insert(0, cwd)
+            sys.modules.pop(words[1], None)  # runpy warns of a module that is imported already
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words
