@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import run_ranks
 from small_steps import ALONE, RATE, batch, differing, make_step, small_network, weights
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 import train
 from networks import build_loss
 from utils import checkpoint, cli
 from utils import config as configs
 from utils.checkpoint import FOLDER, place
-from utils.distributed import World
 from utils.ema import Average
 from utils.steps.eager import EagerStep
 from utils.stopping import NoSignals
@@ -59,18 +56,6 @@ def test_the_mean_is_the_written_out_one(decay: float) -> None:
     assert next(average.network.parameters()).stride() == network.weight.stride()
 
 
-def test_after_its_first_updates_it_is_torchs_own() -> None:
-    network, decay = nn.Linear(3, 2), 0.1  # (1 + t) / (10 + t) is never less
-    average = Average(network, decay)
-    other = AveragedModel(network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
-    other.update_parameters(network)  # its first one copies
-    for number in range(10):
-        changed(network, number)
-        average.update(YES)
-        other.update_parameters(network)
-        torch.testing.assert_close(values(average.network), values(other.module))
-
-
 def test_a_skipped_update_leaves_mean_and_count() -> None:
     network = nn.Linear(3, 2)
     average, undisturbed = Average(network, 0.9), Average(network, 0.9)
@@ -89,8 +74,8 @@ def test_a_skipped_update_leaves_mean_and_count() -> None:
 # --- in a step -------------------------------------------------------------------------------------------------------
 
 
-def make(decay: float | None = 0.9, norm: str = "batch", world: World = ALONE, **options: Any) -> EagerStep:
-    return make_step("adam", world=world, network=small_network(norm), ema_decay=decay, **options)
+def make(decay: float | None = 0.9, norm: str = "batch", **options: Any) -> EagerStep:
+    return make_step("adam", network=small_network(norm), ema_decay=decay, **options)
 
 
 @pytest.mark.parametrize(
@@ -183,19 +168,6 @@ def test_channel_weights_count_in_training_alone(options: dict[str, Any]) -> Non
         weighted = float((differences * torch.tensor(channel_weights)).sum() / sum(channel_weights))
         assert float(step(inputs, targets, RATE)) == pytest.approx(weighted, rel=1e-6)
         assert weighted != pytest.approx(float(differences.mean()), rel=1e-3)
-
-
-def on_ranks(world: World) -> tuple[list[float], list[float]]:
-    step = make(world=world, bucket_cap_mb=0.005)
-    for number in range(3):
-        step(*batch(10 * world.rank + number), RATE)
-    step.share_buffers()
-    return values(step.network).tolist(), [float(step.evaluate(*batch(99)))]
-
-
-def test_ranks_have_the_same_mean() -> None:
-    one, other = run_ranks(on_ranks, 2)
-    assert one == other
 
 
 # --- in a training ---------------------------------------------------------------------------------------------------

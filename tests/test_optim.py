@@ -159,23 +159,6 @@ def test_no_optimizer_by_name_waits_for_the_host_to_decide(name: str, capturable
         assert torch.equal(one, other)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["adam", "sgd", "nadam", "lamb"])
-@pytest.mark.parametrize("capturable", [False, True])
-def test_on_the_device_an_update_never_waits(name: str, capturable: bool) -> None:
-    optimizer = by_name(name, momentum=0.9, capturable=capturable)(start("cuda"))
-    take(optimizer, 0)
-    before = everything(optimizer)
-    for finite in (torch.tensor(value, device="cuda") for value in (False, True)):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            update(optimizer, finite)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert (differing(everything(optimizer), before) == []) is not bool(finite)
-
-
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
@@ -230,25 +213,6 @@ def test_nadam_is_torchs(device: str, weight_decay: float) -> None:
         for optimizer in (own, torchs):
             take(optimizer, number)
         assert differing(everything(own), everything(torchs)) == []
-
-
-def test_nadam_skips_updates_for_a_gradient_scaler() -> None:
-    """The host reads nothing: the optimizer is given the tensor that says whether an overflow occurred."""
-    optimizer, undisturbed = (by_name("nadam")(start()) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for number, overflow in enumerate([False, True, True, False]):
-        scale = scaler.scale(torch.ones(()))
-        generator = torch.Generator().manual_seed(number)
-        for one, other in zip(*map(optimizer_parameters, (optimizer, undisturbed)), strict=True):
-            gradient = torch.randn(one.shape, generator=generator)
-            one.grad, other.grad = gradient * scale * (float("inf") if overflow else 1.0), gradient
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        if not overflow:
-            undisturbed.step()
-        assert differing(everything(optimizer), everything(undisturbed)) == []
-    assert scaler.get_scale() == 1.0
 
 
 # --- saved and loaded ------------------------------------------------------------------------------------------------
@@ -342,23 +306,3 @@ def test_a_new_momentum_starts_from_zero_also_after_a_skipped_first_update(tmp_p
     for optimizer in (new, fresh):
         take(optimizer, 2)
     assert differing(everything(new), everything(fresh)) == []
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("name", ["adam", "sgd", "nadam", "lamb"])
-def test_a_state_that_is_loaded_on_a_gpu_is_on_the_gpu(name: str, capturable: bool, tmp_path) -> None:
-    first, second = (by_name(name, 0.5, capturable, momentum=0.9)(start("cuda")) for _ in range(2))
-    take(first, 0)
-    load_state(second, through_a_file(saved_state(first), tmp_path))
-    for value in (value for state in second.state.values() for value in state.values()):
-        assert value.is_cuda
-    rate = second.param_groups[0]["lr"]
-    assert (isinstance(rate, torch.Tensor) and rate.is_cuda) if capturable else rate == 0.5
-    with torch.no_grad():
-        for one, other in zip(*map(optimizer_parameters, (first, second)), strict=True):
-            other.copy_(one)
-    for optimizer in (first, second):
-        take(optimizer, 1)
-    assert differing(everything(first), everything(second)) == []

@@ -236,9 +236,6 @@ def test_the_picture_shows_the_schedule(settings: dict[str, Any], tmp_path: Path
     assert list(line.get_xdata()) == list(range(60))
     assert list(line.get_ydata()) == [schedule(step) for step in range(60)]
     assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([15], [2e-3])
-    texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["warm-up, 15 steps", "peak 2.000e-03"]
-    assert axes.get_title() == f"large: global batch 256, linear scaling, shape {settings.get('shape', 'cosine')}"
     (epochs,) = axes.child_axes
     assert epochs.get_xlim() == pytest.approx([end / 10 for end in axes.get_xlim()])
     assert (axes.get_xlabel(), epochs.get_xlabel(), axes.get_ylabel()) == ("step", "epoch", "learning rate")

@@ -290,7 +290,7 @@ SKIP_CASES: list[tuple[dict[str, Any], str]] = [
 
 
 def on_ranks(world: World) -> dict[str, list[Any]]:
-    answers: dict[str, list[Any]] = {"described": [], "without exchange": [], "warm-up": [], "skipped": []}
+    answers: dict[str, list[Any]] = {name: [] for name in ("described", "exchange", "average", "warm-up", "skipped")}
     for options in ({"bucket_cap_mb": 0.005}, {"gradient_compression": "bfloat16"}, {"noddp": True}):
         step = make_step(world=world, **options)
         for number in range(3):
@@ -299,10 +299,16 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
 
     step = make_step(world=world, accumulation_steps=2)
     step(*batch(world.rank), RATE)
-    answers["without exchange"].append(float(flat_parameters(step).norm()))
+    answers["exchange"].append(float(flat_parameters(step).norm()))
     with step.without_exchange():
         step(*batch(world.rank), RATE)
-    answers["without exchange"].append(float(flat_parameters(step).norm()))
+    answers["exchange"].append(float(flat_parameters(step).norm()))
+
+    step = make_step("adam", world=world, network=small_network("batch"), ema_decay=0.9, bucket_cap_mb=0.005)
+    for number in range(3):
+        step(*batch(10 * world.rank + number), RATE)
+    step.share_buffers()
+    answers["average"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99)))]
 
     for options in WARM_UP_CASES:
         steps = [make_changeable("sgd, momentum", world, bucket_cap_mb=0.001, **options) for _ in range(2)]
@@ -355,9 +361,13 @@ def test_the_log_describes_the_buckets_of_gradients(ranks) -> None:
 
 
 def test_within_without_exchange_ranks_diverge(ranks) -> None:
-    first, second = (rank["without exchange"] for rank in ranks)
+    first, second = (rank["exchange"] for rank in ranks)
     assert first[0] == second[0]
     assert first[1] != second[1]
+
+
+def test_ranks_have_the_same_average_and_running_statistics(ranks) -> None:
+    assert ranks[0]["average"] == ranks[1]["average"]
 
 
 def test_ranks_train_bit_for_bit_as_without_a_warm_up(ranks) -> None:
