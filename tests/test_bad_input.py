@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from processes import TOP, Completed, Program, free_port, rank_variables, run, run_ranks
+from processes import GENEROUS, TOP, Completed, Program, free_port, rank_variables, run, run_ranks
 
 import train
 from networks import build_network
@@ -169,14 +169,14 @@ def truncated(path: Path, volume_file: Any) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def dataset(name: str, shape: tuple[int, ...] | None) -> Callable[[Path, Any], None]:
-    """Gives dataset `name` of a valid file another shape, or removes it."""
+def hydro(shape: tuple[int, ...] | None) -> Callable[[Path, Any], None]:
+    """Makes a file whose dataset Hydro has another shape or is missing."""
 
     def make(path: Path, volume_file: Any) -> None:
         with h5py.File(volume_file(path), "r+") as file:
-            del file[name]
+            del file["Hydro"]
             if shape is not None:
-                file.create_dataset(name, data=np.zeros(shape, "f4"))
+                file.create_dataset("Hydro", data=np.zeros(shape, "f4"))
 
     return make
 
@@ -191,15 +191,11 @@ def volume(**options: Any) -> Callable[[Path, Any], None]:
         (lambda path, volume_file: None, "no such file"),
         (lambda path, volume_file: path.mkdir(), "cannot read "),
         (lambda path, volume_file: path.write_text("no HDF5"), "it is not an HDF5 file"),
-        (lambda path, volume_file: path.write_bytes(b""), "cannot read "),
         (truncated, "the file is truncated"),
-        (dataset("Hydro", None), "has no dataset Hydro; it holds Nbody"),
-        (dataset("Nbody", (4, 16, 16)), "Nbody is (4, 16, 16), expected (4, L, L, L)"),
-        (dataset("Hydro", (5, 16, 16, 8)), "Hydro is (5, 16, 16, 8), expected (5, L, L, L)"),
-        (dataset("Hydro", (5, 8, 8, 8)), "Hydro is a box of 8 cells a side, but box_size says 16"),
+        (hydro(None), "has no dataset Hydro; it holds Nbody"),
+        (hydro((5, 8, 8, 8)), "Hydro is a box of 8 cells a side, but box_size says 16"),
         (volume(channels=(3, 5)), "Nbody is (3, 16, 16, 16), expected (4, L, L, L)"),
         (volume(dtype="f8"), "Nbody is of type float64, expected little-endian float32"),
-        (volume(dtype=">f4"), "Nbody is of type >f4, expected little-endian float32"),
         (volume(box=24), "Nbody is a box of 24 cells a side, but box_size says 16; set box_size"),
     ],
 )
@@ -292,7 +288,7 @@ def describe_nan(step: int, rank: int) -> str:
 def test_training_skips_the_updates_of_steps_that_meet_a_nan(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The training goes on to its end; without report_pictures it leaves no pictures."""
+    """The training continues to its end; without report_pictures it leaves no pictures."""
     monkeypatch.chdir(TOP)
     path = tmp_path / "nan.h5"
     step = volume_with_a_nan(path, volume_file)
@@ -361,6 +357,7 @@ def test_bad_input_under_torchrun_is_one_line_from_all_ranks(tmp_path: Path) -> 
         cwd=TOP,
         capture_output=True,
         text=True,
+        timeout=GENEROUS,
     )
     assert result.returncode != 0
     check_error(result.stderr, "config 'test': unknown key num_epoch; did you mean num_epochs?")

@@ -99,11 +99,6 @@ def test_profiler_leaves_the_other_keys_of_its_section_unchanged(config_of: Any,
         config_of("--profiler=perf")
 
 
-def test_local_batch_size_sets_the_global_batch_to_ranks_times_it(config_of: Any) -> None:
-    settled = config_of("--local_batch_size", "16").for_world(8)
-    assert (settled.local_batch_size, settled.global_batch_size, settled.steps_per_epoch) == (16, 128, 8)
-
-
 def test_set_reads_values_as_yaml_and_overrides_earlier_ones_and_flags() -> None:
     for text, key, value in (
         ("lr_schedule.start_lr=2.E-4", "lr_schedule.start_lr", 2e-4),
