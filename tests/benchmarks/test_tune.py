@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import yaml
 
 import train
 from benchmarks import tune
-from benchmarks.tune import KEPT, PARTS, Budget, Found, Processes, Result, Setting, Space, search
+from benchmarks.tune import KEPT, Budget, Found, Processes, Result, Setting, Space, search
 from utils.config import load, validate
 from utils.errors import UserError
 
@@ -110,28 +111,6 @@ def test_the_search_ends_within_its_budget(seconds: float, second: Any) -> None:
         assert found.best.setting.changes.keys() >= {"b"}
 
 
-# --- what is tried ---------------------------------------------------------------------------------------------------
-
-
-def space_of(ranks: int = 1, on_gpu: bool = False, **values: Any) -> Space:
-    loaders = ("lowmem", "inmem", "resident")
-    return Space(validate(values, "test").for_world(ranks), ranks, 4, on_gpu, loaders)
-
-
-def changes(part: str, space: Space) -> list[Mapping[str, Any]]:
-    return [candidate.changes for candidate in PARTS[part](space, Setting())]
-
-
-def test_only_candidates_that_this_machine_can_run_are_tried() -> None:
-    cpu, gpus = space_of(data_loader_config="inmem"), space_of(ranks=2, on_gpu=True)
-    assert changes("loader", cpu) == [{"data_loader_config": "lowmem"}, {"data_loader_config": "resident"}]
-    assert changes("threads", cpu) == [{"num_data_workers": 1}, {"num_data_workers": 4}]
-    assert not any(changes(part, cpu) for part in ("fused", "graph", "batch", "buckets"))
-    assert changes("fused", gpus) == [{"fused_pointwise": True, "channels_last": True}]
-    assert [setting.graph for setting in PARTS["graph"](gpus, Setting())] == [True]
-    assert [change["bucket_cap_mb"] for change in changes("buckets", gpus)] == [10.0, 50.0, 100.0]
-
-
 # --- a trial ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +142,7 @@ def test_a_trial_is_the_users_own_command(tmp_path: Path, monkeypatch: pytest.Mo
     launched = Launched(output=f"root - WARNING - {warning}\n")
     monkeypatch.setattr(tune, "run_group", launched)
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    space, budget = space_of(ranks=2, global_batch_size=8), Budget(100, lambda: 0.0)
+    space, budget = Space(validate({"global_batch_size": 8}, "test").for_world(2), 2), Budget(100, lambda: 0.0)
     measure = Processes(["--config=test"], space, planned=10, budget=budget, folder=tmp_path)
     result = measure(Setting({"network.rewritten": ["last"], "bucket_cap_mb": 50.0}), 60)
     assert (result.rates["FULL"], result.fault) == ([100.0] * 5, "")
@@ -198,23 +177,25 @@ def test_the_winner_is_written_as_a_config_with_its_record(
     monkeypatch.setattr(
         tune, "run_group", Launched(lambda command: 130.0 if "--set=channels_last=true" in command else 100.0)
     )
-    tune.main(tuning("--set=seed=7", "--only=memory_format,compile", "--set=expdir=/elsewhere", "--ranks=2"))
+    changes = {"seed": 7, "device": "cpu", "expdir": "/elsewhere", "train_path": str(tmp_path / "none.h5")}
+    tune.main(tuning(*(f"--set={key}={value}" for key, value in changes.items()), "--ranks=2"))
     printed = capsys.readouterr()
-    assert "  1 channels_last=true" in printed.out
+    assert re.search(r"^ +\d+ channels_last=true .* kept$", printed.out, re.MULTILINE)
     gain = "tuned is 1.30 times test: FULL 100.0 (100.0 to 100.0) -> 130.0 (130.0 to 130.0) samples/s (2 runs of each, "
     assert gain in printed.out
     for part in ("the HDF5 files are not there", "they need a GPU", "global_batch_size stays 8, 4 a rank"):
         assert part in printed.out, "what is not tried is reported"
     assert "left: channels_last=true: 130.0 samples/s, kept" in printed.err
     tuned, start = (load(str(tmp_path / "UNet.yaml"), name) for name in ("tuned", "test"))
-    assert tuned == start.model_copy(update={"channels_last": True, "seed": 7, "expdir": "/elsewhere"})
+    assert tuned == start.model_copy(update={**changes, "channels_last": True})
     header = (tmp_path / "tuned.yaml").read_text().split("tuned:\n")[0]
     assert all(line.startswith("# ") for line in header.splitlines())
     for part in ("benchmarks.tune --yaml_config", "today, node: 2 × a device", gain, "with train.py"):
         assert part in header
     record = json.loads((tmp_path / "tuned.json").read_text())
     assert (record["changes"], record["script"], record["gain"]) == ({"channels_last": True}, "train.py", 1.3)
-    assert [trial["part"] for trial in record["trials"]] == ["start", "memory_format", "compile", *["compare"] * 4]
+    tried = dict.fromkeys(trial["part"] for trial in record["trials"] if trial["part"] != "threads")  # needs more cores
+    assert list(tried) == ["start", "memory_format", "compile", "rewrites", "buckets", "compare"]
     assert record["provenance"]["command"].startswith("python -m benchmarks.tune")
 
 
