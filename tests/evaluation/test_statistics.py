@@ -200,41 +200,6 @@ def test_divergence_r2_and_distribution_are_those_of_numpy(found: Results) -> No
         assert counts.sum() == t.size
 
 
-def test_the_divergence_of_a_wave_is_analytic() -> None:
-    """v_x = A sin(kx) has A k cos(kx) times sin(kh)/(kh), by central differences; v_y = sin(kx) has none."""
-    shape, cell, amplitude = (32, 8, 8), 0.5, 300.0
-    k = 2 * np.pi * 3 / (32 * cell)
-    wave = np.broadcast_to(np.sin(k * cell * np.arange(32))[:, None, None], shape)
-    target = 0.01 * noise(5, *shape)
-    target[1], target[2], target[3] = wave * amplitude / 1000, 0, 0
-    predicted = target.copy()
-    predicted[1], predicted[2] = 0, target[1]
-    found = evaluated(predicted, target, cell=cell).spectra["divergence"]
-    shell = found.at(k)
-    variance = found.target * found.modes / (target[0].size * cell**3)
-    assert variance[shell] == pytest.approx((amplitude * np.sin(k * cell) / cell) ** 2 / 2, rel=1e-5)
-    assert np.delete(variance, shell).max() < 1e-9 * variance[shell]
-    np.testing.assert_array_equal(found.predicted, 0)
-
-
-def test_perfect_and_proportional_predictions() -> None:
-    """Velocities times 1.1, densities times 1.3: the mean of the predicted density is not normalised."""
-    _, target = volumes()
-    perfect = evaluated(target, target)
-    assert (perfect.l1 == 0).all()
-    assert (perfect.r2 == 1).all()
-    assert perfect.divergence_r2 == 1
-    predicted = target.copy()
-    predicted[1:4] *= 1.1
-    predicted[0] += np.log(1.3) / GAS[0].scale
-    scaled = evaluated(predicted, target)
-    for name, ratio in (("velocity", 1.21), ("divergence", 1.21), ("density", 1.69), ("log density", 1.0)):
-        np.testing.assert_allclose(perfect.spectra[name].ratio, 1)
-        np.testing.assert_allclose(perfect.spectra[name].correlation, 1)
-        np.testing.assert_allclose(scaled.spectra[name].ratio, ratio, rtol=1e-4)
-        np.testing.assert_allclose(scaled.spectra[name].correlation, 1, rtol=1e-5)
-
-
 # --- slabs and ranks -----------------------------------------------------------------------------------------------
 
 
