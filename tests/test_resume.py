@@ -479,7 +479,7 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         assert not directory(tmp_path).exists(), "nothing is written"
 
 
-# --- when it saves ---------------------------------------------------------------------------------------------------
+# --- the best checkpoint ---------------------------------------------------------------------------------------------
 
 
 def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: list[str]) -> None:
@@ -498,17 +498,18 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     assert (last(source).position.best_loss, last(source).position.best_step) == (1.0, 16)
 
 
-def test_saves_by_minutes_and_at_each_epochs_end(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- when it saves ---------------------------------------------------------------------------------------------------
+
+
+def test_saves_by_minutes_and_at_each_epochs_end(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def a_minute_passes(step: int) -> None:
         clock.now += 60
 
-    for minutes, steps in (("None", [16, 8]), ("2", [16, 14, 11, 8, 6, 3])):
-        flags = [f"--run_num={minutes}", f"--set=checkpoint.every_minutes={minutes}", "--set=checkpoint.keep_last=99"]
-        assert command(*flags, after=a_minute_passes)[0] == 0
-        assert saved_steps(directory(tmp_path, run_num=minutes) / FOLDER) == steps
+    assert command("--set=checkpoint.every_minutes=2", "--set=checkpoint.keep_last=99", after=a_minute_passes)[0] == 0
+    assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
 
 
 # --- faults of the disk ----------------------------------------------------------------------------------------------

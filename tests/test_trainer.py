@@ -15,24 +15,17 @@ import torch
 from processes import run_ranks
 from torch import nn
 
-from networks import build_loss, build_network, initialise
 from utils import metrics
 from utils import trainer as trainers
 from utils.checkpoint import NoSaving, Position
-from utils.config import Optimizer
 from utils.data import Loaders
 from utils.data.feeder import Batch
-from utils.data.native import NativeLoader
-from utils.data.plan import SamplePlan
-from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
 from utils.errors import Stopped, UserError
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder
-from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
 from utils.schedule import CosineSchedule
-from utils.steps.eager import EagerStep
 from utils.stopping import NoSignals
 from utils.trainer import SaveOften, Trainer
 
@@ -264,34 +257,6 @@ def test_the_warm_up_is_timed_by_itself_before_the_first_epoch(clock: list[float
     assert logs.lines[place + 2].startswith("epoch 1/3, step 2/5")
     assert sum(line.startswith("described") for line in logs.lines) == 1
     assert "Time taken for epoch 1 is 5.000 sec, avg 2.00 samples/sec" in logs.lines, "without the warm-up"
-
-
-class ColdStep(EagerStep):
-    """Without a warm-up."""
-
-    def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        pass
-
-
-def test_training_is_bit_for_bit_the_one_without_a_warm_up(volume_file, tmp_path) -> None:
-    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    curves, ends = [], []
-    for kind in (ColdStep, EagerStep):
-        trainer, logs, _, _ = make(RecordedStep(), log_interval=1)
-        loaders = [NativeLoader(volume, SamplePlan(STEPS * BATCH, 16, 8, split=s), batch_size=BATCH) for s in SPLITS]
-        network = build_network("unet", 8, width=4, scales=2)
-        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
-        optimizer = build_optimizer(Optimizer(), network.named_parameters(), 0.01)
-        trainer.loaders, trainer.step = Loaders(*loaders), kind(network, build_loss("l1"), optimizer, ALONE)
-        trainer.schedule = lambda _: 0.01
-        trainer.fit()
-        curves.append([logs.curve(name) for name in ("Step/loss", "Step/gradient norm", "Loss/valid")])
-        ends.append(torch.cat([parameter.detach().flatten() for parameter in network.parameters()]))
-        for loader in loaders:
-            loader.close()
-    assert len(curves[0][0]) == STEPS * EPOCHS
-    assert curves[0] == curves[1]
-    assert torch.equal(*ends)
 
 
 def test_the_device_is_read_once_per_interval(monkeypatch) -> None:
@@ -637,13 +602,6 @@ def test_training_ends_after_too_many_steps_in_a_row_without_an_update(first: in
     assert len(step.rates) == taken, "at the end of the interval at the latest"
     assert saving.steps == [5] * (first > 3) + [10] * (first > 10)
     assert saving.closed
-
-
-def test_a_step_with_an_update_ends_the_row() -> None:
-    bad = {n: NAN for n in range(1, 16) if n % 3}
-    trainer, logs, _, _ = make(RecordedStep(bad), max_skipped_updates=3)
-    trainer.fit()
-    assert len(logs.warnings) == len(bad)
 
 
 @pytest.mark.parametrize("events", [[6], [5, 3], [5, 3, 3]], ids=str)
