@@ -57,7 +57,7 @@ def test_all_processes_end_with_the_training(
             assert read(reader, lambda text: text.count(b"ready") == 2).count(b"ready") == 2
             if by == "Ctrl-C":
                 os.kill(os.getpid(), signal.SIGINT)
-        return wait(self, timeout)
+        return wait(self, GENEROUS if timeout is None else timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
     # A shell has the programs that it runs in the background ignore Ctrl-C, and so the tests, too.
