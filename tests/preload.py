@@ -9,6 +9,8 @@ MODULES = (
     "numpy",
     "pytest",
     "scipy.ndimage",
+    "sklearn.datasets",
+    "torch._dynamo",
     "torch.utils.tensorboard",
     "matplotlib.figure",
     "nvidia.dali.plugin.pytorch",
