@@ -164,7 +164,7 @@ def l1_results(
         ("relu", 70, "float32"),
         ("relu", 1, "half"),
         ("tanh", 64, "float32"),
-        ("tanh", 512, "half"),
+        ("tanh", 70, "half"),
     ],
 )
 def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, precision: str) -> None:
