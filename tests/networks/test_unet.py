@@ -83,7 +83,7 @@ def gradients(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
 
-@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1"]}, {"rewritten": ["down1", "last"]}, {"fused": True}])
+@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}, {"fused": True}], ids=str)
 @FORMATS
 def test_options_change_neither_parameters_nor_results(options: dict[str, Any], form: torch.memory_format) -> None:
     plain, network = small(), small(**options).to(memory_format=form)
@@ -116,18 +116,6 @@ def test_compiler_and_tracer_see_one_graph(options: dict[str, Any]) -> None:
     assert torch.allclose(traced(x), network(x), atol=1e-6)
 
 
-def test_weights_are_normal_and_biases_constant_and_the_seed_decides() -> None:
-    networks = [build_network("unet", 8, width=8, scales=3) for _ in range(3)]
-    for network, seed in zip(networks, (1, 1, 2), strict=True):
-        initialise(network, torch.Generator().manual_seed(seed), "normal", 0.02, 0.25)
-    first, same, other = (network.get_submodule("down3").weight.detach() for network in networks)
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
-    assert float(first.std()) == pytest.approx(0.02, rel=0.05)
-    assert float(first.mean()) == pytest.approx(0.0, abs=0.001)
-    assert set(networks[0].get_submodule("last").bias.tolist()) == {0.25}
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -146,10 +134,8 @@ def test_options_that_do_not_fit_are_refused(name: str, options: dict[str, Any],
 
 # --- norms -----------------------------------------------------------------------------------------------------------
 
-NORMS = pytest.mark.parametrize("norm", ["batch", "sync_batch", "ghost(2)", "group"])
 
-
-@NORMS
+@pytest.mark.parametrize("norm", ["batch", "sync_batch", "ghost(2)", "group"])
 @FORMATS
 def test_a_norm_keeps_the_convolutions_weights_and_works_with_rewritten_layers(
     norm: str, form: torch.memory_format
@@ -173,19 +159,15 @@ def test_a_norm_keeps_the_convolutions_weights_and_works_with_rewritten_layers(
     assert all(torch.allclose(value, buffers[name]) for name, value in network.named_buffers())
 
 
-@NORMS
-def test_a_norm_works_under_autocast_and_in_a_compiled_network(norm: str) -> None:
+def test_a_norm_works_under_autocast_and_in_a_compiled_network() -> None:
+    """test_norms.py compiles each of the norms by itself."""
     torch._dynamo.reset()
-    x = fields(4, 16)
-    expected = small(norm=norm)(x).detach()
-    # test_norms.py compiles each of the norms.
-    for compiled in (False, True) if norm == "ghost(2)" else (False,):
-        network = small(norm=norm)
-        if compiled:
-            network.compile(backend="aot_eager", fullgraph=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = network(x)
-        output.square().mean().backward()
-        assert output.dtype == torch.float32
-        assert float((output.detach() - expected).norm() / expected.norm()) < 0.05
-        assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
+    network, x = small(norm="ghost(2)"), fields(4, 16)
+    expected = small(norm="ghost(2)")(x).detach()
+    network.compile(backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = network(x)
+    output.square().mean().backward()
+    assert output.dtype == torch.float32
+    assert float((output.detach() - expected).norm() / expected.norm()) < 0.05
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in network.parameters())
