@@ -12,21 +12,15 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from processes import run_ranks, wait_until
+from processes import wait_until
 
 import train
-from networks import build_network, initialise
-from utils.channels import input_channels, target_channels
 from utils.checkpoint import Position, read_weights
-from utils.config import Transform
-from utils.data.volumes import open_volume
 from utils.distributed import Launch, World
 from utils.evaluation import during, figures
 from utils.evaluation.statistics import Evaluation
 from utils.logs import SilentLogs, read_records
-from utils.prediction import Painter
 from utils.stopping import StopSignals
-from utils.tiling import tile_volume
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 EVERY_EPOCH = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
@@ -126,39 +120,11 @@ def test_a_training_stopped_during_an_evaluation_makes_it_when_it_resumes(
     assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the one it replaces"
 
 
-def evaluate_untrained(world: World, path: str) -> tuple[dict[str, float], float]:
-    """The evaluation's scalars for an untrained network, and L1 of the same prediction in numpy."""
-    volume = open_volume(path, (4, 5))
-    network = build_network("unet", width=4, scales=2)
-    initialise(network, torch.Generator().manual_seed(0), "default")
-    network.eval()
-    read, target = during.volume_planes(volume)
-    shape = (volume.box,) * 3
-    painter = Painter(torch.no_grad()(network), read, tile_volume(shape, 8), (4, 5), 4, world)
-    transform = Transform()
-    evaluation = Evaluation(target_channels(5, transform), input_channels(4, transform), shape, 0.5, world)
-    found = during.judge(painter.slabs(), target, evaluation, {"epoch": 1}, world)
-    whole = np.concatenate([slab.predicted.numpy().copy() for slab in painter.slabs()], axis=1)
-    return found.scalars(), float(np.abs(whole - volume.targets).mean())
-
-
-def test_the_predicted_box_is_evaluated_alike_on_one_rank_and_on_three(tmp_path: Path, volume_file: Any) -> None:
-    path = str(volume_file(tmp_path / "box.h5"))
-    alone, by_hand = evaluate_untrained(ALONE, path)
-    assert alone["Evaluation/L1"] == pytest.approx(by_hand, rel=1e-6)
-    for scalars, _ in run_ranks(evaluate_untrained, 3, path):
-        assert scalars == pytest.approx(alone, rel=1e-4, abs=1e-6)
-
-
 def test_evaluations_are_made_every_n_epochs_within_the_time_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each takes ten seconds of a fake clock. The first and the last one are always made."""
-    clock, lines = SimpleNamespace(now=0.0), []
-
-    class Lines(SilentLogs):
-        def line(self, text: str) -> None:
-            lines.append(text)
+    clock = SimpleNamespace(now=0.0)
 
     def judge(*_: Any) -> Any:
         clock.now += 10.0
@@ -171,19 +137,14 @@ def test_evaluations_are_made_every_n_epochs_within_the_time_budget(
     painter: Any = SimpleNamespace(slabs=lambda: [], tiling=SimpleNamespace(count=8, about=lambda: "tiles"))
     options: Any = {"every_epochs": 2, "budget": 0.1, "num_epochs": 9, "folder": tmp_path, "world": ALONE, "about": {}}
 
-    def evaluated(seconds_per_epoch: float) -> list[int]:
-        box: Any = during.BoxEvaluation(painter, lambda a, b: np.zeros(1), lambda: None, logs=Lines(), **options)
-        at, found = Position(), []
-        for epoch in range(9):
-            at.epoch = epoch
-            if box.after_epoch(at, seconds_per_epoch * (epoch + 1) + at.evaluation_seconds, lambda: None):
-                found.append(epoch + 1)
-        return found
-
-    assert evaluated(1000.0) == [2, 4, 6, 8, 9]
+    box: Any = during.BoxEvaluation(painter, lambda a, b: np.zeros(1), lambda: None, logs=SilentLogs(), **options)
+    at, found = Position(), []
+    for epoch in range(9):
+        at.epoch = epoch
+        if box.after_epoch(at, 30.0 * (epoch + 1) + at.evaluation_seconds, lambda: None):
+            found.append(epoch + 1)
     # A tenth of the time: after the first, the second is due when 200 s of training have passed.
-    assert evaluated(30.0) == [2, 8, 9]
-    assert sum("Evaluation put off: with it they would take 20.0 sec" in line for line in lines) == 2
+    assert found == [2, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -197,10 +158,6 @@ def test_evaluations_are_made_every_n_epochs_within_the_time_budget(
         (
             ["--set=evaluation.tile=8", "--set=evaluation.step=9", "--preflight"],
             "error: evaluation.tile, evaluation.step: step 9 does not suit a tile of 8 cells",
-        ),
-        (
-            ["--set=evaluation.tile=64"],
-            "error: evaluation.tile, evaluation.step: the box has 16 cells a side, fewer than a tile's 64",
         ),
     ],
 )
@@ -227,8 +184,6 @@ def test_a_device_that_is_full_during_an_evaluation_is_reported_with_a_remedy(
     assert stop.value.code != 0
     line = "no device memory left (CUDA out of memory); take more ranks, a smaller evaluation.tile, or go on with"
     assert line in capfd.readouterr().err
-    folder = run(data_flags, tmp_path, "--set=evaluation.every_epochs=0") / during.FOLDER
-    assert not folder.exists()
 
 
 def test_a_training_without_volumes_is_not_changed_by_a_refused_evaluation(tmp_path: Path, capfd: Any) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
 import math
-import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from sample_results import sample_results
 
 from utils.evaluation import figures, page
@@ -101,35 +98,15 @@ def parsed(written: Path) -> Parsed:
 
 
 def test_the_page_is_one_self_contained_file(written: Path, parsed: Parsed) -> None:
-    text = written.read_text()
     assert parsed.doctype.lower() == "doctype html"
-    assert ("html", {"lang": "en"}) in parsed.tags
-    assert ("meta", {"charset": "utf-8"}) in parsed.tags
     assert parsed.all("title") == parsed.all("h1") == ["Evaluation: epoch 3"]
     assert not {"script", "link", "iframe"} & {tag for tag, _ in parsed.tags}
     for _, attributes in parsed.tags:
         assert "href" not in attributes
         assert (attributes.get("src") or "data:").startswith("data:")
     for outside in ("url(", "@import", "http:", "https:"):
-        assert outside not in text
-    assert "prefers-color-scheme: dark" in "".join(parsed.all("style"))
-    # In a table of numbers, a browser would make narrow columns and break words there.
-    assert re.findall(r"^([^{}]*)\{[^{}]*overflow-wrap", text, re.MULTILINE) == [".facts td + td "]
-    tables = set(re.findall(r"<table(.*?)>(<\w+>)", text))
-    assert tables == {(' class="facts"', "<tbody>"), ("", "<thead>")}
+        assert outside not in written.read_text()
     assert [each.name for each in written.parent.iterdir()] == [written.name]
-
-
-def test_the_summary_gives_errors_and_correlations(history: list[Results], parsed: Parsed) -> None:
-    last = history[-1]
-    text = " ".join(parsed.all("p"))
-    assert f"L1 is {last.l1.mean():.4f}" in text
-    for channel, r2 in zip(last.channels, last.r2, strict=True):
-        assert f"{r2:.3f} ({channel.name})" in text
-    for name, spectrum in last.spectra.items():
-        shells = [np.abs(spectrum.k - k).argmin() for k in telling_wavenumbers(spectrum)]
-        assert ", ".join(f"{spectrum.correlation[shell]:.3f}" for shell in shells) + f" ({name})" in text
-    assert ", ".join(f"{spectrum.k[shell]:.2g}" for shell in shells) + " h/Mpc" in text
 
 
 def test_the_summary_gives_the_scale_where_the_correlation_is_lost(history: list[Results]) -> None:
@@ -150,6 +127,7 @@ def test_the_summary_gives_the_scale_where_the_correlation_is_lost(history: list
 
 def test_tables_have_physical_errors_spectra_and_provenance(history: list[Results], parsed: Parsed) -> None:
     last = history[-1]
+    assert f"L1 is {last.l1.mean():.4f}" in " ".join(parsed.all("p"))
     rows = {row[0]: row for row in parsed.rows if len(row) == 5}
     for number, name in enumerate(("gas velocity x", "gas velocity y", "gas velocity z"), start=1):
         numbers = [f"{last.l1[number]:.5f}", f"{last.r2[number]:.4f}"]
@@ -166,7 +144,6 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
     assert "Against simple predictors" in parsed.all("h2")
     for row in (["predictor", "L1"], ["copy <input>", "0.03"], ["constant", "0.09"], ["commit", "abc1234"]):
         assert row in parsed.rows
-    assert ["step", "300"] in parsed.rows
     assert ["epoch", "of the caller"] in parsed.rows, "the caller's value wins"
     assert ["epoch", "3"] not in parsed.rows
 
@@ -174,11 +151,9 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
 def test_pictures_are_embedded(parsed: Parsed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_drawing(monkeypatch)
     assert parsed.images() == [("png", b"PNG")] * 6 + [("gif", b"GIF3"), ("png", b"PNG")]
-    assert parsed.all("h2")[-4:] == ["Over the training", "Loss", "Against simple predictors", "Provenance"]
     page.write(tmp_path / "one.html", [sample_results(8)], {})
     single = Parsed((tmp_path / "one.html").read_text())
     assert single.images() == [("png", b"PNG")] * 4
-    assert not {"Over the training", "Loss"} & set(single.all("h2"))
 
 
 def test_unknown_channels_and_non_finite_values_are_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,25 +198,3 @@ def test_a_page_that_fails_keeps_the_older_one(
         page.write(path, history[-1:], {})
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_a_drawn_page_of_noise_is_smaller_than_three_megabytes(history: list[Results], tmp_path: Path) -> None:
-    """White noise does not compress, so no other evaluation has larger pictures."""
-    rng = np.random.default_rng(0)
-    counts = {"input": 4, "target": 5, "predicted": 5}
-    noisy = [
-        replace(
-            history[-1],
-            cells=128,
-            about={"epoch": epoch},
-            slices={name: 0.2 * rng.standard_normal((count, 128, 128)) for name, count in counts.items()},
-        )
-        for epoch in range(20)
-    ]
-    page.write(tmp_path / "page.html", noisy, {}, (), RECORDS)
-    assert (tmp_path / "page.html").stat().st_size < 3e6
-    images = Parsed((tmp_path / "page.html").read_text()).images()
-    assert [Image.open(io.BytesIO(content)).format for _, content in images] == ["PNG"] * 6 + ["GIF", "PNG"]
-    for _, content in images:
-        assert len(np.unique(np.asarray(Image.open(io.BytesIO(content)).convert("L")))) > 10, "an empty picture"

@@ -94,37 +94,28 @@ def test_a_pickle_in_a_file_is_refused_and_not_executed(tmp_path: Path) -> None:
     assert planted.exists()
 
 
-def test_damaged_and_incomplete_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_incomplete_and_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.npz"
     save(example(), path)
     whole = path.read_bytes()
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    for kept in (0, 1, 3, 200, len(whole) // 2, int(0.99 * len(whole))):
+    for kept in (0, 3, len(whole) // 2, int(0.99 * len(whole))):
         path.write_bytes(whole[:kept])
         refused(path, f"the first {kept} bytes")
-    for place in (0.05, 0.3, 0.6, 0.9):
-        damaged = bytearray(whole)
-        start = int(place * len(whole))
-        damaged[start : start + 64] = bytes(byte ^ 0x5A for byte in whole[start : start + 64])
-        path.write_bytes(damaged)
-        refused(path, f"64 bytes damaged at {place} of the length")
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(byte ^ 0x5A for byte in whole[middle : middle + 64]) + whole[middle + 64 :])
+    refused(path, "64 damaged bytes")
     for missing in ("text", "l1", "spectrum 1 cross", "distribution 0 edges", "plane target"):
         np.savez(path, **{name: values for name, values in arrays.items() if name != missing})
         refused(path, f"without {missing}")
-
-
-def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.npz"
-    for content in (b"a page of text", b"[]", np.random.default_rng(0).bytes(999)):
-        path.write_bytes(content)
-        refused(path, repr(content[:20]))
-    for text in ('"text"', "[1]", "{", "{}", '{"spectra": 3}'):
+    for text in ('"text"', "{", "{}", '{"spectra": 3}'):
         np.savez(path, text=np.array(text), l1=np.zeros(5), r2=np.zeros(5))
         refused(path, text)
+    path.write_bytes(b"a page of text")
     np.save(tmp_path / "array.npy", np.zeros(3))  # np.load returns an array, not a file of arrays
-    refused(tmp_path / "array.npy")
-    refused(tmp_path)
+    for other in (path, tmp_path / "array.npy", tmp_path):
+        refused(other)
     with pytest.raises(UserError, match=r"no such file: .*absent\.npz"):
         load(tmp_path / "absent.npz")
 

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data.fourier import power_spectrum
 from utils.evaluation import spectra
 from utils.evaluation.results import Spectrum
 from utils.evaluation.spectra import Shells
 
 # Even and odd sides. In no case is a mode exactly between two shells, where rounding would decide.
-SHAPES = [(16, 16, 16), (12, 16, 10), (9, 16, 15), (24, 6, 7)]
+SHAPES = [(16, 16, 16), (9, 16, 15), (24, 6, 7)]
 CPU = torch.device("cpu")
 
 
@@ -61,10 +60,9 @@ def test_power_and_cross_power_agree_with_powerbox(shape: tuple[int, int, int]) 
     np.testing.assert_allclose(found.cross, cross, rtol=1e-5, atol=1e-5 * np.abs(cross).max())
 
 
-@pytest.mark.parametrize("shape", [(9, 16, 15), (24, 6, 7)])
-def test_a_shell_is_the_mean_over_its_modes(shape: tuple[int, int, int]) -> None:
+def test_a_shell_is_the_mean_over_its_modes() -> None:
     """The definition, mode by mode over the whole Fourier space: no half transform, no weights."""
-    cell = 2.5
+    shape, cell = (9, 16, 15), 2.5
     first, second = related(shape)
     p, t = np.fft.fftn(first), np.fft.fftn(second)
     longest = max(shape)
@@ -84,14 +82,6 @@ def test_a_shell_is_the_mean_over_its_modes(shape: tuple[int, int, int]) -> None
         expected = np.array(powers) * cells * cell**3 / cells**2
         ours = [found.predicted[number], found.target[number], found.cross[number]]
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5 * expected[0])
-
-
-def test_the_spectrum_is_the_one_that_the_simulation_is_tested_with() -> None:
-    field = noise((24, 24, 24))
-    k, power = power_spectrum(field, 24 * 0.5)
-    found = measured(field, field, 0.5)
-    np.testing.assert_allclose(found.k, k, rtol=1e-6)
-    np.testing.assert_allclose(found.target, power, rtol=1e-5)
 
 
 def test_a_large_mean_costs_no_digits() -> None:

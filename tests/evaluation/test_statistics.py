@@ -222,18 +222,6 @@ def test_several_ranks_find_what_one_finds() -> None:
             agree(found, expected, 1e-9)
 
 
-def test_a_rank_keeps_only_the_fields_that_it_transforms() -> None:
-    """Four ranks keep two, two, one and one of six fields. One rank alone keeps all six."""
-
-    def kept(rank: int, size: int) -> int:
-        world = World(Launch("test", rank=rank, world_size=size), CPU)
-        return sum(tensor.numel() for tensor in Evaluation(GAS, GAS[:4], SHAPE, None, world)._kept)
-
-    pair = 2 * int(np.prod(SHAPE))
-    assert [kept(rank, 4) for rank in range(4)] == [2 * pair, 2 * pair, pair, pair]
-    assert (kept(0, 1), kept(7, 8)) == (6 * pair, 0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_finds_what_the_cpu_finds() -> None:
@@ -251,13 +239,10 @@ def test_a_gpu_finds_what_the_cpu_finds() -> None:
 # --- other channels ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "vectors"), [(1, ()), (7, ((0, 1, 2), (4, 5, 6)))])
-def test_channels_without_known_units_are_evaluated_as_plain_values(
-    count: int, vectors: tuple[tuple[int, ...], ...]
-) -> None:
-    predicted, target = volumes(channels=count)
-    found = evaluated(predicted, target, target_channels(count, Transform()), vectors=vectors)
-    names = [f"channel {number}" for number in range(count)]
+def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
+    predicted, target = volumes(channels=7)
+    found = evaluated(predicted, target, target_channels(7, Transform()), vectors=((0, 1, 2), (4, 5, 6)))
+    names = [f"channel {number}" for number in range(7)]
     assert list(found.spectra) == list(found.distributions) == names
     for number, name in enumerate(names):
         values = power(predicted[number], target[number])
@@ -275,13 +260,12 @@ def test_channels_without_known_units_are_evaluated_as_plain_values(
     [
         ("velocity_scale_km_s", ["density", "log density", "log temperature", *(f"gas velocity {a}" for a in "xyz")]),
         ("density_log_scale", ["velocity", "divergence", "log temperature", "gas density"]),
-        ("temperature_log10_scale", ["density", "log density", "velocity", "divergence", "temperature"]),
     ],
 )
 def test_one_unknown_transform_leaves_the_other_measurements(unknown: str, spectra: list[str]) -> None:
     found = evaluated(*volumes(), target_channels(5, Transform(**{unknown: None})))
     assert list(found.spectra) == spectra
-    assert (found.plane is None) == (unknown != "velocity_scale_km_s")
+    assert (found.plane is None) == (unknown == "density_log_scale")
     assert np.isnan(found.divergence_r2) == ("divergence" not in spectra)
     assert ("velocity divergence" in found.distributions) == ("divergence" in spectra)
 
@@ -296,10 +280,6 @@ def test_channels_are_recognised_by_unit_in_any_order(found: Results) -> None:
     assert moved.plane is not None
     assert found.plane is not None
     np.testing.assert_array_equal(moved.plane.target, found.plane.target)
-    scalars = evaluated(predicted, target, vectors=())  # velocities that are not declared a vector
-    assert {f"gas velocity {axis}" for axis in "xyz"} < set(scalars.spectra)
-    assert not {"velocity", "divergence"} & set(scalars.spectra)
-    assert np.isnan(scalars.divergence_r2)
 
 
 def test_a_constant_target_has_no_r2_and_the_rest_is_measured() -> None:
@@ -311,11 +291,3 @@ def test_a_constant_target_has_no_r2_and_the_rest_is_measured() -> None:
     assert np.isnan(found.divergence_r2)
     assert found.distributions["velocity divergence"].target.sum() == target[0].size
     assert (found.spectra["velocity"].target < 1e-3 * found.spectra["velocity"].predicted).all()
-
-
-def test_missing_planes_are_noticed() -> None:
-    predicted, target = (torch.from_numpy(values) for values in volumes())
-    evaluation = Evaluation(GAS, GAS[:4], SHAPE, None, ONE)
-    evaluation.add(0, target[:4, :5], predicted[:, :5], target[:, :5])
-    with pytest.raises(AssertionError):
-        evaluation.results()
