@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 from pathlib import Path
@@ -37,16 +36,6 @@ def small() -> Fields:
     return simulate.simulate_fields(SMALL)
 
 
-def plane_wave(grid: int, axis: int, amplitude: float) -> np.ndarray:
-    """Displacement [3, n, n, n] along `axis` with div = amplitude cos(k x)."""
-    k = 2 * np.pi * 2 / grid
-    shape = [1, 1, 1]
-    shape[axis] = grid
-    field = np.zeros((3, grid, grid, grid), np.float32)
-    field[axis] = (amplitude / k * np.sin(k * np.arange(grid))).astype(np.float32).reshape(shape)
-    return field
-
-
 # --- linear theory -------------------------------------------------------------------------------------------------
 
 
@@ -58,17 +47,13 @@ def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
     np.testing.assert_allclose(power[resolved] / linear[resolved], 1, atol=0.1)
 
 
-def test_initial_modes_have_the_linear_power_with_or_without_scatter() -> None:
-    ratios = []
-    for fixed_amplitude in (True, False):
-        options = SimulationOptions(grid=32, box_size=100.0, seed=5, fixed_amplitude=fixed_amplitude, threads=1)
-        cosmology = linear_theory.make_cosmology(options.cosmology)
-        k, power = fourier.power_spectrum(fourier.backward(simulate.initial_modes(options, cosmology), 32, 1), 100.0)
-        ratios.append(power / linear_theory.linear_power(cosmology, k))
-    fixed, random = ratios
-    np.testing.assert_allclose(fixed, 1, atol=0.05)  # k is the mean of a shell
-    assert np.ptp(random[:4]) > 0.05
-    assert random[4:].mean() == pytest.approx(1, abs=0.05)
+def test_initial_modes_have_the_linear_power_with_scatter() -> None:
+    options = SimulationOptions(grid=32, box_size=100.0, seed=5, threads=1)
+    cosmology = linear_theory.make_cosmology(options.cosmology)
+    k, power = fourier.power_spectrum(fourier.backward(simulate.initial_modes(options, cosmology), 32, 1), 100.0)
+    ratio = power / linear_theory.linear_power(cosmology, k)
+    assert np.ptp(ratio[:4]) > 0.05
+    assert ratio[4:].mean() == pytest.approx(1, abs=0.05)
 
 
 def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
@@ -98,30 +83,18 @@ def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_plane_wave_grows_linearly(axis: int) -> None:
-    clock = linear_theory.GrowthClock(linear_theory.make_cosmology("planck18"), 24.0, 1.0, 10)
-    start, end = clock.times[0], clock.times[-1]
-    growing = plane_wave(32, axis, amplitude=-0.5)
-    particles = particle_mesh.Particles(np.float32(start) * growing, growing.copy(), 32)
-    particle_mesh.evolve(particles, clock)
-
-    def amplitude(found: np.ndarray) -> float:  # of the wave alone; the lattice's discreteness adds short waves
-        return float(np.vdot(found, growing) / np.vdot(growing, growing))
-
-    assert amplitude(particles.displacement) == pytest.approx(end, rel=0.03)
-    assert amplitude(particles.velocity) == pytest.approx(1, rel=0.03)
-
-
-def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter() -> None:
+def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: int) -> None:
     """Displaced at rest it is 3/5 growing and 2/5 decaying mode, which depends on both force and friction."""
     clock = linear_theory.GrowthClock(linear_theory.make_cosmology("EdS"), 9.0, 1.0, 20)
-    displaced = plane_wave(32, 0, amplitude=-0.01)
+    k, shape = 2 * np.pi * 2 / 32, [1, 1, 1]
+    shape[axis] = 32
+    displaced = np.zeros((3, 32, 32, 32), np.float32)
+    displaced[axis] = (-0.01 / k * np.sin(k * np.arange(32))).reshape(shape)
     particles = particle_mesh.Particles(displaced.copy(), np.zeros_like(displaced), 32)
     particle_mesh.evolve(particles, clock)
     ratio = clock.times[-1] / clock.times[0]
-    expected = 0.6 * ratio + 0.4 * ratio**-1.5
     found = np.vdot(particles.displacement, displaced) / np.vdot(displaced, displaced)
-    assert found == pytest.approx(expected, rel=0.03)
+    assert found == pytest.approx(0.6 * ratio + 0.4 * ratio**-1.5, rel=0.03)
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 2), (1, 2)])
@@ -199,9 +172,6 @@ def test_channels_are_about_one_differ_between_input_and_target_and_can_be_undon
     nbody, hydro = (gas.to_channels(fields.copy()) for fields in small)
     for channels, count in ((nbody, 4), (hydro, 5)):
         assert channels.shape == (count, 32, 32, 32)
-        assert channels.dtype == np.float32
-        assert channels.flags.c_contiguous
-        assert np.isfinite(channels).all()
         assert np.abs(channels).max() < 1.5
     assert (hydro.std(axis=(1, 2, 3)) > 0.03).all()
     difference = np.abs(nbody - hydro[:4]).mean(axis=(1, 2, 3))
@@ -227,20 +197,14 @@ def test_empty_cells_get_the_velocity_of_their_neighbours() -> None:
         np.testing.assert_allclose(component, value, atol=1e-3)
 
 
-def test_gas_is_smoother_than_dark_matter_and_equal_on_large_scales(small: Fields) -> None:
+def test_gas_is_smoother_than_dark_matter_equal_on_large_scales_and_shocked_in_places(small: Fields) -> None:
     _, dark = fourier.power_spectrum(small[0][0] - 1, SMALL.box_length)
     k, baryons = fourier.power_spectrum(small[1][0] - 1, SMALL.box_length)
     ratio = baryons / dark
     np.testing.assert_allclose(ratio, np.exp(-((k * gas.FILTER_LENGTH) ** 2)), atol=0.05)
     assert ratio[0] > 0.9
     assert ratio[-1] < 0.1
-
-
-def test_temperature_rises_with_density(small: Fields) -> None:
     density, temperature = small[1][0], small[1][4]
-    edges = np.quantile(density, np.linspace(0, 1, 9))
-    medians = [np.median(temperature[(density >= a) & (density < b)]) for a, b in itertools.pairwise(edges)]
-    assert (np.diff(medians) > 0).all()
     floor = gas.MEAN_DENSITY_TEMPERATURE * density ** (gas.ADIABATIC_INDEX - 1)
     assert (temperature > 0.999 * floor).all()
     assert 0.005 < np.mean(temperature > 2 * floor) < 0.5  # there are shocks, but not everywhere
@@ -256,26 +220,15 @@ def test_temperature_rises_where_flows_converge() -> None:
     assert gas.shock_temperature(-velocity, 0.5, 1 / 3, 300.0)[:, n // 2].max() == 0
 
 
-@pytest.mark.parametrize(
-    ("axes", "signs", "shift"),
-    [
-        ((0, 1, 2), (1, 1, 1), (5, -7, 11)),
-        ((1, 0, 2), (1, 1, 1), (0, 0, 0)),
-        ((0, 1, 2), (1, -1, 1), (0, 0, 0)),
-        ((2, 0, 1), (-1, 1, -1), (3, 0, 0)),
-    ],
-)
-def test_the_closure_commutes_with_translations_and_the_cubes_symmetries(
-    small: Fields, axes: tuple[int, ...], signs: tuple[int, ...], shift: tuple[int, ...]
-) -> None:
+def test_the_closure_commutes_with_translations_and_the_cubes_symmetries(small: Fields) -> None:
     """New axis i is old axis axes[i], reflected where signs[i] is -1; vector components follow."""
+    axes, signs, shift = (2, 0, 1), (-1, 1, -1), (5, -7, 11)
 
     def moved(fields: np.ndarray) -> np.ndarray:
         result = fields.copy()
         for axis, (old, sign) in enumerate(zip(axes, signs, strict=True)):
             result[1 + axis] = sign * fields[1 + old]
-        result = result.transpose(0, *(1 + old for old in axes))
-        result = np.flip(result, tuple(1 + axis for axis in range(3) if signs[axis] < 0))
+        result = np.flip(result.transpose(0, *(1 + old for old in axes)), (1, 3))
         return np.ascontiguousarray(np.roll(result, shift, axis=(1, 2, 3)))
 
     dark, baryons = small
@@ -317,17 +270,9 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
             assert file[name].chunks is None
             assert file[name].id.get_offset() is not None, "must be mappable"
             np.testing.assert_array_equal(file[name][:], expected)
-        attributes = dict(file.attrs)
-    assert attributes["cosmology_Om0"] == pytest.approx(0.3111)
-    assert "utils.data.simulate" in attributes["made_by"]
-    expected_attributes = {
-        "seed": 4,
-        "box_size_mpc_h": 4.0,
-        "cosmology": "planck18",
-        "velocity_scale_km_s": gas.VELOCITY_SCALE,
-        "format_version": simulate.FORMAT_VERSION,
-    }
-    assert {name: attributes[name] for name in expected_attributes} == expected_attributes
+        assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
+        found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
+    assert found == [4, 4.0, "planck18", gas.VELOCITY_SCALE]
 
 
 def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_one(
@@ -351,13 +296,10 @@ def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_one(
 def test_bad_options_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
-        ("--grid many", "invalid int value"),
         ("--box_size -1", "box_size is -1.0; give a positive length"),
-        ("--box_size nan", "box_size is nan"),
         ("--seed -1", "seed is -1"),
         (f"--seed {2**63}", "give one below 2**63"),
         ("--cosmology plank18", "did you mean planck18?"),
-        ("--cosmology xyz", "choose one of"),
         ("--redshift 30", "start_redshift is 24.0; give one above redshift = 30.0"),
         ("--redshift -0.5", "redshift is -0.5"),
         ("--start_redshift 1000", "up to 200"),
