@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,6 @@ def changes(config_of: Any, *flags: str) -> dict[str, Any]:
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def test_defaults_are_the_originals() -> None:
-    options = cli.parse([])
-    assert (options.yaml_config, options.config, options.run_num) == ("./config/UNet.yaml", "base", "00")
-    assert (options.overrides, options.preflight, options.init_from) == ({}, False, None)
-    assert Config().bucket_cap_mb == 25
-
-
 def test_each_flag_sets_its_key_alone(config_of: Any) -> None:
     for switch in cli.SWITCHES:
         assert changes(config_of, f"--{switch}") == {switch: True}
@@ -68,21 +62,20 @@ CANDIDATES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("key", flatten(Config()))
-def test_set_changes_every_key_and_nothing_else(config_of: Any, key: str) -> None:
-    """The first candidate that differs from the default and is valid for this key is set."""
-    companions = COMPANIONS.get(key, {})
-    flags = [f"--set={other}={value}" for other, value in companions.items()]
-    for candidate in CANDIDATES:
-        text = yaml.safe_dump(candidate, default_flow_style=True).removesuffix("...\n").strip()
-        try:
-            found = changes(config_of, *flags, "--set", f"{key}={text}")
-        except UserError:
-            continue
-        if found:
-            assert found == {**companions, key: candidate}
-            return
-    pytest.fail(f"--set {key} accepts none of {CANDIDATES}")
+def test_set_changes_every_key_and_nothing_else(config_of: Any) -> None:
+    """The first candidate that differs from the default and is valid for a key is set."""
+    for key in flatten(Config()):
+        companions = COMPANIONS.get(key, {})
+        flags = [f"--set={other}={value}" for other, value in companions.items()]
+        for candidate in CANDIDATES:
+            text = yaml.safe_dump(candidate, default_flow_style=True).removesuffix("...\n").strip()
+            with contextlib.suppress(UserError):
+                found = changes(config_of, *flags, "--set", f"{key}={text}")
+                if found:
+                    assert found == {**companions, key: candidate}
+                    break
+        else:
+            pytest.fail(f"--set {key} accepts none of {CANDIDATES}")
 
 
 def test_missing_switch_keeps_the_yamls_true(config_of: Any) -> None:
@@ -101,12 +94,9 @@ def test_profiler_leaves_the_other_keys_of_its_section_unchanged(config_of: Any,
 
 def test_set_reads_values_as_yaml_and_overrides_earlier_ones_and_flags() -> None:
     for text, key, value in (
-        ("lr_schedule.start_lr=2.E-4", "lr_schedule.start_lr", 2e-4),
         ("use_cache=None", "use_cache", None),
         ("use_cache=/a=b", "use_cache", "/a=b"),
-        ("expdir=on", "expdir", "on"),
         (" seed = 3 ", "seed", 3),
-        ("box_size=[32, 16]", "box_size", [32, 16]),
         ("network.scales=", "network.scales", None),
     ):
         assert cli.parse(["--set", text]).overrides == {key: value}
@@ -118,21 +108,12 @@ def test_set_reads_values_as_yaml_and_overrides_earlier_ones_and_flags() -> None
     ("flags", "says"),
     [
         (["--set", "num_epochs"], "--set num_epochs: expected key=value"),
-        (["--set", "=3"], "--set =3: expected key=value"),
-        (["--set"], "--set: expected one argument; see --help"),
         (["--set", "num_epochs=["], r"cannot read --set num_epochs=\["),
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
-        (["--num_epochs", "1.5"], "--num_epochs: invalid int value: '1.5'; see --help"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
-        (["word"], "unrecognized arguments: word"),
-        (["--init_from"], "--init_from: expected one argument; see --help"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
-        (["--run_num", ""], "--run_num '' must be a plain name"),
-        (["--run_num", ".."], r"--run_num '\.\.' must be a plain name"),
-        (["--preflight", "-1"], "argument --preflight: '-1' is no number of ranks; see --help"),
         (["--preflight", "few"], "argument --preflight: 'few' is no number of ranks; see --help"),
-        (["--preflight", "0"], "argument --preflight: '0' is no number of ranks; see --help"),
     ],
 )
 def test_command_line_that_cannot_be_read_is_a_user_error(flags: list[str], says: str) -> None:
@@ -140,31 +121,35 @@ def test_command_line_that_cannot_be_read_is_a_user_error(flags: list[str], says
         cli.parse(flags)
 
 
-def test_resume_init_from_and_preflight_have_optional_values() -> None:
+def test_defaults_and_optional_values() -> None:
     for flags, resume in (
         ([], "auto"),
         (["--resume"], "auto"),
-        (["--resume=auto"], "auto"),
         (["--resume", "no"], "no"),
         (["--resume=runs/test/2GPU/00"], "runs/test/2GPU/00"),
     ):
         options = cli.parse([*flags, "--init_from=a/weights.pt"])
         assert (options.resume, options.init_from, options.overrides) == (resume, "a/weights.pt", {})
+    assert (cli.parse([]).yaml_config, cli.parse([]).config, cli.parse([]).run_num) == (
+        "./config/UNet.yaml",
+        "base",
+        "00",
+    )
     plain, eight = cli.parse(["--preflight"]), cli.parse(["--preflight", "8", "--config=short"])
     assert (plain.preflight, plain.preflight_ranks) == (True, None)
     assert (eight.preflight, eight.preflight_ranks, eight.config) == (True, 8, "short")
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
 def test_help_names_every_flag_and_is_printed_by_rank_0_alone(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--help"])
-    assert stop.value.code == 0
-    output = capsys.readouterr()
-    assert output.err == ""
-    assert bool(output.out) == (rank == "0")
+    outputs = []
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            train.main(["--help"])
+        assert stop.value.code == 0
+        outputs.append(capsys.readouterr())
+    assert outputs[0].out + outputs[0].err + outputs[1].err == ""
     flags = ("yaml_config", "config", "run_num", "resume", "init_from", "set", "preflight", *cli.SWITCHES, *cli.VALUES)
-    assert rank == "1" or all(f"--{flag}" in output.out for flag in flags)
+    assert [flag for flag in flags if f"--{flag}" not in outputs[1].out] == []

@@ -34,14 +34,14 @@ def test_yaml_values_mean_what_they_look_like() -> None:
         "[0.9, 1e-3, None, on]": [0.9, 1e-3, None, "on"],
         "{scaling: none, start_lr: 1e-3}": {"scaling": "none", "start_lr": 1e-3},
     }
-    for text, value in {**numbers, **constants, **{word: word for word in words}, **others}.items():
+    for text, value in (numbers | constants | dict(zip(words, words, strict=True)) | others).items():
         found = parse_value(text)
         assert found == value, text
         assert type(found) is type(value), text
     assert math.isnan(parse_value(".nan"))
 
 
-def test_merges_and_anchors_inherit_keys_and_change_some(tmp_path: Path) -> None:
+def test_merges_and_overrides_inherit_keys_and_change_some(tmp_path: Path) -> None:
     text = """
 base: &base
   num_epochs: 7
@@ -56,15 +56,12 @@ short:
     assert (short.num_epochs, short.enable_amp, short.use_cache) == (2, True, None)
     assert (short.lr_schedule.scaling, short.lr_schedule.start_lr) == ("linear", 1e-3)
     assert short.global_batch_size == Config().global_batch_size, "keys that are not named keep their defaults"
-
-
-def test_overrides_replace_single_nested_keys_or_a_whole_section(tmp_path: Path) -> None:
-    path = write(tmp_path, "test: {lr_schedule: {start_lr: 1e-3, warmup_steps: 3}}")
-    config = load(path, "test", {"lr_schedule.start_lr": 0.5, "optimizer.name": "sgd", "seed": 9})
+    path = str(tmp_path / "configs.yaml")
+    config = load(path, "short", {"lr_schedule.start_lr": 0.5, "optimizer.name": "sgd", "seed": 9})
     assert (config.lr_schedule.start_lr, config.lr_schedule.warmup_steps) == (0.5, 3)
     assert (config.optimizer.name, config.optimizer.betas, config.seed) == ("sgd", [0.9, 0.999], 9)
-    replaced = load(path, "test", {"lr_schedule": {"start_lr": 0.5}}).lr_schedule
-    assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0)
+    replaced = load(path, "short", {"lr_schedule": {"start_lr": 0.5}}).lr_schedule
+    assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0), "a section that is set replaces the file's"
 
 
 def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
@@ -121,23 +118,13 @@ def test_unknown_config_is_refused_with_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "must hold named configs"),
-        ("[1, 2]", "must hold named configs"),
         ("test:", "must hold named configs"),
-        ("1: {}", "must hold named configs"),
         ("test: {num_epochs: 1, num_epochs: 2}", "line 1: the key num_epochs stands there twice"),
         ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: the key end_lr stands there twice"),
-        ("test: {seed: 1}\ntest: {seed: 2}", "line 2: the key test stands there twice"),
         ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
-        ("test:\n\tseed: 1", "cannot read .*cannot start any token"),
-        ("test: {}\n---\nother: {}", "cannot read .*single document"),
-        ("test: {seed: *nowhere}", "cannot read .*undefined alias"),
         ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
         ("test: {seed: !!int word}", "cannot read .*invalid literal"),
-        ("test: {seed: !!timestamp word}", "cannot read "),
         ("test: &loop {seed: *loop}", "cannot read .*recursion"),
-        ("test: {[a, b]: 1}", "cannot read .*unhashable key"),
-        ("\x07", "cannot read .*special characters"),
     ],
 )
 def test_text_that_holds_no_configs_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -148,10 +135,10 @@ def test_text_that_holds_no_configs_is_refused_in_one_line(tmp_path: Path, text:
     assert "\n" not in str(caught.value)
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory"), (binary, "utf-8")):
+    for path, reason in ((tmp_path / "none.yaml", "No such file"), (binary, "utf-8")):
         with pytest.raises(UserError, match=f"^cannot read yaml_config {re.escape(str(path))}: .*{reason}"):
             read_file(str(path))
 
@@ -182,26 +169,23 @@ OPTIONAL_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kinds", "wrong", "says"),
-    [
-        ((int, float), ["3", True, None, math.nan, math.inf, [3]], ""),
-        ((bool,), ["yes", "true", 1, None], "Input should be a valid boolean"),
-    ],
-)
-def test_numbers_and_switches_accept_no_other_types(kinds: tuple[type, ...], wrong: list[Any], says: str) -> None:
+def test_numbers_and_switches_accept_no_other_types() -> None:
     """Every number of a config refuses words, truth values, NaN and infinity; every switch, all but true and false."""
-    keys = [key for key, value in flatten(Config()).items() if type(value) in kinds]
-    assert len(keys) > 10
-    for key in keys:
+    checked = 0
+    for key, default in flatten(Config()).items():
+        if type(default) not in (int, float, bool):
+            continue
+        wrong = ["true", 1] if isinstance(default, bool) else ["3", True, math.nan, math.inf, [3]]
+        if key not in OPTIONAL_NUMBERS:
+            wrong.append(None)
         for value in wrong:
-            if value is None and key in OPTIONAL_NUMBERS:
-                continue
             values: Any = value
             for part in reversed(key.split(".")):
                 values = {part: values}
-            with pytest.raises(UserError, match=rf"^config 'test': {key}: {says}"):
+            with pytest.raises(UserError, match=f"^config 'test': {key}: "):
                 validate(values, "test")
+        checked += 1
+    assert checked > 40
 
 
 # --- settling for a number of ranks ----------------------------------------------------------------------------------
@@ -227,9 +211,6 @@ def test_global_batch_of_the_command_line_replaces_a_local_one_of_the_file(tmp_p
         load(path, "test", {"global_batch_size": 33}).for_world(2)
 
 
-WARMUP = {"scaling": "sqrt", "warmup_steps": 10}
-
-
 @pytest.mark.parametrize(
     ("values", "ranks", "says"),
     [
@@ -238,24 +219,11 @@ WARMUP = {"scaling": "sqrt", "warmup_steps": 10}
         ({"data_size": 600}, 1, r"data_size 600 is larger than the box \[1024, 512\]"),
         ({"N_in_channels": 3}, 1, r"vector_channels.inputs \[\[1, 2, 3\]\] names a channel beyond the 3 there are"),
         ({"vector_channels": {"targets": [[1, 2, 2]]}}, 1, "must be triples of different channels"),
-        ({"vector_channels": {"inputs": [[1, 2, 3], [3, 0, 1]]}}, 1, "must be triples of different channels"),
-        ({"vector_channels": {"inputs": [[1, 2]]}}, 1, "must be triples of different channels"),
         ({"network": {"rewritten": ["last", "last"]}}, 1, r"network.rewritten \['last', 'last'\] names a layer twice"),
         ({"data_loader_config": "labelled"}, 1, "data_loader_config labelled and dataset.name go together"),
-        ({"box_size": [64]}, 1, "box_size: List should have at least 2 items"),
-        ({"optimizer": {"betas": [0.9, 1.0]}}, 1, "optimizer.betas.1: Input should be less than 1"),
-        ({"precision": "float64"}, 1, "precision: Input should be 'bfloat16' or 'float16', not 'float64'"),
         ({"global_batch_size": 64}, 3, "global_batch_size 64 is not divisible by 3 ranks; use 63"),
-        ({"global_batch_size": 2}, 3, "global_batch_size 2 is not divisible by 3 ranks; use 3"),
-        ({"accumulation_steps": 3}, 8, "a local batch of 8 is not divisible by accumulation_steps 3"),
         ({"local_batch_size": 4, "accumulation_steps": 8}, 1, "local batch of 4 is not divisible by accumulation"),
-        ({"Nsamples": 63}, 1, "Nsamples 63 is less than global_batch_size 64"),
         ({"Nsamples": 127, "local_batch_size": 64}, 2, "Nsamples 127 is less than global_batch_size 128"),
-        (
-            {"Nsamples": 128, "global_batch_size": 128, "lr_schedule": WARMUP},
-            1,
-            "warmup_steps 10 leaves nothing of the run's 10 steps",
-        ),
     ],
 )
 def test_contradictions_are_refused_with_a_remedy(values: dict[str, Any], ranks: int, says: str) -> None:
@@ -264,7 +232,11 @@ def test_contradictions_are_refused_with_a_remedy(values: dict[str, Any], ranks:
 
 
 def test_long_warm_up_does_not_matter_for_the_base_batch() -> None:
-    assert not validate({"Nsamples": 64, "lr_schedule": {**WARMUP, "warmup_steps": 1000}}, "test").for_world(1).warms_up
+    assert (
+        not validate({"Nsamples": 64, "lr_schedule": {"scaling": "sqrt", "warmup_steps": 1000}}, "test")
+        .for_world(1)
+        .warms_up
+    )
 
 
 def test_full_scale_sets_the_scales_unless_they_are_given() -> None:

