@@ -53,8 +53,8 @@ def opened(source: Path) -> Twins:
     return open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
 
 
-def training_plan(samples: int = 24, **changed: Any) -> SamplePlan:
-    return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
+def training_plan() -> SamplePlan:
+    return SamplePlan(samples=24, box=BOX, crop=CROP, seed=3)
 
 
 def test_one_transposition_permutes_axes_as_all_48_symmetries_do() -> None:
@@ -67,39 +67,24 @@ def test_one_transposition_permutes_axes_as_all_48_symmetries_do() -> None:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
+def test_without_dali_the_line_names_the_install_command(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+    for error, says in (
         (ModuleNotFoundError("No module named 'nvidia'"), r'is not installed; install it with pip install -e "\.\[da'),
         (ImportError("libcudart.so is missing"), r"cannot be imported \(libcudart\.so is missing\); install it with"),
-    ],
-)
-def test_without_dali_the_line_names_the_install_command(
-    source: Path, monkeypatch: pytest.MonkeyPatch, error: ImportError, says: str
-) -> None:
-    real = builtins.__import__
+    ):
 
-    def refuse(name: str, *arguments: Any, **keywords: Any) -> Any:
-        if name.startswith("nvidia"):
-            raise error
-        return real(name, *arguments, **keywords)
+        def refuse(name: str, *arguments: Any, error: ImportError = error, **keywords: Any) -> Any:
+            if name.startswith("nvidia"):
+                raise error
+            return real(name, *arguments, **keywords)
 
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    for name in [name for name in sys.modules if name.startswith("nvidia")]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(UserError, match=f"NVIDIA DALI {says}"):
-        DaliLoader(opened(source), training_plan(), batch_size=4)
-
-
-@needs_dali
-def test_what_dali_reports_becomes_one_line() -> None:
-    fn, types, pipeline_class = dali.import_dali()
-    pipeline = pipeline_class(batch_size=1, num_threads=1, device_id=None)
-    with pipeline:
-        pipeline.set_outputs(fn.reshape(types.Constant(np.zeros(3, np.float32)), shape=[4]))
-    with pytest.raises(UserError, match=r"^NVIDIA DALI failed: .*the same size") as caught, dali._dali_errors():
-        pipeline.run()
-    assert "\n" not in str(caught.value)
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", refuse)
+            for name in [name for name in sys.modules if name.startswith("nvidia")]:
+                patch.delitem(sys.modules, name)
+            with pytest.raises(UserError, match=f"NVIDIA DALI {says}"):
+                DaliLoader(opened(source), training_plan(), batch_size=4)
 
 
 @needs_dali
@@ -133,10 +118,8 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
     [
         (lambda path: path.unlink(), r"no such file: .*bad_data\.npy; make it with python -m utils\.convert_to_npy"),
         (cut, r"bad_data\.npy: the file is truncated; make it with .* -i .*bad\.h5 --overwrite"),
-        (lambda path: path.write_bytes(b""), "it is not a .npy file"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-        (saved(np.array([{}], dtype=object)), "it is not a .npy file"),
         (saved(ZEROS.astype(">f4")), "is of type >f4, expected little-endian float32"),
         (saved(np.asfortranarray(ZEROS)), "is in Fortran order, expected C order"),
         (saved(ZEROS[:8]), r"is \(8, 12, 12, 4\), expected \(12, 12, 12, 4\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -14,7 +15,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from disks import fill, small_disk
 
 from utils.data import growing
 from utils.data.growing import GrowingVolume
@@ -111,16 +111,6 @@ def test_planes_are_flushed_before_the_journal_counts_them(tmp_path: Path, monke
     assert flushed[1][1] == 0, "the journal was written before the planes were flushed"
 
 
-def test_a_discarded_volume_leaves_nothing_and_can_be_started_again(tmp_path: Path) -> None:
-    target = tmp_path / "box.h5"
-    volume = begin(target)
-    write_slabs(volume)
-    volume.discard()
-    assert os.listdir(tmp_path) == []
-    assert write_all(target) == 0
-    check_complete(target)
-
-
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
@@ -182,8 +172,9 @@ def test_a_volume_made_of_other_things_starts_from_scratch_and_lists_what_change
     volume.close()
     volume = begin(target)
     assert (volume.done, volume.changed) == (5, [])
-    volume.close()
-    assert write_all(target) == 5
+    volume.discard()
+    assert os.listdir(tmp_path) == [], "a discarded volume leaves nothing"
+    assert write_all(target) == 0
     check_complete(target)
 
 
@@ -227,23 +218,21 @@ def test_a_lock_file_that_its_owner_has_just_removed_is_not_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process opens the lock file, and another finishes and removes it before the first locks it."""
-    target, lock = tmp_path / "box.h5", growing.fcntl.flock
-    other = begin(target, overwrite=True)
+    other, lock = begin(tmp_path / "box.h5"), growing.fcntl.flock
 
     def late(*arguments: Any) -> None:
         monkeypatch.setattr(growing.fcntl, "flock", lock)
-        write_slabs(other)
-        other.finish()
+        other.discard()
         lock(*arguments)
 
     monkeypatch.setattr(growing.fcntl, "flock", late)
-    volume = begin(target, overwrite=True)
+    volume = begin(tmp_path / "box.h5")
     with pytest.raises(UserError, match="another process"):
-        begin(target, overwrite=True)
+        begin(tmp_path / "box.h5")
     volume.close()
 
 
-def test_existing_targets_are_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
+def test_existing_targets_are_kept_unless_overwrite_is_given_and_other_places_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
     target.write_text("precious")
     with pytest.raises(UserError, match=r"box.h5 exists; give --overwrite to replace it, or another --output"):
@@ -254,6 +243,10 @@ def test_existing_targets_are_kept_unless_overwrite_is_given(tmp_path: Path) -> 
         begin(tmp_path / "link.h5")
     with pytest.raises(UserError, match="is a directory; give the name of a file"):
         begin(tmp_path)
+    # Permissions would not stop root; a file in place of the directory stops everyone.
+    with pytest.raises(UserError, match=r"cannot write .*new.h5: (Not a directory|File exists); give another --output"):
+        begin(target / "new.h5")
+    assert target.read_text() == "precious"
 
 
 def test_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
@@ -269,61 +262,31 @@ def test_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
     check_complete(target)
 
 
-def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    """Permissions would not stop root; a file in place of the directory stops everyone."""
-    (tmp_path / "file").write_text("precious")
-    with pytest.raises(UserError, match=r"cannot write .*box.h5: (Not a directory|File exists); give another --output"):
-        begin(tmp_path / "file" / "box.h5")
-    assert (tmp_path / "file").read_text() == "precious"
-
-
 # --- full disks ------------------------------------------------------------------------------------------------------
 
 
-LARGE = {"one": (1, 64, 32, 32)}  # 256 KiB
-PLANES = np.arange(64, dtype="f4").reshape(1, -1, 1, 1) * np.ones((1, 64, 32, 32), "f4")
-
-
-def begin_large(target: Path) -> GrowingVolume:
-    return GrowingVolume(target, LARGE, {}, MADE_OF)
-
-
-def finish_large(volume: GrowingVolume, target: Path) -> None:
-    volume.write({"one": PLANES[:, volume.done :]})
-    volume.finish()
-    with h5py.File(target) as file:
-        np.testing.assert_array_equal(file["one"][...], PLANES)
-    assert os.listdir(target.parent) == [target.name]
-
-
-def test_too_little_free_space_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "free_bytes", lambda _: 2**17)
-    with pytest.raises(UserError, match=r"has 0.1 MB free and the output takes 0.3 MB; free some space, or"):
-        begin_large(tmp_path / "box.h5")
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_fills_is_one_line_and_the_output_resumes_when_there_is_space(
+def test_a_disk_without_space_is_one_line_and_the_output_resumes_when_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_disk(tmp_path / "disk", "512k") as disk:
-        target, filler = disk / "box.h5", fill(disk)
-        with monkeypatch.context() as patch:  # a quota may leave less than the disk has
-            patch.setattr(growing, "free_bytes", lambda _: 2**40)
-            with pytest.raises(UserError, match=r"cannot write .*No space left on device; free some space"):
-                begin_large(target)
-        assert not target.exists()
-        filler.unlink()
-        volume = begin_large(target)
-        volume.write({"one": PLANES[:, :16]})
-        filler = fill(disk)
-        with pytest.raises(UserError) as full:
-            volume.write({"one": PLANES[:, 16:]})
-        volume.close()
-        message = f"cannot write {target}: No space left on device; free some space, and the same command goes on"
-        assert str(full.value) == message
-        assert not target.exists()
-        filler.unlink()
-        volume = begin_large(target)
-        assert volume.done == 16
-        finish_large(volume, target)
+    target = tmp_path / "box.h5"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(growing, "free_bytes", lambda _: 100)
+        with pytest.raises(UserError, match=r"has 0.0 MB free and the output takes 0.0 MB; free some space, or"):
+            begin(target)
+        assert os.listdir(tmp_path) == []
+    write_part(target, until=4)
+    volume = begin(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(UserError) as caught:
+            write_slabs(volume)
+    volume.close()
+    message = f"cannot write {target}: No space left on device; free some space, and the same command goes on"
+    assert str(caught.value) == message
+    assert not target.exists()
+    assert write_all(target) == 4
+    check_complete(target)

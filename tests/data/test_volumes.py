@@ -46,41 +46,30 @@ def test_contiguous_datasets_are_mapped_read_only(volume_file: VolumeFile, tmp_p
         volume.inputs[0, 0, 0, 0] = 1
 
 
-@pytest.mark.parametrize("storage", [{"chunks": (1, 8, 8, 8)}, {"chunks": True, "compression": "gzip"}])
-def test_chunked_and_compressed_datasets_are_read_but_not_mapped(
-    volume_file: VolumeFile, tmp_path: Path, storage: dict
-) -> None:
-    path = volume_file(tmp_path / "a.h5", **storage)
+def test_chunked_and_compressed_datasets_are_read_but_not_mapped(volume_file: VolumeFile, tmp_path: Path) -> None:
+    path = volume_file(tmp_path / "a.h5", chunks=(1, 8, 8, 8), compression="gzip")
     volume = open_volume(path, CHANNELS)
     assert not volume.mapped
     for field, expected in zip((volume.inputs, volume.targets), contents(path), strict=True):
         np.testing.assert_array_equal(field[:, 3:9, 0:4, 12:16], expected[:, 3:9, 0:4, 12:16])
 
 
-def test_unaligned_data_behind_a_user_block_are_mapped(tmp_path: Path) -> None:
-    """Other datasets come first, so that the floats lie at addresses that are not multiples of 4."""
+def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapped(tmp_path: Path) -> None:
+    """The floats lie at addresses that are not multiples of 4.
+
+    A fixed bug: a link was mapped from the linking file, which silently gave other bytes.
+    """
     fields = random_fields()
+    with h5py.File(tmp_path / "hydro.h5", "w", libver="latest", userblock_size=512) as file:
+        file["odd"] = np.zeros(3, np.int8)
+        file["Hydro"] = fields[1]
     with h5py.File(tmp_path / "a.h5", "w", libver="latest", userblock_size=512) as file:
         file["odd"] = np.zeros(3, np.int8)
         file["Nbody"] = fields[0]
-        file["odder"] = np.zeros(5, np.int8)
-        file["Hydro"] = fields[1]
-    volume = open_volume(tmp_path / "a.h5", CHANNELS)
-    assert volume.mapped
-    np.testing.assert_array_equal(volume.inputs, fields[0])
-    np.testing.assert_array_equal(volume.targets, fields[1])
-
-
-def test_an_external_link_is_read_from_the_file_it_leads_to(tmp_path: Path) -> None:
-    """A fixed bug: it was mapped from the linking file, which silently gave other bytes."""
-    fields = random_fields()
-    with h5py.File(tmp_path / "nbody.h5", "w") as file:
-        file["Nbody"] = fields[0]
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["Nbody"] = h5py.ExternalLink("nbody.h5", "Nbody")
-        file["Hydro"] = fields[1]
+        file["Hydro"] = h5py.ExternalLink("hydro.h5", "Hydro")
         file["more"] = np.zeros(10000)
     volume = open_volume(tmp_path / "a.h5", CHANNELS)
+    assert volume.mapped
     np.testing.assert_array_equal(volume.inputs, fields[0])
     np.testing.assert_array_equal(volume.targets, fields[1])
 
@@ -99,8 +88,6 @@ def test_files_that_are_missing_truncated_or_not_hdf5_are_refused(volume_file: V
     refused(tmp_path / "none.h5", "no such file: .*simulate")
     (tmp_path / "a.h5").write_text("not HDF5")
     refused(tmp_path / "a.h5", "not an HDF5 file")
-    (tmp_path / "empty.h5").touch()
-    refused(tmp_path / "empty.h5", "not an HDF5 file")
     refused(tmp_path, "Is a directory$")
     for part in (0.5, 0.95):
         path = volume_file(tmp_path / "a.h5")
@@ -115,9 +102,7 @@ def test_files_that_are_missing_truncated_or_not_hdf5_are_refused(volume_file: V
         ({"Nbody/x": np.zeros(1)}, "no dataset Nbody; it holds group Nbody"),
         ({"Nbody": h5py.Empty("f4")}, r"expected \(4, L, L, L\)"),  # has no shape; ended in a traceback once
         ({"Nbody": np.zeros((4, 6, 6, 7), "f4")}, r"Nbody is \(4, 6, 6, 7\), expected \(4, L, L, L\)"),
-        ({"Nbody": np.zeros((4, 6, 6), "f4")}, r"Nbody is \(4, 6, 6\), expected \(4, L, L, L\)"),
         ({"Nbody": np.zeros((4, 0, 0, 0), "f4")}, r"Nbody is \(4, 0, 0, 0\), expected \(4, L, L, L\)"),
-        ({"Nbody": np.float32(1)}, r"Nbody is \(\), expected \(4, L, L, L\)"),
         ({"Nbody": random_fields(6)[0], "Hydro": random_fields(8)[1]}, "their grids must be equal"),
     ],
 )
@@ -158,21 +143,13 @@ def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_war
     assert words == f"{path}: {name}[{', '.join(map(str, place))}] is {value}"
 
 
-def test_every_value_is_looked_at_once_and_the_largest_finite_ones_pass(
-    volume_file: VolumeFile, tmp_path: Path
-) -> None:
+def test_every_slab_is_looked_at_and_the_largest_finite_values_pass(volume_file: VolumeFile, tmp_path: Path) -> None:
     path = volume_file(tmp_path / "a.h5", box=12)
     with h5py.File(path, "r+") as file:
         file["Nbody"][0] = np.finfo(np.float32).max
     volume, steps = open_volume(path, CHANNELS), []
     assert first_nonfinite(volume, lambda: steps.append(1)) is None
     assert len(steps) == volume.slab_count()
-    for name, expected in zip(("Nbody", "Hydro"), contents(path), strict=True):
-        seen = np.full_like(expected, np.nan)
-        for _, channel, x, values in (slab for slab in volume.slabs() if slab[0] == name):
-            assert np.isnan(seen[channel, x : x + len(values)]).all()
-            seen[channel, x : x + len(values)] = values
-        np.testing.assert_array_equal(seen, expected)
 
 
 # --- staging -------------------------------------------------------------------------------------------------------
