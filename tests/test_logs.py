@@ -75,7 +75,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-# --- records across restarts ----------------------------------------------------------------------------------------------
+# --- records across restarts -----------------------------------------------------------------------------------------
 
 
 def record(logs_: logs.SilentLogs, steps: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tm
         assert_records(tmp_path, kept)
 
 
-@pytest.mark.parametrize("rest", ['{"step": 4, "sec', '{"step": 4', "null\n", "[1]\n", "\n", "\udcff\n"])
+@pytest.mark.parametrize("rest", ['{"step": 4, "sec', '{"step": 4', "null\n", "\udcff\n"])
 def test_a_half_written_line_is_removed(tmp_path: Path, rest: str) -> None:
     """Also one that lacks only its line end: the next record would be written behind it."""
     run = start(tmp_path)
@@ -158,17 +158,6 @@ def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
     assert sorted(events.Tags()["scalars"]) == ["d", "e"]
 
 
-def test_several_starts_within_a_second_are_shown_in_their_order(tmp_path: Path) -> None:
-    """TensorBoard sorts a run's files by their names: the second, then host and process."""
-    for number in range(3):
-        run = start(tmp_path, None if number == 0 else 2 * number)
-        record(run, range(2 * number + (number > 0), 2 * number + 5))
-        run.close()
-    assert_records(tmp_path, range(9))
-    seconds = [path.name.split(".")[3] for path in (tmp_path / "logs").iterdir()]
-    assert len(set(seconds)) == 3
-
-
 def test_a_clock_far_behind_is_not_waited_for(tmp_path: Path, no_waiting: NoWaiting) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / f"events.out.tfevents.{int(time.time()) + 1000}.other.1.0").write_bytes(b"")
@@ -181,17 +170,12 @@ def test_a_clock_far_behind_is_not_waited_for(tmp_path: Path, no_waiting: NoWait
 
 def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
     run = start(tmp_path)
+    run.flush()
+    assert sorted(os.listdir(tmp_path)) == [".lock", "out.log"], "a flush creates no files"
     record(run, range(5))
     run.flush()
     assert_records(tmp_path, range(5))
     run.close()
-
-
-def test_a_flush_creates_no_files(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    run.flush()
-    run.close()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "out.log"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
@@ -225,23 +209,16 @@ def test_scalars_survive_a_full_disk_with_one_warning(
             assert found == sorted(set(found))
             assert found[:5] == list(range(5))
             assert found[-len(after) :] == list(after)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-def test_logs_on_a_full_disk_close_without_a_traceback(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logging.getLogger().setLevel(logging.INFO)
-    with small_disk(tmp_path / "run", "200k") as directory:
-        run = start(directory)
-        record(run, range(5))
-        run.flush()
+        # A run whose disk is still full when it ends, and one that starts there:
+        last = start(directory, 429)
+        record(last, range(430, 435))
+        last.flush()
         fill(directory)
-        for step in range(5, 100):
-            record(run, [step])
-            run.line("a line of the log")
-        run.close()
-        assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 1
+        for step in range(435, 530):
+            record(last, [step])
+            last.line("a line of the log")
+        last.close()
+        assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 2
         assert "Traceback" not in capfd.readouterr().err
-        assert shown(directory)[:5] == list(range(5))
-        start(directory, 4).close()
+        assert set(range(425, 435)) <= set(shown(directory))
+        start(directory, 434).close()

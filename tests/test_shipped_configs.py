@@ -61,12 +61,9 @@ opt:
 """
 
 
-def test_shipped_file_holds_the_originals_configs_and_three_small_ones() -> None:
-    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_opt", "test"}
-
-
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_original_config_has_its_meaning(name: str) -> None:
+    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_opt", "test"}
     config = load(SHIPPED, name)
     batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
     assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
