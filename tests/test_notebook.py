@@ -92,7 +92,7 @@ def test_cells_start_tensorboard_show_its_page_and_stop_it(
     address = f"http://127.0.0.1:{port}/"
     assert kernel.shown[1] == f"frame of {address}"
     assert f"ssh -L {port}:127.0.0.1:{port}" in capsys.readouterr().out
-    assert process.args[-4:] == ["--host", "127.0.0.1", "--port", str(port)]
+    assert process.args[-6:] == ["--logdir", "runs", "--host", "127.0.0.1", "--port", str(port)]
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     page = direct.open(address, timeout=GENEROUS).read()
     assert b"TensorBoard" in page

@@ -14,8 +14,8 @@ from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, s
 from utils import config as configs
 from utils.errors import UserError
 
-CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two", "three"))
-STUDY = Study(CONDITIONS[:2], "Accuracy/valid", "y", rises=True)
+CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two"))
+STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)
 
 
 def result(accuracies: list[float], seconds: float = 1.0) -> dict[str, Any]:
@@ -72,22 +72,18 @@ def test_a_goal_is_reached_at_a_validation_or_between_two(both: list[dict[str, A
 
 
 def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both: list[dict[str, Any]]) -> None:
-    lines = table(STUDY, both)
-    assert lines[2].startswith("| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
-    assert lines[3].startswith("| two | 32 | 12 | 528 | 92.5 ± 3.5 % | 46.2 ± 1.8 % | 2 | 100 samples, 10 steps |")
-    assert len({line.count("|") for line in lines}) == 1
+    line = table(STUDY, both)[2]
+    assert line.startswith("| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
     losses = Study(CONDITIONS, "Loss/valid", "y", rises=False, per_sample=True)
-    runs = ([0.1, 0.5, 0.8], [0.1, 0.9, 0.9], [0.1, 0.2, 0.3])
-    found = summaries(losses, *([result(run), result(run)] for run in runs))
+    found = summaries(losses, [result([0.1, 0.5, 0.8])] * 2, [result([0.1, 0.2, 0.3])] * 2)
     assert samples_table(losses, found)[2:] == [
         "| one | 200 | 0.20000 ± 0.00000 | 1.00 | 200 samples | 100 % |",
-        "| two | 200 | 0.10000 ± 0.00000 | 0.50 | 88 samples | 44 % |",
-        "| three | 200 | 0.70000 ± 0.00000 | 3.50 | never |  |",
+        "| two | 200 | 0.70000 ± 0.00000 | 3.50 | never |  |",
     ]
     convergence.draw(STUDY, both, tmp_path / "curves.png")
     convergence.draw_samples(losses, found, tmp_path / "samples.png")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "samples.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    for name in ("curves.png", "samples.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -97,19 +93,9 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
     assert all(training.config.seed == 3 and not training.complete() for training in trainings)
     batches = {training.config.global_batch_size for training in trainings}
     assert max(batches) == (1 if STUDIES[name].per_sample else 8) * min(batches)
-    for different in (
-        {training.directory for training in trainings},
-        {training.condition.name for training in trainings},
-        {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings},
-    ):
-        assert len(different) == len(trainings)
-
-
-def test_a_study_can_run_on_other_numbers_of_ranks() -> None:
-    conditions = convergence.with_ranks(STUDIES["digits"], [2, 4]).conditions
-    names = ["1 rank", "2 ranks, naive", "4 ranks, naive", "2 ranks, + batch norm of each rank"]
-    assert [condition.name for condition in conditions[:4]] == names
-    assert [condition.ranks for condition in conditions] == [1, *[2, 4] * 5]
+    assert len({training.directory for training in trainings}) == len(trainings)
+    different = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings}
+    assert len(different) == len(trainings)
 
 
 def test_trainings_run_once_and_are_compared(
@@ -127,9 +113,7 @@ def test_trainings_run_once_and_are_compared(
     assert [condition["steps"] for condition in found["conditions"]] == [20, 20]
     curve = [(point["epoch"], point["samples"], point["step"]) for point in found["conditions"][1]["curve"]]
     assert curve == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
-    assert 0 < found["conditions"][0]["training accuracy"]["mean"] <= 1
     assert (tmp_path / "out" / "convergence_digits.md").read_text() in printed.out
-    assert (tmp_path / "out" / "convergence_digits.png").exists()
 
     started: list[str] = []
     path = next((tmp_path / "runs").glob("**/digits-0-seed0/provenance.json"))
@@ -155,9 +139,7 @@ def test_trainings_run_once_and_are_compared(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["gas"], "invalid choice: 'gas'"),
         (["digits", "--seeds=0"], "is no whole number above zero"),
-        (["digits", "--set=seed"], "expected key=value"),
         (["digits", "--set=num_epoch=3"], "did you mean num_epochs"),
     ],
 )

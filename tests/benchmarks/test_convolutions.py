@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import convolutions
-from benchmarks.convolutions import Job, Layer, Row, markdown, measure, plan, read_layers, weighted
+from benchmarks.convolutions import Job, Row, markdown, measure, read_layers, weighted
 from networks import build_network
 from utils.distributed import Launch, World
 
@@ -28,10 +28,6 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(convolutions.ceilings, "matmul_size", lambda device: 64)
 
 
-def table(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("| ")][1:]
-
-
 def test_layers_are_those_of_the_network() -> None:
     full = read_layers(64)
     downs, ups = (f"down{scale}" for scale in range(1, 7)), (f"up{scale}" for scale in range(6, 1, -1))
@@ -39,11 +35,6 @@ def test_layers_are_those_of_the_network() -> None:
     assert sum(len(layer.passes) for layer in full) == 35
     assert sum(layer.flops * len(layer.passes) for layer in full) == pytest.approx(80.46e9, rel=1e-3)
     down1, *_, last = read_layers(8, width=4, scales=2)
-    common = {"stride": (2,) * 3, "padding": (1,) * 3, "dilation": (1,) * 3, "output_padding": (0,) * 3, "groups": 1}
-    shapes = (4, 8, 8, 8), (4, 4, 4, 4), (4, 4, 4, 4, 4)
-    assert down1 == Layer("down1", False, *shapes, **common, needs_input_gradient=False)
-    shapes = (8, 4, 4, 4), (5, 8, 8, 8), (8, 5, 4, 4, 4)
-    assert last == Layer("last", True, *shapes, **common, needs_input_gradient=True)
     assert (down1.flops, last.flops) == (2 * 4 * 4 * 4**3 * 4**3, 2 * 8 * 5 * 4**3 * 4**3)
 
 
@@ -80,67 +71,48 @@ def test_a_table_is_complete_and_adds_up() -> None:
     assert (total["layers"], total["ms"]) == (4, pytest.approx(sum(row["ms"] for row in plain)))
     assert total["share_of_peak"] == pytest.approx(total["tflops"] / result["peak_tflops"]["tf32"])
     assert all(each["complete"] for each in result["totals"])
-    assert len(table(markdown(result))) == PASSES + 1 + len(result["totals"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_table_is_complete_on_a_gpu() -> None:
-    before = torch.backends.cudnn.benchmark
+
+    def settings() -> tuple[bool, bool, str]:
+        cudnn = torch.backends.cudnn
+        return cudnn.benchmark, cudnn.allow_tf32, cudnn.conv.fp32_precision
+
+    before = settings()
     result = measure(
         torch.device("cuda"), batch=2, crop=16, width=16, scales=1, dtypes=["bfloat16", "tf32"], budget=120
     )
     assert result["missing"] == []
     assert [row["error"] for row in result["rows"] if "error" in row] == []
     assert all(0 < row["ms"] < 100 for row in result["rows"])
-    assert torch.backends.cudnn.benchmark == before
+    assert settings() == before
 
 
 def test_rows_beyond_the_budget_are_listed_as_missing() -> None:
     result = measure(CPU, **SMALL, budget=0)
     assert (result["rows"], result["peak_tflops"]) == ([], {})
     assert len(result["missing"]) == 6 * PASSES
-    first = {"layer": "down1", "version": "plain", "pass": "forward", "dtype": "tf32", "format": "NCDHW"}
-    assert first in result["missing"]
-    text = markdown(result)
-    assert len(table(text)) == PASSES + 1 + len(result["totals"])
-    assert f"{len(result['missing'])} rows" in text
-    json.dumps(result)
+    assert f"{len(result['missing'])} rows" in markdown(result)
 
 
-def test_the_most_important_rows_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = read_layers(8, width=4, scales=2)
-    jobs = plan(layers, convolutions.DTYPES, convolutions.FORMATS)
-    order = list(dict.fromkeys((job.dtype, job.format) for job in jobs))
-    assert order[:3] == [("bfloat16", "NDHWC"), ("bfloat16", "NCDHW"), ("float16", "NDHWC")]
-    first = [job.layer.flops for job in jobs[:4]]
-    assert first == sorted(first, reverse=True)
-    monkeypatch.setitem(sys.modules, "networks.rewrites", None)
-    assert [job.version for job in plan(layers, ["bfloat16"], ["NDHWC"])] == ["plain"] * 4
-
-
-def test_a_pass_that_fails_leaves_its_error_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     real = convolutions._plain_calls
 
     def failing(job: Job, device: torch.device, batch: int) -> convolutions.Calls:
         if job.layer.name == "up2":
             raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
-        calls = real(job, device, batch)
-        if job.layer.name == "down2":
-            calls["input gradient"] = lambda: torch.zeros(2) @ torch.zeros(3)
-        return calls
+        return real(job, device, batch)
 
     monkeypatch.setattr(convolutions, "_plain_calls", failing)
     result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
-    failed = {(row["layer"], row["pass"]): row["error"] for row in result["rows"] if "error" in row}
-    passes = ("forward", "input gradient", "weight gradient")
-    assert set(failed) == {*(("up2", name) for name in passes), ("down2", "input gradient")}
-    assert failed["up2", "forward"] == "CUDA out of memory."
+    failed = [(row["layer"], row["error"]) for row in result["rows"] if "error" in row]
+    assert failed == [("up2", "CUDA out of memory.")] * 3
     assert len(result["rows"]) == PASSES
     assert not result["totals"][0]["complete"]
-    text = markdown(result)
-    assert "(2 of 4 layers)" in text
-    assert text.count("Error in") == 4
+    assert "(3 of 4 layers)" in markdown(result)
 
 
 def test_the_best_choice_is_made_layer_by_layer() -> None:
@@ -181,17 +153,3 @@ def test_the_command_writes_its_result(
     assert (result["settings"]["scales"], result["missing"]) == (2, [])
     assert "provenance" in result
     assert "| last | weight gradient |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_tf32_is_allowed_while_measuring_and_restored(allowed: bool) -> None:
-    convolution = torch.backends.cudnn.conv
-    try:
-        torch.backends.cudnn.allow_tf32 = allowed
-        before = convolution.fp32_precision
-        with convolutions._tf32_convolutions(torch.device("cuda")):
-            assert convolution.fp32_precision == "tf32"
-            assert torch.backends.cudnn.allow_tf32
-        assert (convolution.fp32_precision, torch.backends.cudnn.allow_tf32) == (before, allowed)
-    finally:
-        torch.backends.cudnn.allow_tf32 = True

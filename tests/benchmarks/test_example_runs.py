@@ -31,12 +31,9 @@ def training(tmp_path: Path) -> Training:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_run_has_a_valid_config_and_the_first_is_the_baseline(name: str, tmp_path: Path) -> None:
+def test_every_run_has_a_valid_config(name: str, tmp_path: Path) -> None:
     loaded = [Training(run.name, run, 0, tmp_path, {}).config for run in SETS[name]().runs]
     assert all(config.total_steps > 0 for config in loaded)
-    base = loaded[0]
-    assert (base.ema_decay, base.loss_weights, base.network.norm) == (None, None, "none")
-    assert (base.weight_init.conv_init, base.lr_schedule.shape) == ("normal", "cosine")
 
 
 def test_a_run_is_summarised_from_its_records(training: Training, tmp_path: Path) -> None:
@@ -49,7 +46,6 @@ def test_a_run_is_summarised_from_its_records(training: Training, tmp_path: Path
     lines = table(runs, "the first")
     assert lines[2].endswith("| 0.010000 | 160 | 0:20 |")
     assert lines[3].endswith("| 0.010000 | never |  |")
-    assert len({line.count("|") for line in lines}) == 1
     example_runs.draw(runs, 0.03, tmp_path / "runs.png")
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 

@@ -29,8 +29,6 @@ def check(result: dict[str, Any], dtypes: list[str], copies: list[str]) -> None:
     assert list(result["copy_gb_per_s"]) == copies
     for values in [*result["matmul_tflops"].values(), *result["copy_gb_per_s"].values()]:
         assert 0 < values["min"] <= values["median"] <= values["max"] < math.inf
-        assert values["n"] >= 3
-    assert len(peaks.markdown(result).splitlines()) == 2 + len(dtypes) + len(copies)
 
 
 def test_a_cpu_has_two_matrix_products_and_a_copy() -> None:
@@ -57,15 +55,8 @@ def test_a_multiplication_counts_as_two_operations_and_a_copy_as_read_and_write(
     assert peaks.device_copy_gb_per_s(CPU, 10**6)["median"] == pytest.approx(1.0)
 
 
-def test_repeats_fill_the_time_within_limits() -> None:
-    calls: list[int] = []
-    assert len(peaks.repeat(lambda: calls.append(0), CPU, seconds=0.0)) == 3
-    assert len(calls) == 5  # two to warm up
-    assert len(peaks.repeat(lambda: None, CPU, seconds=1e9, most=7)) == 7
-
-
 @pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize(("older", "newer"), [("highest", "none"), ("high", "tf32"), ("highest", "tf32")])
+@pytest.mark.parametrize(("older", "newer"), [("high", "tf32"), ("highest", "tf32")])
 def test_float32_precision_is_restored(older: str, newer: str, precision: str) -> None:
     start = settings()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +59,6 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return line
 
 
-# --- the plan --------------------------------------------------------------------------------------------------------
-
-
 def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tmp_path: Path) -> None:
     """Rounds alternate between the points, and a point that both studies share is measured once."""
     weak, strong = studies([4, 1, 2], [8], [8])
@@ -71,7 +67,6 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tm
     plan = plan_of([1, 2], [8], [8], threads=2, cores=4)
     runs = list(plan.runs())
     assert runs == [(point, number) for number in (1, 2, 3) for point in (Point(1, 8), Point(2, 4), Point(2, 8))]
-    assert len({point.name(number) for point, number in runs}) == len(runs)
     scaling.prepare(plan, tmp_path)
     assert read_plan(tmp_path) == plan
 
@@ -80,16 +75,11 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tm
     ("words", "text"),
     [
         (["--ranks", "1", "3"], "--strong 8 cannot be shared among 3 ranks"),
-        (["--ranks", "0"], "'0' is no whole number above zero"),
         (["--trials", "2"], "2 rounds say nothing of the spread"),
-        (["--weak", "--strong"], "nothing to measure"),
         (["--ranks", "1", "--weak", "9999999"], "Nsamples 64 is less than global_batch_size"),
         (["--noddp"], "--noddp is for this command to set"),
-        (["--bucket_cap_md=4"], "did you mean --bucket_cap_mb"),
         (["--set", "widht=3"], "unknown key widht"),
-        (["--config=demos"], "unknown config demos"),
         (["--sbatch", "jobs", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
-        (["--data_loader_config=lowmem"], "make demo"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_runs(
@@ -100,9 +90,6 @@ def test_bad_input_is_one_line_before_anything_runs(
     yaml = f"--yaml_config={REPOSITORY / 'config' / 'UNet.yaml'}"
     assert text in complaint(monkeypatch, capsys, *SYNTHETIC, yaml, *words, "--output=out")
     assert list(tmp_path.iterdir()) == []
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -131,9 +118,6 @@ def test_the_study_launches_every_point_with_the_same_threads(
     monkeypatch.setattr(scaling, "run_group", run)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
-    stale = tmp_path / "points" / "ranks1_batch8_round9.json"
-    stale.parent.mkdir()
-    stale.write_text("from an earlier study")
     call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path))
     assert len(run.calls) == 3 * 5
     assert {env["OMP_NUM_THREADS"] for _, env in run.calls} == {"2"}
@@ -148,29 +132,8 @@ def test_the_study_launches_every_point_with_the_same_threads(
     assert [point["ranks"] for point in result["points"]] == [1, 2, 2, 4, 4]
     assert result["points"][0]["FULL"]["n"] == 3
     assert result["series"][0]["efficiency"]["FULL"] == {"1": 1.0, "2": 1.0, "4": 1.0}
-    assert not stale.exists()
-    table = (tmp_path / "scaling.md").read_text()
-    assert table.strip() in capsys.readouterr().out
-    assert "2 threads a rank" in table
-    assert "take turns" not in table
-    for name in ("throughput", "efficiency", "step"):
-        assert (tmp_path / f"scaling_{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_environments_threads_are_used_and_oversubscribed_points_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Recorder()
-    monkeypatch.setattr(scaling, "run_group", run)
-    monkeypatch.setattr(scaling, "draw", lambda *_: [])
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
-    call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "--strong", "--output", str(tmp_path))
-    assert {env["OMP_NUM_THREADS"] for _, env in run.calls} == {"3"}
-    table = (tmp_path / "scaling.md").read_text()
-    assert "| 2\\* |" in table
-    assert "| 1 |" in table
-    assert "more threads than the 3 cores" in table.lower()
+    assert (tmp_path / "scaling.md").read_text().strip() in capsys.readouterr().out
+    assert len(list(tmp_path.glob("scaling_*.png"))) == 3
 
 
 def test_a_run_that_fails_ends_the_study_with_its_error(
@@ -192,10 +155,6 @@ def test_two_real_ranks_are_measured(tmp_path: Path) -> None:
     assert not missing
     assert values["hosts"] == 1
     assert all(values[kind]["median"] > 0 for kind in scaling.KINDS)
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "benchy.yaml", Point(2, 4).name(1)}
-
-
-# --- a cluster -------------------------------------------------------------------------------------------------------
 
 
 def submitted(tmp_path: Path, script: Path) -> list[tuple[str, str, list[str]]]:
@@ -233,16 +192,6 @@ def test_the_script_submits_every_job_without_a_result(
         assert arguments == [*size, "--config=bs64_opt", "--set", odd, "--enable_benchy", "--local_batch_size=64"]
     Path(jobs[0][0]).write_text("{}")
     assert len(submitted(tmp_path, script)) == len(jobs) - 1, "a result that is there is not submitted again"
-    if shellcheck := shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent)):
-        done = subprocess.run([shellcheck, script], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-    call(monkeypatch, *words, "--sbatch", str(tmp_path / "jobs"), "--ranks_per_node", "8")
-    text = (tmp_path / "jobs" / "submit.sh").read_text()
-    assert "sbatch --nodes=4 --ntasks=32 --ntasks-per-node=8 --gpus-per-node=8 submit_pm.sh" in text
-    assert "sbatch --nodes=1 --ntasks=4 --ntasks-per-node=8" in text
-
-
-# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def test_overheads_and_efficiency_are_as_worked_out_by_hand() -> None:
@@ -279,10 +228,7 @@ def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1]", "{} is no result of benchmark mode"),
-        (json.dumps({"rungs": []}), "{} is no result of benchmark mode"),
         (json.dumps(benchy(2, 8, 10, 9)), "{} is no result of benchmark mode"),  # NO-COMM is missing
-        (json.dumps(benchy(2, 8, 10, 0, 11)), "{} is no result of benchmark mode"),
         (json.dumps(benchy(4, 8, 10, 9, 11)), "is of 4 ranks at local batch 8"),
         (None, "no results in "),
     ],
@@ -302,7 +248,5 @@ def test_a_result_that_cannot_be_used_is_one_line(
 def test_collecting_without_a_plan_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     collect = ["--collect", str(tmp_path)]
     assert "cannot read" in complaint(monkeypatch, capsys, *collect)
-    assert "such as --rank;" in complaint(monkeypatch, capsys, *collect, "--rank", "3")
-    assert "not allowed with" in complaint(monkeypatch, capsys, *collect, "--sbatch", "x")
     (tmp_path / "plan.json").write_text(json.dumps({"series": [1]}))
     assert "is no plan of this command" in complaint(monkeypatch, capsys, *collect)
