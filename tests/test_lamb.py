@@ -1,4 +1,4 @@
-"""LAMB against the paper's algorithm 2 in numpy and against another package; updates that are skipped."""
+"""LAMB against the paper's algorithm 2 in numpy; updates that are skipped."""
 
 from __future__ import annotations
 
@@ -49,16 +49,15 @@ def rate(number: int) -> float:
     return 0.02 / (1 + 0.1 * number)
 
 
-def build(parameters: dict[str, nn.Parameter], decay: float = DECAY, eps: float = EPS, lr: Any = 0.02) -> Lamb:
-    return Lamb(parameters.items(), lr=lr, betas=BETAS, eps=eps, weight_decay=decay)
+def build(parameters: dict[str, nn.Parameter], decay: float = DECAY) -> Lamb:
+    return Lamb(parameters.items(), lr=0.02, betas=BETAS, eps=EPS, weight_decay=decay)
 
 
-def take(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], number: int) -> None:
+def take(optimizer: Lamb, parameters: dict[str, nn.Parameter], number: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate(number)
-    for name, gradient in gradients(number, next(iter(parameters.values())).dtype).items():
-        if name in parameters:
-            parameters[name].grad = gradient.to(parameters[name].device)
+    for name, gradient in gradients(number, parameters["conv.weight"].dtype).items():
+        parameters[name].grad = gradient.to(parameters[name].device)
     optimizer.step()
 
 
@@ -95,55 +94,14 @@ def test_it_is_the_algorithm_of_the_paper(decay: float, device: str) -> None:
         assert moved is (name != "idle.weight" or decay > 0), name
 
 
-@pytest.mark.parametrize("decay", [0.0, DECAY])
-def test_it_is_the_lamb_of_another_package(decay: float) -> None:
-    """pytorch_optimizer's corrects no bias, which multiplies its r by a factor c of the step's number: the step,
-    |x| / |c·r + λ'x| · (c·r + λ'x), is ours where λ' = c·λ. Its ε is in the norms, too, and is negligible here.
-
-    Its default divides the rate by Adam's first correction instead, which makes the first step ten times as long.
-    """
-    package = pytest.importorskip("pytorch_optimizer")
-    names = ["conv.weight", "dense.weight"]
-    ours, theirs = ({name: start()[name] for name in names} for _ in range(2))
-    optimizer = build(ours, decay, eps=1e-30)
-    settings = {"weight_decouple": False, "adam_debias": True, "foreach": False}
-    other = package.Lamb(theirs.values(), betas=BETAS, weight_decay=decay, eps=1e-30, **settings)
-    other.clamp = float("inf")
-    for number in range(STEPS):
-        factor = (1 - BETAS[0] ** (number + 1)) / (1 - BETAS[1] ** (number + 1)) ** 0.5
-        other.param_groups[0]["weight_decay"] = decay * factor
-        take(optimizer, ours, number)
-        take(other, theirs, number)
-    for name in names:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-10)
-        assert float((ours[name] - start()[name]).detach().abs().max()) > 0.1
-
-
 def test_a_parameter_without_a_gradient_is_unchanged() -> None:
     parameters = start()
     optimizer = build(parameters)
-    for name in ("conv.weight", "conv.bias"):
-        parameters[name].grad = gradients(0)[name]
+    parameters["conv.weight"].grad = gradients(0)["conv.weight"]
     optimizer.step()
     moved = {name for name, parameter in parameters.items() if not torch.equal(parameter, start()[name])}
-    assert moved == {"conv.weight", "conv.bias"}
-    assert len(optimizer.state) == 2
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_rate_may_be_a_tensor(device: str) -> None:
-    plain, held = start(torch.float32, device), start(torch.float32, device)
-    lr = torch.zeros((), device=device)
-    optimizers = build(plain), build(held, lr=lr)
-    for number in range(5):
-        take(optimizers[0], plain, number)
-        lr.fill_(rate(number))
-        for name, gradient in gradients(number, torch.float32).items():
-            held[name].grad = gradient.to(device)
-        optimizers[1].step()
-    for name in SHAPES:
-        torch.testing.assert_close(plain[name], held[name], rtol=1e-6, atol=1e-7)
-        assert name == "idle.weight" or not torch.equal(held[name].cpu(), start(torch.float32)[name])
+    assert moved == {"conv.weight"}
+    assert len(optimizer.state) == 1
 
 
 # --- skipped updates -------------------------------------------------------------------------------------------------

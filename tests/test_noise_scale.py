@@ -113,7 +113,6 @@ def test_the_estimate_resumes_where_it_stopped() -> None:
     ("part_square", "batch_square", "says"),
     [
         (1.16, 1.08, "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch "),
-        (1.16 - 1e-6, 1.08, "save 4 %"),
         (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay less and less (twice the batch"),
         (21.0, 11.0, "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay (twice the batch would s"),
         (2.0, 1.0, "the noise is nearly all there is"),
@@ -129,9 +128,5 @@ def test_the_sentence_in_the_log(part_square: float, batch_square: float, says: 
     assert estimate.sentence() == "Gradient noise scale: 19 steps are too few to tell it"
     estimate.add(part_square, batch_square)
     assert says in estimate.sentence(), estimate.sentence()
-
-
-def test_scalars_are_the_scale_and_the_progress_of_a_step() -> None:
-    estimate = NoiseScale(50, 100)
-    estimate.add(3.0, 2.0)
-    assert list(estimate.scalars().values()) == pytest.approx([100, 0.5])
+    if part_square == 3.0:
+        assert list(estimate.scalars().values()) == pytest.approx([100, 0.5])

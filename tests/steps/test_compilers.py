@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +11,12 @@ from processes import run_ranks
 from small_steps import RATE, batch, differing, make_step, snapshot
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 
 import train
 from networks import build_network, initialise
 from utils.distributed import Launch, World
 from utils.steps import compilers
-from utils.steps.compilers import Compiled, Traced
+from utils.steps.compilers import Compiled
 from utils.steps.eager import EagerStep
 
 
@@ -27,28 +25,24 @@ def losses(step: EagerStep, seed: int = 0, count: int = 4) -> list[float]:
     return [float(step(*batch(seed + number), RATE)) for number in range(count)]
 
 
-@pytest.mark.parametrize("options", [{}, {"enable_amp": True, "accumulation_steps": 2}])
-def test_a_traced_step_trains_as_the_plain_one(options: dict[str, Any], recwarn) -> None:
-    traced, plain = make_step(enable_jit=True, compiler="torchscript", **options), make_step(**options)
-    assert losses(traced) == pytest.approx(losses(plain), rel=1e-3 if options else 1e-6)
+def test_a_traced_step_trains_as_the_plain_one() -> None:
+    traced, plain = make_step(enable_jit=True, compiler="torchscript"), make_step()
+    assert losses(traced) == pytest.approx(losses(plain), rel=1e-6)
     assert (traced.compiled, plain.compiled) == (True, False)
-    assert isinstance(traced._forward, Traced)
     assert isinstance(traced._forward._trace[0], torch.jit.ScriptModule)
-    assert not [warning for warning in recwarn if "jit" in str(warning.message)]
     assert list(traced.network.state_dict()) == list(plain.network.state_dict())
 
 
 def trained_on_ranks(world: World) -> list[list[float]]:
     """PyTorch's compiler asserts that DDP's first bucket, of 1 MB, is the smallest; here it is not."""
-    cases: list[dict[str, Any]] = [{}, {"enable_jit": True, "compiler": "torchscript"}, {"enable_jit": True}]
-    return [losses(make_step(world=world, bucket_cap_mb=0.01, **case), 10 * world.rank, 2) for case in cases]
+    steps = [make_step(world=world, bucket_cap_mb=0.01, enable_jit=compiled) for compiled in (False, True)]
+    return [losses(step, 10 * world.rank, 2) for step in steps]
 
 
 @pytest.mark.slow
 def test_compiled_ranks_with_small_buckets_exchange_gradients() -> None:
     answers = run_ranks(trained_on_ranks, 2)
-    for plain, traced, compiled in answers:
-        assert traced == pytest.approx(plain, rel=1e-6)
+    for plain, compiled in answers:
         assert compiled == pytest.approx(plain, rel=1e-5)
     assert answers[0][0] != pytest.approx(losses(make_step(), count=2), rel=1e-6), "the other rank's samples count"
 
@@ -92,17 +86,12 @@ def test_an_error_of_the_network_is_not_blamed_on_the_compiler(compiler: str, mo
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", "torchscript", pytest.param("inductor", marks=pytest.mark.slow)], ids=str
-)
-def test_a_compiled_step_skips_an_update_with_nan(compiler: str) -> None:
+def test_a_compiled_step_skips_an_update_with_nan() -> None:
     """aot_eager runs the graphs that inductor traces, without the C++ compiler's seconds."""
     torch._dynamo.reset()
-    name = "inductor" if compiler == "aot_eager" else compiler
-    undisturbed, disturbed = (make_step("adam", enable_jit=True, compiler=name) for _ in range(2))
-    if compiler == "aot_eager":
-        for step in (undisturbed, disturbed):
-            step._forward._compiled = torch.compile(step._objective, backend="aot_eager")
+    undisturbed, disturbed = (make_step("adam", enable_jit=True) for _ in range(2))
+    for step in (undisturbed, disturbed):
+        step._forward._compiled = torch.compile(step._objective, backend="aot_eager")
     for number, spoilt in enumerate(("inputs", "targets")):
         inputs, targets = batch(50)
         (inputs if spoilt == "inputs" else targets)[1, 2, 3] = float("nan")
@@ -112,33 +101,8 @@ def test_a_compiled_step_skips_an_update_with_nan(compiler: str) -> None:
         assert differing({name: after[name] for name in before}, before) == []
         for step in (undisturbed, disturbed):
             step(*batch(number), RATE)
-        # TorchScript rounds differently once it has seen a few calls.
-        tolerance = {"rtol": 0, "atol": 0} if compiler == "aot_eager" else {}
-        torch.testing.assert_close(snapshot(disturbed), snapshot(undisturbed), **tolerance)
+        assert differing(snapshot(disturbed), snapshot(undisturbed)) == []
     assert disturbed.compiled
-
-
-def test_no_step_compiles_after_a_warm_up(monkeypatch) -> None:
-    compiled: list[str] = []
-
-    def backend(graph, inputs):
-        def note(kind: str):
-            return lambda graph, _: (compiled.append(kind), make_boxed_func(graph))[1]
-
-        return aot_module_simplified(graph, inputs, fw_compiler=note("forward"), bw_compiler=note("backward"))
-
-    plain = torch.compile
-    torch._dynamo.reset()
-    monkeypatch.setattr(compilers.torch, "compile", lambda module: plain(module, backend=backend))
-    step = make_step("adam", enable_jit=True, enable_amp=True, accumulation_steps=2)
-    step.evaluate(*batch())
-    step.warm_up(*batch())
-    assert set(compiled) == {"forward", "backward"}
-    count = len(compiled)
-    for number in range(2):
-        step(*batch(number), RATE)
-        step.evaluate(*batch())
-    assert len(compiled) == count
 
 
 @pytest.mark.gpu
@@ -164,13 +128,8 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(rewritten: tuple[st
     assert curves[0][-1] < curves[0][0]
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [[], pytest.param(["--enable_amp", "--set=accumulation_steps=2"], marks=pytest.mark.slow)],
-    ids=["plain", "bfloat16, micro-batches"],
-)
 def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_alone(
-    tmp_path, data_flags, monkeypatch, switches: list[str]
+    tmp_path, data_flags, monkeypatch
 ) -> None:
     """Two epochs with validation, through the compiler that users get; graphs are counted by the compiler."""
     torch._dynamo.reset()
@@ -187,10 +146,10 @@ def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epo
         graphs.clear()
         counters.clear()
         flags = [*data_flags, f"--set=expdir={tmp_path / name}", "--set=report_baselines=false"]
-        train.main(["--config=test", *more, *flags, *switches])
+        train.main(["--config=test", *more, *flags])
         records = map(json.loads, (tmp_path / name / "test/1GPU/00/metrics.jsonl").read_text().splitlines())
         curves[name] = [record["Loss/valid"] for record in records if "Loss/valid" in record]
         assert (graphs[0] > 0) == (name == "compiled")
         assert graphs == [graphs[0]] * 2
     assert len(curves["plain"]) == 3
-    assert curves["compiled"] == pytest.approx(curves["plain"], rel=2e-2 if switches else 1e-4)
+    assert curves["compiled"] == pytest.approx(curves["plain"], rel=1e-4)

@@ -11,10 +11,8 @@ from processes import run_ranks
 from small_steps import ALONE, RATE, batch, differing, flat_parameters, make_step, small_network, snapshot
 from torch import nn
 
-from networks import build_loss
 from utils.distributed import Launch, World
-from utils.optim import OPTIMIZERS
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -110,13 +108,6 @@ def test_evaluation_changes_nothing_and_gives_the_loss_of_the_predictions() -> N
     assert all(parameter.grad is None for parameter in step.network.parameters())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_learns(name: str) -> None:
-    step = make_step(name, network=small_network(scale=0.3))
-    first, *_, last = [float(step(*batch(), 0.1 if name == "sgd" else RATE)) for _ in range(20)]
-    assert last < 0.95 * first
-
-
 # --- warm-up ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,9 +142,7 @@ def train(step: EagerStep, warm: bool, seed: int = 0) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [*(("adam", mode) for mode in MODES), ("sgd, momentum", MODES[2]), ("nadam", MODES[3]), ("lamb", MODES[4])],
-    ids=str,
+    ("optimizer", "options"), [*(("adam", mode) for mode in MODES), ("sgd, momentum", MODES[2])], ids=str
 )
 def test_training_is_bit_for_bit_the_one_without_a_warm_up(optimizer: str, options: dict[str, Any]) -> None:
     cold, warm = (train(make_changeable(optimizer, **options), warm) for warm in (False, True))
@@ -170,19 +159,17 @@ def test_a_warm_up_passes_forward_and_backward_as_a_step_and_leaves_no_trace(
     inputs, targets = (part.to(device) for part in batch())
     passes: list[Any] = []
     step.network.last.register_forward_hook(
-        lambda module, inputs, output: passes.append((output.dtype, output.shape, step.network.training))
+        lambda module, inputs, output: passes.append((output.dtype, output.shape, module.training))
     )
-    step.network.first.weight.register_hook(lambda gradient: passes.append(("backward", gradient.shape)))
-    before, state, scale = snapshot(step), torch.get_rng_state(), step._scaler.state_dict()
-    device_state = torch.cuda.get_rng_state() if device == "cuda" else state
+    step.network.first.weight.register_hook(lambda gradient: passes.append("backward"))
+    before, scale = snapshot(step), step._scaler.state_dict()
+    device_state = torch.cuda.get_rng_state() if device == "cuda" else None
     step.warm_up(inputs, targets)
-    if device == "cuda":
+    if device_state is not None:
         assert torch.cuda.current_stream().query(), "the device has finished"
         assert torch.equal(torch.cuda.get_rng_state(), device_state)
     assert differing(before, snapshot(step)) == []
-    assert torch.equal(torch.get_rng_state(), state)
     assert step._scaler.state_dict() == scale
-    assert float(step.gradient_norm) == 0
     assert not step._optimizer.state
     assert all(parameter.grad is None for parameter in step.network.parameters())
     warm = list(passes)
@@ -240,19 +227,6 @@ def test_a_step_that_is_not_finite_leaves_no_trace(optimizer: str) -> None:
         assert not torch.equal(flat_parameters(disturbed), start)
 
 
-def test_an_optimizer_that_is_not_fused_skips_the_update_too() -> None:
-    steps = []
-    for _ in range(2):
-        network = small_network()
-        plain = torch.optim.AdamW(network.parameters(), lr=RATE, foreach=False, fused=False)
-        steps.append(EagerStep(network, build_loss("l1"), plain, ALONE, StepOptions()))
-    for number in range(3):
-        steps[0](*spoilt("nan in targets"), RATE)
-        for step in steps:
-            step(*batch(number), RATE)
-        assert differing(snapshot(steps[0]), snapshot(steps[1])) == []
-
-
 class InfiniteGradient(nn.Module):
     """A finite loss whose gradients are not finite."""
 
@@ -273,42 +247,35 @@ def test_a_gradient_that_is_not_finite_is_enough_to_skip_the_update() -> None:
 WARM_UP_CASES: list[dict[str, Any]] = [
     {},
     {"static_graph": True},
-    {"accumulation_steps": 2},
-    {"enable_amp": True, "disable_broadcast_buffers": True},
+    {"accumulation_steps": 2, "enable_amp": True, "disable_broadcast_buffers": True},
     {"noddp": True},
 ]
 SKIP_CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "nan in targets"),
     # The bad sample is not in the micro-batch after which gradients are exchanged.
     ({"accumulation_steps": 4}, "nan in targets"),
-    ({"accumulation_steps": 4}, "-inf in inputs"),
     ({"static_graph": True}, "all targets nan"),
     ({"gradient_compression": "bfloat16"}, "-inf in inputs"),
-    ({"enable_amp": True}, "all targets nan"),
     ({"enable_amp": True, "precision": "float16"}, "nan in targets"),
 ]
 
 
 def on_ranks(world: World) -> dict[str, list[Any]]:
-    answers: dict[str, list[Any]] = {name: [] for name in ("described", "exchange", "average", "warm-up", "skipped")}
+    answers: dict[str, list[Any]] = {name: [] for name in ("described", "warm-up", "skipped")}
     for options in ({"bucket_cap_mb": 0.005}, {"gradient_compression": "bfloat16"}, {"noddp": True}):
         step = make_step(world=world, **options)
         for number in range(3):
             step(*batch(10 * world.rank + number), RATE)
         answers["described"].append((step.describe(), float(flat_parameters(step).norm())))
 
-    step = make_step(world=world, accumulation_steps=2)
-    step(*batch(world.rank), RATE)
-    answers["exchange"].append(float(flat_parameters(step).norm()))
-    with step.without_exchange():
-        step(*batch(world.rank), RATE)
-    answers["exchange"].append(float(flat_parameters(step).norm()))
-
     step = make_step("adam", world=world, network=small_network("batch"), ema_decay=0.9, bucket_cap_mb=0.005)
     for number in range(3):
         step(*batch(10 * world.rank + number), RATE)
     step.share_buffers()
-    answers["average"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99)))]
+    answers["same"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99)))]
+    with step.without_exchange():
+        step(*batch(world.rank), RATE)
+    answers["apart"] = flat_parameters(step).tolist()
 
     for options in WARM_UP_CASES:
         steps = [make_changeable("sgd, momentum", world, bucket_cap_mb=0.001, **options) for _ in range(2)]
@@ -360,14 +327,9 @@ def test_the_log_describes_the_buckets_of_gradients(ranks) -> None:
     assert first[1][1] != norm, "rounding to bfloat16 leaves a trace"
 
 
-def test_within_without_exchange_ranks_diverge(ranks) -> None:
-    first, second = (rank["exchange"] for rank in ranks)
-    assert first[0] == second[0]
-    assert first[1] != second[1]
-
-
-def test_ranks_have_the_same_average_and_running_statistics(ranks) -> None:
-    assert ranks[0]["average"] == ranks[1]["average"]
+def test_ranks_have_the_same_average_and_running_statistics_and_diverge_without_exchange(ranks) -> None:
+    assert ranks[0]["same"] == ranks[1]["same"]
+    assert ranks[0]["apart"] != ranks[1]["apart"]
 
 
 def test_ranks_train_bit_for_bit_as_without_a_warm_up(ranks) -> None:
@@ -418,15 +380,6 @@ def test_state_that_does_not_fit_is_refused() -> None:
         step.load_state(other.state())
 
 
-def test_weights_alone_leave_the_optimizer_unchanged() -> None:
-    trained, step = make_step("adam"), make_step("adam")
-    for number in range(3):
-        trained(*batch(number), RATE)
-    step.load_weights(trained.network.state_dict())
-    assert torch.equal(flat_parameters(step), flat_parameters(trained))
-    assert not step._optimizer.state
-
-
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
@@ -454,16 +407,11 @@ def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer:
     step(*good, RATE)
     for how in SPOILT:
         bad, before = [part.cuda() for part in spoilt(how)], snapshot(step)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step(*bad, RATE)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert not step.gradient_norm.isfinite()
-        assert differing(snapshot(step), before) == []
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step(*good, RATE)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert len(differing(snapshot(step), before)) == len(before)
+        for pair, changes in ((bad, 0), (good, len(before))):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                step(*pair, RATE)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert bool(step.gradient_norm.isfinite()) is (pair is good)
+            assert len(differing(snapshot(step), before)) == changes
