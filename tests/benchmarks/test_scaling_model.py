@@ -22,7 +22,6 @@ from benchmarks.scaling_model import (
     Training,
     all_reduce_seconds,
     at_goal,
-    calibrate,
     examine,
     fit,
     full_network,
@@ -110,18 +109,6 @@ def measured(path: Path, training: Training, machine: Machine, points: list[tupl
     return path
 
 
-def test_calibration_recovers_the_machine_that_made_the_results(tmp_path: Path, small: Training) -> None:
-    machine = replace(SLINGSHOT_10, name="true", ranks_per_node=4, node_bandwidth=2e7, network_bandwidth=5e6)
-    one = measured(tmp_path / "one.json", small, machine, [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2)])
-    found, unknown = calibrate([one])
-    assert unknown == ("rate", "fixed_seconds", "input_seconds", "node_bandwidth")
-    assert found.machine.node_bandwidth == pytest.approx(2e7, rel=1e-3)
-    assert (found.training.rate, found.training.fixed_seconds) == pytest.approx((2e9, 0.01), rel=1e-3)
-    assert found.training.input_seconds == pytest.approx(1e-4, rel=1e-2)
-    two = measured(tmp_path / "two.json", small, machine, [(8, 2, 8)])
-    assert calibrate([one, two])[0].machine.network_bandwidth == pytest.approx(5e6, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -143,13 +130,20 @@ def test_bad_results_are_one_line(tmp_path: Path, monkeypatch, capsys, text: str
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_result_table_and_plot(tmp_path: Path, small: Training, monkeypatch, capsys) -> None:
-    source = measured(tmp_path / "s.json", small, replace(SLINGSHOT_10, node_bandwidth=2e7), [(1, 1, 8), (2, 1, 8)])
+def test_the_command_recovers_the_machine_that_made_the_results(
+    tmp_path: Path, small: Training, monkeypatch, capsys
+) -> None:
+    """It fits one node and the network, and writes the result, a table and a plot."""
+    machine = replace(SLINGSHOT_10, ranks_per_node=4, node_bandwidth=2e7, network_bandwidth=5e6)
+    source = measured(tmp_path / "s.json", small, machine, [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (8, 2, 8)])
     monkeypatch.setattr("sys.argv", ["scaling_model", "--calibrate", str(source), f"--output={tmp_path / 'out'}"])
     scaling_model.main()
     path = tmp_path / "out" / "scaling_model_calibrated.json"
     result = json.loads(path.read_text())
     assert result["provenance"]["command"]
+    expected = {"rate": 2e9, "fixed_seconds": 0.01, "node_bandwidth": 2e7, "network_bandwidth": 5e6}
+    assert {name: result["fitted"][name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    assert result["fitted"]["input_seconds"] == pytest.approx(1e-4, rel=1e-2)
     prediction = result["predictions"][0]
     assert prediction["efficiency"]["25 MB buckets, float32"]["1"] == 1.0
     assert sum(bucket["bytes"] for bucket in prediction["buckets"]) == sum(size for _, size in small.network.gradients)
