@@ -2,7 +2,7 @@
 # A real two-node Slurm on one Debian machine, for tests: no systemd, no cgroups, no database.
 #
 #   sudo tests/slurm/cluster.sh up     installs missing packages; starts munged, slurmctld and one slurmd per node
-#   . "$SLURM_CLUSTER_DIR/env"         sets SLURM_CONF and PATH for sinfo, srun, sbatch, scancel
+#   . "$SLURM_CLUSTER_DIR/env"         sets SLURM_CONF for sinfo, srun, sbatch, scancel
 #   sudo tests/slurm/cluster.sh down   ends what `up` started; SLURM_CLUSTER_KEEP=1 keeps the logs
 #   sudo tests/slurm/cluster.sh node NAME   starts a node's slurmd again, after it was killed
 #
@@ -11,9 +11,9 @@
 set -euo pipefail
 
 d=${SLURM_CLUSTER_DIR:-${TMPDIR:-/tmp}/slurm-cluster}
-nodes=${SLURM_CLUSTER_NODES:-2}
-cpus=${SLURM_CLUSTER_CPUS:-256}   # per node; may be more than there are
-gpus=${SLURM_CLUSTER_GPUS:-4}     # per node
+nodes=2
+cpus=256 # per node; may be more than there are
+gpus=4   # per node
 port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
 export SLURM_CONF=$d/slurm.conf
 PATH=$PATH:/usr/sbin:/sbin # of the daemons; not every shell looks there
@@ -24,8 +24,7 @@ fail() {
 }
 
 packages_missing() {
-  ! { command -v slurmctld && command -v slurmd && command -v munged && command -v cc; } >/dev/null ||
-    [ ! -e /usr/include/slurm/spank.h ]
+  ! { command -v slurmctld && command -v slurmd && command -v munged; } >/dev/null
 }
 
 install_packages() {
@@ -36,53 +35,13 @@ install_packages() {
     made=1
   fi
   export DEBIAN_FRONTEND=noninteractive
-  { apt-get update -qq &&
-    apt-get install -y -qq --no-install-recommends slurm-wlm munge libslurm-dev gcc libc6-dev; } >"$d/log/apt.log" 2>&1 ||
+  { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } >"$d/log/apt.log" 2>&1 ||
     failed=1
   [ -z "$made" ] || rm -f "$policy"
   if [ -n "$failed" ]; then
     tail -n 5 "$d/log/apt.log" >&2
     status=69 fail "cannot install Debian's slurm-wlm" # EX_UNAVAILABLE
   fi
-}
-
-# NERSC's Shifter adds options (#SBATCH --image=...) through a plugin; without one sbatch refuses them.
-build_shifter_options() {
-  cat >"$d/shifter_options.c" <<'C'
-#include <slurm/spank.h>
-SPANK_PLUGIN(shifter, 1)
-static int take(int val, const char *arg, int remote) { (void)val; (void)arg; (void)remote; return ESPANK_SUCCESS; }
-static struct spank_option options[] = {
-    {"image", "name", "container image (accepted, ignored)", 1, 0, take},
-    {"module", "name", "shifter module (accepted, ignored)", 1, 1, take},
-    {"volume", "spec", "shifter volume (accepted, ignored)", 1, 2, take},
-};
-int slurm_spank_init(spank_t sp, int ac, char **av) { /* registered by hand: a static table serves srun only */
-    (void)ac; (void)av;
-    for (unsigned i = 0; i < sizeof options / sizeof *options; i++)
-        if (spank_option_register(sp, &options[i]) != ESPANK_SUCCESS) return -1;
-    return ESPANK_SUCCESS;
-}
-C
-  cc -shared -fPIC -o "$d/shifter_options.so" "$d/shifter_options.c"
-  echo "required $d/shifter_options.so" >"$d/plugstack.conf"
-}
-
-# Drops Shifter's own options, shows them to the command, which runs on the host.
-write_shifter() {
-  cat >"$d/bin/shifter" <<'SH'
-#!/bin/sh
-options=
-while :; do
-  case $1 in
-  --*=*) options="$options $1" && shift ;;
-  --image | --module | --volume | --env | -i | -m | -V | -e) options="$options $1 $2" && shift 2 ;;
-  *) break ;;
-  esac
-done
-SHIFTER_OPTIONS=${options# } exec "$@"
-SH
-  chmod +x "$d/bin/shifter"
 }
 
 configure() {
@@ -95,8 +54,6 @@ configure() {
     mknod -m 666 "$d/dev/gpu$g" c 1 3
     echo "Name=gpu File=$d/dev/gpu$g" >>"$d/gres.conf"
   done
-  build_shifter_options
-  write_shifter
   cat >"$SLURM_CONF" <<CONF
 ClusterName=test
 # Trainings take their port from the job's number: two clusters on one machine should not count from the same one.
@@ -114,7 +71,6 @@ SlurmctldPidFile=$d/slurmctld.pid
 SlurmdPidFile=$d/slurmd-%n.pid
 SlurmctldLogFile=$d/log/slurmctld.log
 SlurmdLogFile=$d/log/slurmd-%n.log
-PlugStackConfig=$d/plugstack.conf
 MailProg=/bin/true
 # no cgroups, no pinning, no accounting; more CPUs than there are
 ProctrackType=proctrack/linuxproc
@@ -148,8 +104,7 @@ CONF
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=off DefaultTime=10 State=UP
 PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=300 Default=YES DefaultTime=10 State=UP
 CONF
-  # shellcheck disable=SC2016 # $PATH expands where the file is sourced
-  printf 'export SLURM_CONF=%q PATH=%q:$PATH\n' "$SLURM_CONF" "$d/bin" >"$d/env"
+  printf 'export SLURM_CONF=%q\n' "$SLURM_CONF" >"$d/env"
 }
 
 # Slurm's node names have to resolve for a training on several nodes.
@@ -173,8 +128,8 @@ up() {
   [ -e /etc/debian_version ] || fail "needs Debian's packages"
   case $d in *[[:space:]]*) fail "slurm.conf takes no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
   [ ! -e "$d/up" ] || fail "$d is up already; run $0 down first"
-  mkdir -p "$d"/{state,log,dev,munge,bin}
-  chmod 0755 "$d" "$d"/{state,log,dev,munge,bin}
+  mkdir -p "$d"/{state,log,dev,munge}
+  chmod 0755 "$d" "$d"/{state,log,dev,munge}
   : >"$d/up"
   trap 'gone_wrong' EXIT
   if packages_missing; then install_packages; fi

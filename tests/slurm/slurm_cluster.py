@@ -101,7 +101,6 @@ class Cluster:
         self.environment = {
             **kept,
             "SLURM_CONF": str(directory / "slurm.conf"),
-            "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
         }
 

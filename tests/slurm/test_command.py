@@ -24,7 +24,7 @@ class Submission:
         srun.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" >{shlex.quote(str(self.written))}\n")
         srun.chmod(0o755)
 
-    def run(self, *arguments: str, where: Path = TOP, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, where: str = str(TOP), **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
         command = ["bash", str(TOP / "submit_pm.sh"), *arguments]
         return subprocess.run(command, cwd=where, env={**environment, **variables}, capture_output=True, text=True)
@@ -102,13 +102,13 @@ def test_nsys_wraps_the_command(submission: Submission) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
+        ({"where": "/"}, "submit from the repository's top"),
         ({"SLURM_JOB_ID": ""}, "runs inside a job"),
         ({"TRAIN_SCRIPT": "trian.py"}, "no trian.py in"),
         ({"DATA_DIR": "/no/such/place"}, "DATA_DIR"),
         ({"LOGS_DIR": "/dev/null/logs"}, "LOGS_DIR"),
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES must be a whole number"),
         ({"STOP_SIGNAL": "10"}, "STOP_SIGNAL must be a signal's name such as USR2, not 10"),
-        ({"STOP_SIGNAL": "USR3"}, "STOP_SIGNAL must be a signal's name"),
         ({"CONTAINER_RUNTIME": "docker"}, "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not docker"),
         ({"CONTAINER_RUNTIME": "shifter"}, "shifter needs CONTAINER_IMAGE"),
         ({"CONTAINER_RUNTIME": "podman-hpc"}, "podman-hpc needs CONTAINER_IMAGE"),
@@ -119,9 +119,3 @@ def test_bad_settings_end_before_the_step(submission: Submission, variables: dic
     assert done.returncode == 2
     assert message in done.stderr
     assert not submission.written.exists()
-
-
-def test_a_submission_from_another_directory_is_refused(submission: Submission, tmp_path: Path) -> None:
-    done = submission.run(where=tmp_path)
-    assert done.returncode == 2
-    assert "submit from the repository's top" in done.stderr

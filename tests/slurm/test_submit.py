@@ -100,18 +100,17 @@ def test_a_preempted_training_saves_is_requeued_and_resumes(
 # --- the end of a job ---
 
 
-def test_a_rank_that_fails_ends_the_others(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.stand_in(tmp_path, FOUR_RANKS, "exit", "1", "3")
-    job.ends("FAILED")
-    assert "error: rank 1 is out of luck" in job.output
-    assert "Exited with exit code 3" in job.output
-
-
-def test_the_programs_exit_code_is_the_jobs(cluster: Cluster, tmp_path: Path) -> None:
-    jobs = {code: cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", str(code)) for code in (2, 76)}
-    for code, job in jobs.items():
-        job.ends("FAILED")
-        assert job.field("ExitCode") == f"{code}:0"
+@pytest.mark.slow
+def test_the_programs_exit_code_is_the_jobs_and_a_rank_that_fails_ends_the_others(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    hung = cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", "76")
+    failed = cluster.stand_in(tmp_path, FOUR_RANKS, "exit", "1", "3")
+    hung.ends("FAILED")
+    assert hung.field("ExitCode") == "76:0"
+    failed.ends("FAILED")
+    assert "error: rank 1 is out of luck" in failed.output
+    assert "Exited with exit code 3" in failed.output
 
 
 # --- the environment of a rank ---
@@ -149,20 +148,6 @@ def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) 
         assert {rank["MASTER_ADDR"] for rank in found} == {"node1" if ranks > 4 else "127.0.0.1"}, options
         gpus = [rank["CUDA_VISIBLE_DEVICES"] for rank in found]
         assert gpus == ([str(rank) for rank in range(ranks)] if "gpu" in options else ["0,1,2,3"] * ranks), options
-
-
-@pytest.mark.slow
-def test_sbatchs_image_option_runs_the_ranks_in_shifter(cluster: Cluster, tmp_path: Path) -> None:
-    data = tmp_path / "da ta"
-    data.mkdir()
-    places = {"DATA_DIR": str(data), "LOGS_DIR": str(tmp_path / "logs")}
-    job = cluster.stand_in(tmp_path, "-n 2 --image=some/image:1", "dump", str(tmp_path), **places)
-    job.ends("COMPLETED")
-    ranks = dumped(tmp_path)
-    assert [rank["argv"][1:] for rank in ranks] == [["dump", str(tmp_path)]] * 2
-    expected = f"--module=gpu,nccl-plugin --volume={data}:/data --volume={tmp_path}/logs:/logs"
-    assert {rank["environment"]["SHIFTER_OPTIONS"] for rank in ranks} == {expected}
-    assert (tmp_path / "logs").is_dir()
 
 
 # --- signals ---
@@ -373,17 +358,6 @@ class Allocation:
         """Its exit code, after these keys."""
         self.process.communicate(keys, timeout=GENEROUS)
         return self.process.returncode
-
-
-@pytest.mark.slow
-def test_submit_pm_and_a_step_by_hand_run_inside_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
-    by_hand = 'srun bash -c \'source ./export_DDP_vars.sh; exec "$@"\' _ "$PYTHON" "$TRAIN_SCRIPT" dump "$1/by_hand"'
-    (tmp_path / "by_hand").mkdir()
-    script = f'bash submit_pm.sh dump "$1" && {by_hand}'
-    allocation = Allocation(cluster, tmp_path / "output", "bash", "-c", script, "_", str(tmp_path))
-    assert allocation.end() == 0, allocation.text
-    for folder in (tmp_path, tmp_path / "by_hand"):
-        assert [rank["environment"]["LOCAL_RANK"] for rank in dumped(folder)] == ["0", "1", "0", "1"]
 
 
 @pytest.mark.slow
