@@ -8,9 +8,8 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -213,78 +212,47 @@ def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags:
     assert "error: rank 2 (host " in job.output
 
 
-class Case(NamedTuple):
-    """A stand-in program, who signals it, and text of its job's output."""
-
-    options: str
-    program: str
-    variables: dict[str, str]
-    signal: Callable[[Job], object]
-    text: str
-
-
-def signal_ranks(job: Job) -> None:
-    job.cluster.run("scancel", "--signal=USR1", job.number)
-
-
-def terminate_rank_3(job: Job) -> None:
-    for pid in job.processes(RANK="3"):
-        os.kill(pid, signal.SIGTERM)
-
-
-def start_and_signal(cluster: Cluster, folder: Path, cases: dict[str, Case]) -> dict[str, Job]:
-    """Name -> job; they run at the same time, and each is signalled once its ranks wait."""
-    jobs = {
-        name: cluster.stand_in(folder, f"{case.options} {NO_GPUS}", *case.program.split(), **case.variables)
-        for name, case in cases.items()
-    }
-    for name, case in cases.items():
-        jobs[name].wait_for(" waits", 4 if FOUR_RANKS in case.options else 1)
-        case.signal(jobs[name])
-    return jobs
-
-
 @pytest.mark.slow
 def test_a_job_that_was_asked_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """By a signal to the shell or to the ranks, and also if the step then ends by a signal."""
-    cases = {
-        "a TERM to the shell is passed on as the stop signal": Case(
-            f"{FOUR_RANKS} --signal=B:TERM@120",
-            "wait",
-            {"STOP_SIGNAL": "USR2"},
-            lambda job: job.signal_shell("TERM"),
-            "rank 3 saves after SIGUSR2",
-        ),
-        "the ranks do not catch it yet": Case(
-            FOUR_RANKS, "deaf", {}, lambda job: job.signal_shell("USR1"), "User defined signal 1"
-        ),
-        "-K1 ends ranks that have saved": Case(
-            FOUR_RANKS, "late", {}, lambda job: job.signal_shell("USR1"), "Terminated"
-        ),
-        "the ranks alone are signalled": Case(FOUR_RANKS, "wait", {}, signal_ranks, "rank 3 saves after SIGUSR1"),
-    }
-    jobs = start_and_signal(cluster, tmp_path, cases)
-    for job in jobs.values():
+    options = f"{FOUR_RANKS} {NO_GPUS}"
+    translated = cluster.stand_in(tmp_path, f"{options} --signal=B:TERM@120", "wait", STOP_SIGNAL="USR2")
+    deaf, late, alone = (cluster.stand_in(tmp_path, options, program) for program in ("deaf", "late", "wait"))
+    jobs = (translated, deaf, late, alone)
+    for job in jobs:
+        job.wait_for(" waits", 4)
+    translated.signal_shell("TERM")
+    deaf.signal_shell("USR1")
+    late.signal_shell("USR1")
+    cluster.run("scancel", "--signal=USR1", alone.number)
+    for job in jobs:
         job.is_requeued()
-    for name, job in jobs.items():
+    for job in jobs:
         job.ends("COMPLETED")
-        assert cases[name].text in job.output, name
-        assert ("warned" in job.output) is (cases[name].signal is not signal_ranks), name
+    assert "rank 3 saves after SIGUSR2" in translated.output
+    assert "User defined signal 1" in deaf.output, "the ranks do not catch it yet"
+    assert "Terminated" in late.output, "-K1 ends ranks that have saved"
+    assert "rank 3 saves after SIGUSR1" in alone.output
+    assert ["warned" in job.output for job in jobs] == [True, True, True, False]
 
 
 @pytest.mark.slow
 def test_a_job_that_may_not_be_requeued_fails_and_says_why(cluster: Cluster, tmp_path: Path) -> None:
-    warn = Case("--ntasks=1", "wait", {}, lambda job: job.signal_shell("USR1"), "")
-    cases = {
-        "75:0": warn._replace(variables={"MAX_REQUEUES": "0"}, text="MAX_REQUEUES=0"),
-        "75:0 as well": warn._replace(options="--ntasks=1 --no-requeue", text="cannot be requeued"),
-        "143:0": Case(FOUR_RANKS, "deaf", {}, terminate_rank_3, "task 3: Terminated"),
-    }
-    for name, job in start_and_signal(cluster, tmp_path, cases).items():
+    often = cluster.stand_in(tmp_path, f"--ntasks=1 {NO_GPUS}", "wait", MAX_REQUEUES="0")
+    refused = cluster.stand_in(tmp_path, f"--ntasks=1 --no-requeue {NO_GPUS}", "wait")
+    for job in (often, refused):
+        job.wait_for(" waits")
+        job.signal_shell("USR1")
+    deaf = cluster.stand_in(tmp_path, f"{FOUR_RANKS} {NO_GPUS}", "deaf")
+    deaf.wait_for(" waits", 4)
+    for pid in deaf.processes(RANK="3"):
+        os.kill(pid, signal.SIGTERM)
+    expected = {often: ("75:0", "MAX_REQUEUES=0"), refused: ("75:0", "cannot be requeued")}
+    for job, (code, text) in {**expected, deaf: ("143:0", "task 3: Terminated")}.items():
         job.ends("FAILED")
-        assert job.field("Restarts") == "0", name
-        assert job.field("ExitCode") == name.split()[0]
-        assert cases[name].text in job.output, name
+        assert job.field("Restarts") == "0"
+        assert job.field("ExitCode") == code
+        assert text in job.output
 
 
 @pytest.mark.slow
