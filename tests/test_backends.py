@@ -39,7 +39,6 @@ def test_switches_follow_the_config_and_the_drivers_variable_wins(monkeypatch: p
     [
         ({}, 1, []),
         ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect: there is no GPU"]),
-        ({"static_graph": True, "gradient_compression": "bfloat16"}, 2, []),
         (
             {"static_graph": True, "gradient_compression": "bfloat16", "noddp": True},
             2,

@@ -232,11 +232,8 @@ def test_contradictions_are_refused_with_a_remedy(values: dict[str, Any], ranks:
 
 
 def test_long_warm_up_does_not_matter_for_the_base_batch() -> None:
-    assert (
-        not validate({"Nsamples": 64, "lr_schedule": {"scaling": "sqrt", "warmup_steps": 1000}}, "test")
-        .for_world(1)
-        .warms_up
-    )
+    config = Config(Nsamples=64, lr_schedule={"scaling": "sqrt", "warmup_steps": 1000})
+    assert not config.for_world(1).warms_up
 
 
 def test_full_scale_sets_the_scales_unless_they_are_given() -> None:

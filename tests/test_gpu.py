@@ -38,29 +38,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 TOP = Path(__file__).parent.parent
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))
-LOSSES = ("Loss/valid", "Step/loss")
 BITS = {4: torch.int32, 2: torch.int16}
 
 
-def copies_while_busy(loader: Loader, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Copies of all batches, each queued behind kernels that still run while the next batches are filled."""
+def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
+    """The batches of two epochs are bit for bit those of a loader on the host; closes both loaders.
+
+    Each is copied behind kernels that still run while the next ones are filled; `unfinished`: after part of an epoch.
+    """
+    if unfinished:
+        begun = device.epoch(5)
+        next(begun)
+        begun.close()
     busy = torch.randn(2048, 2048, device="cuda")
     kept = []
-    for epoch in range(epochs):
-        for inputs, targets in loader.epoch(epoch):
+    for epoch in range(2):
+        for inputs, targets in device.epoch(epoch):
             for _ in range(20):
                 busy = busy @ busy / 2048
             kept.append((inputs.clone(), targets.clone()))
-    return kept
-
-
-def assert_same(kept: list[tuple[torch.Tensor, torch.Tensor]], loader: Loader) -> None:
-    """The batches are bit for bit those of a loader on the host."""
-    expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in loader.epoch(epoch)]
+    expected = [(inputs.clone(), targets.clone()) for epoch in range(2) for inputs, targets in host.epoch(epoch)]
     for pair, other in zip(kept, expected, strict=True):
-        for device, host in zip(pair, other, strict=True):
-            assert device.stride() == host.stride()
-            assert torch.equal(device.cpu().view(torch.int32), host.view(torch.int32))
+        for found, right in zip(pair, other, strict=True):
+            assert found.stride() == right.stride()
+            assert torch.equal(found.cpu().view(torch.int32), right.view(torch.int32))
+    device.close()
+    host.close()
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -69,10 +72,8 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, vol
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, 16, 8, seed=1)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    loaders = [NativeLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda")]
-    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
-    for loader in loaders:
-        loader.close()
+    host, device = (NativeLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    assert_same_batches(device, host, unfinished=False)
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
@@ -90,16 +91,8 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
     plan = SamplePlan(203, 16, 8, seed=1, split=split)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
     copies = open_twins((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
-    loaders = [
-        NativeLoader(open_volume(path, (4, 5)), plan, **options),
-        DaliLoader(copies, plan, device=torch.device("cuda", 0), **options),
-    ]
-    unfinished = loaders[1].epoch(5)
-    next(unfinished)
-    unfinished.close()
-    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
-    for loader in loaders:
-        loader.close()
+    host = NativeLoader(open_volume(path, (4, 5)), plan, **options)
+    assert_same_batches(DaliLoader(copies, plan, device=torch.device("cuda", 0), **options), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -114,12 +107,8 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
         device = torch.device(name)
         loaded = load_resident(volume, World(Launch("single process"), device), dtype)
         loaders.append(ResidentLoader(loaded, plan, device=device, **options))
-    unfinished = loaders[1].epoch(5)
-    next(unfinished)
-    unfinished.close()
-    assert_same(copies_while_busy(loaders[1], 2), loaders[0])
-    for loader in loaders:
-        loader.close()
+    host, device = loaders
+    assert_same_batches(device, host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -186,51 +175,41 @@ def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) 
     assert load_resident(open_volume(path, (4, 5)), world, torch.float32).targets.min() == -1e5
 
 
-@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
-def test_training_on_the_device_agrees_with_the_one_on_the_host(tmp_path, volume_file, monkeypatch, switches) -> None:
+@pytest.fixture
+def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags that give config 'test' its data; convolutions are deterministic."""
     monkeypatch.chdir(TOP)
-    settings = {
-        "train_path": volume_file(tmp_path / "train.h5", seed=1),
-        "val_path": volume_file(tmp_path / "val.h5", seed=2),
-        "report_baselines": "false",
-    }
-    losses = {}
-    for device in ("cpu", "cuda"):
-        expdir = tmp_path / device
-        flags = [f"--set={key}={value}" for key, value in {**settings, "device": device, "expdir": expdir}.items()]
-        train.main(["--config=test", *flags, *(switches if device == "cuda" else [])])
-        records = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
-        losses[device] = [value["Loss/valid"] for value in map(json.loads, records) if "Loss/valid" in value]
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=0.02)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
+    settings = {"train_path": train_path, "val_path": val_path, "report_baselines": "false", "cudnn_benchmark": "false"}
+    return ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
+
+
+def recorded(expdir: Path, *names: str) -> list[float]:
+    """The values of these curves, in the order of their steps."""
+    lines = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
+    return [record[name] for record in map(json.loads, lines) for name in names if name in record]
+
+
+@pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
+def test_training_on_the_device_agrees_with_the_one_on_the_host(tmp_path, flags, switches) -> None:
+    train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path / 'cpu'}"])
+    train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path / 'cuda'}", *switches])
+    host, device = (recorded(tmp_path / name, "Loss/valid") for name in ("cpu", "cuda"))
+    assert device == pytest.approx(host, rel=0.02)
 
 
 @pytest.mark.parametrize("loader", ["resident", "lowmem"])
 @pytest.mark.parametrize("switches", [[], ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]])
-def test_training_with_cuda_graphs_agrees_with_the_plain_one(
-    tmp_path, volume_file, monkeypatch, loader, switches
-) -> None:
+def test_training_with_cuda_graphs_agrees_with_the_plain_one(tmp_path, flags, loader, switches) -> None:
     """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
-    monkeypatch.chdir(TOP)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
-    flags = [f"--set=train_path={train_path}", f"--set=val_path={val_path}", "--set=report_baselines=false"]
-    flags += [
-        "--num_epochs=3",
-        "--set=log_interval=1",
-        "--set=cudnn_benchmark=false",
-        f"--data_loader_config={loader}",
-        *switches,
-    ]
-    losses = {}
-    for step in (EagerStep, GraphStep):
-        expdir = tmp_path / step.__name__
-        train.main(["--config=test", f"--set=expdir={expdir}", *flags], make_step=step)
-        records = (expdir / "test/1GPU/00/metrics.jsonl").read_text().splitlines()
-        losses[step] = [value[name] for value in map(json.loads, records) for name in LOSSES if name in value]
-        if step is GraphStep:
-            assert "CUDA graph 1 recorded" in (expdir / "test/1GPU/00/out.log").read_text()
-    assert len(losses[GraphStep]) == 4 + 24
-    assert losses[GraphStep] == pytest.approx(losses[EagerStep], rel=0.02 if switches else 1e-3)
+    flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
+    for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
+        train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=step)
+    plain, graphs = (recorded(tmp_path / name, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
+    assert "CUDA graph 1 recorded" in (tmp_path / "graphs/test/1GPU/00/out.log").read_text()
+    assert len(graphs) == 4 + 24
+    assert graphs == pytest.approx(plain, rel=0.02 if switches else 1e-3)
 
 
 # --- checkpoints and resumption ---------------------------------------------------------------------------------------
@@ -275,7 +254,9 @@ class Interrupted(NoSignals):
             self.received = "SIGTERM"
 
 
-class InterruptedStep(EagerStep):
+class Signalled:
+    """A step that a signal interrupts."""
+
     signals: ClassVar[Interrupted]
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
@@ -283,12 +264,10 @@ class InterruptedStep(EagerStep):
         return super().__call__(inputs, targets, rate)
 
 
-class InterruptedGraphStep(GraphStep):
-    signals: ClassVar[Interrupted]
+class InterruptedStep(Signalled, EagerStep): ...
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        self.signals.step()
-        return super().__call__(inputs, targets, rate)
+
+class InterruptedGraphStep(Signalled, GraphStep): ...
 
 
 @pytest.mark.parametrize("loader", ["resident", "lowmem"])
@@ -302,19 +281,10 @@ class InterruptedGraphStep(GraphStep):
     ],
 )
 def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
-    tmp_path, volume_file, monkeypatch, kind, switches, loader
+    tmp_path, flags, monkeypatch, kind, switches, loader
 ) -> None:
     """Plain steps bit for bit; with graphs approximately, since plain steps come before a graph is recorded again."""
-    monkeypatch.chdir(TOP)
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
-    flags = ["--config=test", f"--set=train_path={train_path}", f"--set=val_path={val_path}", "--num_epochs=3"]
-    flags += [
-        "--set=report_baselines=false",
-        "--set=cudnn_benchmark=false",
-        f"--data_loader_config={loader}",
-        *switches,
-    ]
+    flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
     ends = {}
     for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
         for after in parts:

@@ -41,7 +41,6 @@ def test_valid_config_passes_with_the_right_figures(preflight, tmp_path: Path) -
     code, printed, errors = preflight()
     assert (code, errors) == (0, "")
     lines = printed.splitlines()
-    assert all(line.startswith("preflight: ") for line in lines)
     assert lines[-1] == "preflight: all checks passed"
     # 4 -> 4 -> 8 channels down, 8 -> 4 and 8 -> 5 up, kernels of 4³
     parameters = 64 * (4 * 4 + 4 * 8 + 8 * 4 + 8 * 5) + 4 + 8 + 4 + 5
@@ -80,21 +79,13 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
             ["data_loader_config auto: on this machine lowmem, the files lie in one piece"],
         ),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguous for speed"]),
+        (["--set=device=cuda"], ["all checks passed"]),  # also on a login node without such a device
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
     ):
         code, printed, errors = preflight(*flags)
         assert (code, errors) == (0, "")
         for part in parts:
             assert part in printed, flags
-
-
-def test_login_node_may_lack_the_device_of_the_run(preflight) -> None:
-    """The plain step runs on every device; only the preflight of CUDA graphs needs one here."""
-    if torch.cuda.is_available():
-        pytest.skip("has a CUDA device")
-    code, output, _ = preflight("--set=device=cuda")
-    assert code == 0
-    assert output.endswith("all checks passed\n")
 
 
 def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
