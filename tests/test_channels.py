@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
-from utils.channels import Channel, input_channels, target_channels
+from utils.channels import input_channels, target_channels
 from utils.config import Transform
 from utils.data import gas
 
@@ -22,7 +20,6 @@ UNKNOWN = Transform(density_log_scale=None, velocity_scale_km_s=None, temperatur
     [
         (0, gas.density_to_channel, [1e-3, 0.5, 1.0, 200.0, 1e5]),
         (1, gas.velocity_to_channel, [-800.0, -1.0, 0.0, 300.0, 1234.5]),
-        (3, gas.velocity_to_channel, [-800.0, -1.0, 0.0, 300.0, 1234.5]),
         (4, gas.temperature_to_channel, [1e2, 1.2e4, 1e5, 3.3e7]),
     ],
 )
@@ -36,48 +33,24 @@ def test_channels_are_those_of_the_simulation(
     assert Transform().model_dump() == {key: written[key] for key in Transform.model_fields}
 
 
-def test_a_round_trip_returns_the_same_values_in_the_same_type() -> None:
-    numbers = np.linspace(-1.2, 1.2, 101)
-    kinds = (np.float32, np.float64, torch.float32, torch.float64)
-    for channel, kind in itertools.product([*KNOWN, Channel("unknown")], kinds):
-        values = torch.tensor(numbers, dtype=kind) if isinstance(kind, torch.dtype) else numbers.astype(kind)
-        physical = channel.to_physical(values)
-        back = channel.from_physical(physical)
-        for found in (physical, back):
-            assert type(found) is type(values), (channel.name, kind)
-            assert found.dtype == kind, (channel.name, kind)
-        np.testing.assert_allclose(np.asarray(back), numbers, atol=2e-6, err_msg=f"{channel.name}, {kind}")
-
-
-def test_values_computed_by_hand() -> None:
-    channel = {each.name: each for each in target_channels(5, Transform(density_log_scale=2.0))}
-    assert channel["gas density"].to_physical(np.float64(0.5)) == pytest.approx(np.e)
-    assert channel["gas velocity y"].to_physical(-0.25) == -250.0
-    assert channel["temperature"].to_physical(np.float64(-0.4)) == pytest.approx(1e4)
-    other = Transform(temperature_log10_center=4.0, temperature_log10_scale=1.0)
-    assert target_channels(5, other)[4].from_physical(np.float64(1e6)) == pytest.approx(2)
-
-
 def test_names_units_and_formulas() -> None:
     names = ["gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"]
     assert [channel.name for channel in KNOWN] == names
     assert [channel.unit for channel in KNOWN] == ["mean density", "km/s", "km/s", "km/s", "K"]
-    assert [channel.formula() for channel in (KNOWN[0], KNOWN[1], KNOWN[4])] == [
-        "ln(value / mean density) / 14",
-        "value / (1000 km/s)",
-        "(log10(value / K) - 5) / 2.5",
-    ]
+    formulas = ("ln(value / mean density) / 14", "value / (1000 km/s)", "(log10(value / K) - 5) / 2.5")
+    assert tuple(KNOWN[number].formula() for number in (0, 1, 4)) == formulas
     dark = input_channels(4, Transform())
     assert [channel.name for channel in dark] == [f"dark-matter {name.removeprefix('gas ')}" for name in names[:4]]
     assert [channel.to_physical(1.0) for channel in dark] == [channel.to_physical(1.0) for channel in KNOWN[:4]]
+    other = Transform(density_log_scale=2.0, temperature_log10_center=4.0, temperature_log10_scale=1.0)
+    assert target_channels(5, other)[0].to_physical(np.float64(0.5)) == pytest.approx(np.e)
+    assert target_channels(5, other)[4].from_physical(np.float64(1e6)) == pytest.approx(2)
 
 
 def test_channels_without_a_known_transform_have_names_only() -> None:
-    for channels, count in ((input_channels, 3), (input_channels, 5), (target_channels, 4)):
-        found = channels(count, Transform())
-        assert [channel.name for channel in found] == [f"channel {number}" for number in range(count)]
-        assert {(channel.unit, channel.formula()) for channel in found} == {(None, "unknown")}
-    for found in (input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
+    for found in (input_channels(3, Transform()), target_channels(4, Transform())):
+        assert [channel.name for channel in found] == [f"channel {number}" for number in range(len(found))]
+    for found in (input_channels(3, Transform()), input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
         assert {(channel.unit, channel.formula()) for channel in found} == {(None, "unknown")}
     assert target_channels(5, UNKNOWN)[4].name == "temperature"
     partly = target_channels(5, Transform(density_log_scale=None))

@@ -12,7 +12,6 @@ from dataset_files import write, write_idx
 from processes import run_ranks
 
 import train
-from networks import build_metrics
 from utils import cli
 from utils import config as configs
 from utils.checkpoint import FOLDER, newest
@@ -26,7 +25,7 @@ from utils.stopping import NoSignals
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file next to it
 NAMES = list(configs.read_file(str(TOP / "config" / "classification.yaml")))
-FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn", "digits_lamb")
+FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn")
 # Small enough for an epoch of each on the small files.
 SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs": 2, "log_interval": 2}
 
@@ -75,14 +74,6 @@ def test_every_config_passes_preflight_and_trains_on_files_in_the_published_form
     assert (directory / "loss_curves.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("mnist_cnn", 1_199_882), ("fmnist_lenet", 129_068), ("reuters_cnn", 332_856)]
-)
-def test_networks_have_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
-    network = train.build_model(configs.load(YAML, name).for_world(1))
-    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
-
-
 def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains, and returns the baseline of the validation labels."""
     run(world, flags)
@@ -128,8 +119,6 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
     assert last["Accuracy/valid"] == pytest.approx(correct, abs=1e-6)
     assert last["Top5 accuracy/valid"] == pytest.approx(top5, abs=1e-6)
     assert last["Loss/valid"] == pytest.approx(loss, rel=1e-4)
-    (metric,) = build_metrics(["accuracy"])
-    assert float(metric(outputs, labels)) == pytest.approx(correct)
 
 
 @pytest.mark.parametrize(
@@ -138,24 +127,15 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
         (["--config=digits_nave"], "unknown config digits_nave in .*; did you mean digits_naive"),
         (["--config=digits_bn", "--set=dataset.name=digit"], "unknown .*digit.*digits"),
         (["--config=digits_bn", "--set=network.name=unet"], "network unet does not take labelled samples"),
-        (["--config=digits_bn", "--set=network.name=lenet"], "lenet"),
-        (["--config=digits_bn", "--set=network.norm=ghost(0)"], r"unknown norm ghost\(0\); known: "),
-        (
-            ["--config=digits_bn", "--set=network.norm=ghost(64)"],
-            r"ghost\(64\): a rank's batch of 32 is no multiple of 64",
-        ),
         (
             ["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"],
             r"ghost\(32\): a rank's micro-batch of 16 is no multiple of 32",
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
-        (["--config=digits_bn", "--set=metrics=[acuracy]"], "unknown metric acuracy; known: accuracy"),
         (["--config=digits_bn", "--set=loss=l1"], "loss l1 does not take labelled samples; choose one of cross_entr"),
-        (["--config=digits_bn", "--set=data_loader_config=lowmem"], "go together"),
         (["--config=test", "--set=data_loader_config=labelled"], "go together"),
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy does not take volumes; choose one of l1"),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy do not take volumes"),
-        (["--config=test", "--set=network.name=cifar_cnn"], "network cifar_cnn does not take volumes"),
         (["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"], "cannot be had with ddp manual"),
     ],
 )

@@ -48,17 +48,14 @@ def test_windows_and_origins_of_known_tilings() -> None:
     np.testing.assert_array_equal(faces.windows[0, :8], 1)  # only one tile covers the cells at a face
     np.testing.assert_array_equal(faces.windows[1, 8:], 1)
     assert cut(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
-    assert cut(100, 32, 16, periodic=False).origins == (0, 13, 27, 40, 54, 68)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ((15, 16, 8), r"the box has 15 cells a side, fewer than a tile's 16; give a larger box or smaller tiles"),
-        ((15, 16, 8, False), r"the box has 15 cells a side, fewer than a tile's 16"),
         ((32, 16, 17), r"step 17 does not suit a tile of 16 cells; give one from 1 to 16, best is half"),
         ((32, 16, 0), r"step 0 does not suit a tile of 16 cells"),
-        ((32, 16, -1), r"step -1 does not suit a tile of 16 cells"),
     ],
 )
 def test_a_tiling_that_does_not_fit_is_refused_with_the_remedy(arguments: tuple, says: str) -> None:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import wait_until
 
 import train
-from utils.checkpoint import Position, read_weights
+from utils.checkpoint import read_weights
 from utils.distributed import Launch, World
 from utils.evaluation import during, figures
 from utils.evaluation.statistics import Evaluation
-from utils.logs import SilentLogs, read_records
+from utils.logs import read_records
 from utils.stopping import StopSignals
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -120,31 +118,14 @@ def test_a_training_stopped_during_an_evaluation_makes_it_when_it_resumes(
     assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the one it replaces"
 
 
-def test_evaluations_are_made_every_n_epochs_within_the_time_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_evaluations_beyond_the_time_budget_are_put_off_except_the_first_and_the_last(
+    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes ten seconds of a fake clock. The first and the last one are always made."""
-    clock = SimpleNamespace(now=0.0)
-
-    def judge(*_: Any) -> Any:
-        clock.now += 10.0
-        return SimpleNamespace(scalars=lambda: {"Evaluation/L1": 1.0})
-
-    monkeypatch.setattr(during, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(during, "judge", judge)
-    monkeypatch.setattr(during, "in_words", lambda found: [])
-    monkeypatch.setattr(during.BoxEvaluation, "_show", lambda *_: None)
-    painter: Any = SimpleNamespace(slabs=lambda: [], tiling=SimpleNamespace(count=8, about=lambda: "tiles"))
-    options: Any = {"every_epochs": 2, "budget": 0.1, "num_epochs": 9, "folder": tmp_path, "world": ALONE, "about": {}}
-
-    box: Any = during.BoxEvaluation(painter, lambda a, b: np.zeros(1), lambda: None, logs=SilentLogs(), **options)
-    at, found = Position(), []
-    for epoch in range(9):
-        at.epoch = epoch
-        if box.after_epoch(at, 30.0 * (epoch + 1) + at.evaluation_seconds, lambda: None):
-            found.append(epoch + 1)
-    # A tenth of the time: after the first, the second is due when 200 s of training have passed.
-    assert found == [2, 8, 9]
+    monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
+    flags = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=0.000000001", "--num_epochs=3"]
+    directory = run(data_flags, tmp_path, *flags)
+    assert [each.about["epoch"] for each in during.history(directory / during.FOLDER)] == [1, 3]
+    assert "Evaluation put off: with it they would take " in (directory / "out.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -250,56 +250,18 @@ def test_the_movie_has_a_frame_per_evaluation_and_large_files_lose_frames(
     assert Image.open(io.BytesIO(figures.encoded_movie([unknown, moved]))).n_frames == 1
 
 
-def test_pictures_with_a_palette_are_close_to_true_colour() -> None:
+@pytest.mark.parametrize("name", ["spectra", "distributions", "plane", "slices", "over_epochs", "curves_over_epochs"])
+def test_every_figure_becomes_a_picture_and_those_with_images_have_a_palette(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "PICTURE_DOTS_PER_INCH", 50)
+    found = sample_results(8, channels=(4, 5) if name == "plane" else (1, 2))
+    figure = getattr(figures, name)([found] if name.endswith("epochs") else found)
+    picture = Image.open(io.BytesIO(figures.encoded(figure)))
+    assert (picture.format, picture.mode) == ("PNG", "P" if name in ("slices", "over_epochs") else "RGBA")
+    assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"
+
+
+def test_a_training_of_one_channel_is_drawn() -> None:
     figure = figures.over_epochs([sample_results(8, channels=(1, 1))])
-    assert len([axes for axes in figure.axes if axes.images]) == 2, "one channel: one evaluation and the target"
-    FigureCanvasAgg(figure).draw()
-    figure.set_layout_engine("none")  # nothing moves between the two
-    true = io.BytesIO()
-    figure.savefig(true, format="png", dpi=figures.PICTURE_DOTS_PER_INCH)
-    few = Image.open(io.BytesIO(figures.encoded(figure)))
-    assert few.mode == "P"
-    difference = np.asarray(few.convert("RGB")).astype(int) - np.asarray(Image.open(true).convert("RGB"))
-    assert np.abs(difference).mean() < 1.5
-
-
-def texts(figure: Any) -> list[Any]:
-    """All visible text: of tick labels, those within the axes' limits."""
-    found = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
-    for axes in figure.axes:
-        if not axes.axison:
-            continue
-        found += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
-                if low <= tick.get_loc() <= high:
-                    found += [label for label in (tick.label1, tick.label2) if label.get_visible()]
-    return [text for text in found if text.get_visible() and text.get_text()]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("spectra", "plane", "curves_over_epochs"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("distributions", "slices", "over_epochs")),
-    ],
-)
-def test_no_text_overlaps_or_is_cut(name: str, history: list[Results]) -> None:
-    """Draws each figure."""
-    if name == "spectra":
-        figure = figures.spectra(history[-1], history[:-1])
-    else:
-        figure = getattr(figures, name)(history if name.endswith("epochs") else history[-1])
-    FigureCanvasAgg(figure).draw()
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
-    assert len(boxes) > 10
-    for text, box in boxes:
-        assert box.x0 >= 0, text
-        assert box.y0 >= 0, text
-        assert box.x1 <= figure.bbox.x1, text
-        assert box.y1 <= figure.bbox.y1, text
-    for (one, first), (other, second) in itertools.combinations(boxes, 2):
-        width = min(first.x1, second.x1) - max(first.x0, second.x0)
-        height = min(first.y1, second.y1) - max(first.y0, second.y0)
-        assert width <= 0.5 or height <= 0.5, f"{one!r} on {other!r}"
+    assert len([axes for axes in figure.axes if axes.images]) == 2, "one evaluation and the target"
