@@ -243,10 +243,3 @@ def test_a_result_that_cannot_be_used_is_one_line(
     line = complaint(monkeypatch, capsys, "--collect", str(directory), "--output", str(tmp_path / "out"))
     assert says.format(path) in line
     assert not (tmp_path / "out").exists()
-
-
-def test_collecting_without_a_plan_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    collect = ["--collect", str(tmp_path)]
-    assert "cannot read" in complaint(monkeypatch, capsys, *collect)
-    (tmp_path / "plan.json").write_text(json.dumps({"series": [1]}))
-    assert "is no plan of this command" in complaint(monkeypatch, capsys, *collect)
