@@ -136,22 +136,3 @@ def test_a_skipped_update_changes_no_bit(device: str, spoil: float, decay: float
         del optimizer.found_inf
         take(optimizer, parameters, number)
         assert bits(optimizer, parameters) != after
-
-
-def test_it_scales_back_the_gradients_of_a_gradient_scaler() -> None:
-    """An overflow skips the update; tests/steps/test_eager.py has gradients that are unscaled before."""
-    plain, scaled = start(torch.float32), start(torch.float32)
-    optimizers = build(plain), build(scaled)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for number in range(4):
-        take(optimizers[0], plain, number)
-        for overflow in (True, False):
-            for group in optimizers[1].param_groups:
-                group["lr"] = rate(number)
-            factor = scaler.scale(torch.ones(())) * (float("inf") if overflow else 1.0)
-            for name, gradient in gradients(number, torch.float32).items():
-                scaled[name].grad = gradient * factor
-            scaler.step(optimizers[1])
-            scaler.update()
-    assert scaler.get_scale() == 1024.0 / 2**4
-    assert bits(optimizers[0], plain) == bits(optimizers[1], scaled)

@@ -190,16 +190,6 @@ def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
             assert_close({name: got[name]}, {name: expected[name]}, 1e-5)
 
 
-@pytest.mark.parametrize("spec", ["sync_batch", "ghost(2)", "group"])  # batch is torch's own
-def test_a_norm_compiles_to_one_graph(spec: str) -> None:
-    torch._dynamo.reset()
-    norm, compiled = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
-    x = activations(4, CHANNELS, 3, 4, dtype=torch.float32)
-    expected = results(norm, x)
-    compiled.compile(backend="aot_eager", fullgraph=True)
-    assert_close(results(compiled, x), expected, 1e-6)
-
-
 # --- across ranks ----------------------------------------------------------------------------------------------------
 
 PARTS = {"equal": [4, 4], "unequal": [3, 5]}

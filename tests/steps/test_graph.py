@@ -357,10 +357,13 @@ def test_a_step_resumes_from_its_state_and_then_records(
 
 
 def test_graphs_are_kept_apart_and_refuse_another_shape_or_a_loaded_state(device: str) -> None:
-    """Without the exchange of gradients a step has graphs of its own."""
+    """Without the exchange of gradients a step has graphs of its own; evaluation sees what replays have learnt."""
     step = make(GraphStep, device=device)
     (slot,) = buffers(1, device)
     curve(step, [slot])
+    before = float(step.evaluate(*slot))
+    step(*slot, RATE)
+    assert float(step.evaluate(*slot)) < before
     with step.without_exchange():
         step(*slot, RATE)
     step(*slot, RATE)
@@ -397,22 +400,6 @@ def test_a_recording_that_fails_reports_the_first_reason(imitated, monkeypatch, 
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_first_steps_train_and_evaluation_sees_what_replays_have_learnt() -> None:
-    step, (slot,) = make(GraphStep), buffers(1)
-    before = snapshot(step)
-    curve(step, [slot], steps=1)
-    assert not step._graphs
-    after = snapshot(step)
-    assert sorted(differing({name: after[name] for name in before}, before)) == sorted(before)
-    curve(step, [slot])
-    first = float(step.evaluate(*slot))
-    for _ in range(5):
-        step(*slot, RATE)
-    assert float(step.evaluate(*slot)) < first
 
 
 @pytest.mark.gpu
