@@ -95,6 +95,7 @@ def test_ranks_measure_print_and_write(tmp_path: Path, ranks: int) -> None:
     result = json.loads(Path(output).read_text())
     # 4 × 5 products a cell, forward and for the weights: the network's first layer needs no gradient of its inputs.
     assert result["flops_per_sample"] == 2 * 2 * 4 * 5 * 4**3
+    assert len(result["matmul_peak"]["TFLOP/s of each rank"]) == result["ranks"] == ranks
     for name in names:
         assert result[name]["median"] == sorted(result[name]["trials"])[1]
         if name != "IO":
