@@ -159,26 +159,19 @@ class HostLoader:
 
 
 class DeviceLoader:
-    """Batches of equal numbers in the resident loader's way: kernels read an epoch's plan, uploaded before the first.
-
-    Plan and host memory have one place each, rewritten in every epoch.
-    """
+    """Batches of equal numbers in the resident loader's way: kernels write them on the device."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self._host, self._plan = device, np.zeros(7), np.zeros(7)
-        self.closed = 0
+        self._device, self.closed = device, 0
 
     def epoch(self, numbers: list[int], last_size: int) -> Fills:
-        def fill(index: int, slot: Batch) -> None:
-            if index == 0:
-                self._device.current.add(lambda: np.copyto(self._plan, self._host))
+        def fill(number: int, slot: Batch) -> None:
             for part in slot:
-                self._device.current.add(lambda part=part: part.values.fill(self._plan[index]))
+                self._device.current.add(lambda part=part: part.values.fill(number))
 
         try:
-            self._host[...] = numbers
-            for index in range(len(numbers)):
-                yield last_size if index == len(numbers) - 1 else SHAPE[0], functools.partial(fill, index)
+            for number in numbers:
+                yield last_size if number == numbers[-1] else SHAPE[0], functools.partial(fill, number)
         finally:
             self.closed += 1
 

@@ -6,7 +6,6 @@ The kernel runs in Triton's interpreter; the last test compiles it for GPUs.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,10 +116,9 @@ def test_fields_and_batches_may_be_of_either_size(gathered: Gather, stored: torc
     assert_same_bits(gathered(field, plan, dtype=dtype), plain(field, plan).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_casts_round_to_nearest(dtype: torch.dtype) -> None:
-    field, plan = torch.randn((4, BOX, BOX, BOX), generator=torch.Generator().manual_seed(0)), random_plan(ALL)
-    assert_same_bits(gather_by("torch", field, plan, dtype=dtype), plain(field, plan).to(dtype))
+def test_casts_round_to_nearest() -> None:
+    field, plan = torch.randn((4, BOX, BOX, BOX), generator=torch.Generator().manual_seed(0)), random_plan(ALL[::5])
+    assert_same_bits(gather_by("torch", field, plan, dtype=torch.bfloat16), plain(field, plan).bfloat16())
 
 
 def test_nan_and_subnormals_pass(gathered: Gather) -> None:
@@ -132,20 +130,17 @@ def test_nan_and_subnormals_pass(gathered: Gather) -> None:
     assert_same_bits(got.nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
-@pytest.mark.parametrize("crop", [1, 4, BOX])
-def test_any_size_of_crop_up_to_the_whole_box(gathered: Gather, crop: int) -> None:
-    field, plan = random_field(4), random_plan(ALL[1::17], crop=crop)
-    assert_same_bits(gathered(field, plan, crop), plain(field, plan, crop))
-
-
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels first", "channels last"])
-def test_a_crop_may_have_several_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> None:
+def test_a_crop_may_have_several_tiles_and_be_of_any_size(
+    gathered: Gather, monkeypatch: pytest.MonkeyPatch, channels_last: bool
+) -> None:
     """Complete and partial tiles, under symmetries that move the field's fastest axis and others."""
     monkeypatch.setattr(gather, "TILE_ALL_CHANNELS", (2, 4))
     monkeypatch.setattr(gather, "TILE_ONE_CHANNEL", (2, 4))
     field = random_field(5 if channels_last else 4, box=7)
-    plan = random_plan(ALL[5::8] if channels_last else np.array([7, 29]), box=7, crop=5)
-    assert_same_bits(gather_by("triton", field, plan, 5, channels_last), plain(field, plan, 5))
+    for crop, symmetries in ((5, ALL[5::8] if channels_last else np.array([7, 29])), (1, ALL[:2]), (7, ALL[29:30])):
+        plan = random_plan(symmetries, box=7, crop=crop)
+        assert_same_bits(gathered(field, plan, crop, channels_last), plain(field, plan, crop))
 
 
 # --- addresses -----------------------------------------------------------------------------------------------------
@@ -178,7 +173,7 @@ def test_without_triton_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_the_kernel_compiles_for_a_gpu(
     channels_last: bool, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also after the interpreter's tests; reads and writes are contiguous along the right axes."""
+    """Also after the interpreter's tests."""
     compiler = pytest.importorskip("triton.compiler")
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -194,13 +189,3 @@ def test_the_kernel_compiles_for_a_gpu(
     options = {"num_warps": 8, "enable_fp_fusion": False}
     compiled = compiler.compile(source, target=targets.GPUTarget("cuda", capability, 32), options=options)
     assert "cvt.rn.bf16" in compiled.asm["ptx"], "a cast to bfloat16 rounds to nearest"
-    layouts = dict(re.findall(r"(#blocked\d*) = #ttg.blocked<{.*threadsPerWarp = \[(.*?)\]", compiled.asm["ttgir"]))
-    shape = "x".join(map(str, (*tile, lanes)))
-    access = re.findall(rf"tt\.(load|store) .*tensor<{shape}x!.*?(#blocked\d*)>", compiled.asm["ttgir"])
-    assert [kind for kind, _ in access] == ["load", "load", "store"]
-    # Threads of a warp along the tile's rows, columns and channels; versions of Triton differ in the rest.
-    by_row, by_column, written = ([int(count) for count in layouts[layout].split(", ")] for _, layout in access)
-    assert by_row[0] >= 16
-    assert by_column[1] >= 16
-    assert written == ([1, 4, 8] if channels_last else [1, 32, 1])
-    assert re.findall(r"sizePerThread = \[(.*?)\]", compiled.asm["ttgir"]) == ["1, 1, 1"] * len(layouts)

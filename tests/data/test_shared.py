@@ -39,12 +39,11 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("filter returned failure")
 
 
-@pytest.mark.parametrize("how", [{}, {"chunks": (1, 8, 8, 8), "compression": "gzip"}], ids=["whole", "chunked"])
 def test_the_copy_equals_the_file_and_leaves_no_name(
-    volume_file: VolumeFile, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: dict
+    volume_file: VolumeFile, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a directory for shared memory, and of a single rank in memory of its own."""
-    path = volume_file(tmp_path / "a.h5", **how)
+    path = volume_file(tmp_path / "a.h5", chunks=(1, 8, 8, 8), compression="gzip")
     monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "not there"))
     for directory in (str(memory), None):
         copy = share_volume(open_volume(path, (4, 5)), ALONE, directory)
@@ -76,19 +75,12 @@ def test_too_little_memory_is_reported_before_anything_is_written(
 def test_a_failure_is_one_line_and_leaves_no_file(
     volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(shared, "_fill", fail)
-        for directory in (str(memory), None):
-            with pytest.raises(UserError, match=r"filter returned failure; use --data_loader_config=lowmem$"):
-                share_volume(volume, ALONE, directory)
-
-    def fail_to_map(*_: object) -> None:
-        assert len(os.listdir(memory)) == 1
-        raise OSError("no memory")
-
-    monkeypatch.setattr(shared.mmap, "mmap", fail_to_map)
-    with pytest.raises(UserError, match=r"cannot hold .*no memory; use --data_loader_config=lowmem$"):
-        share_volume(volume, ALONE, str(memory))
+    for failing in ((shared, "_fill"), (shared.mmap, "mmap")):
+        with monkeypatch.context() as patched:
+            patched.setattr(*failing, fail)
+            for directory in (str(memory), None):
+                with pytest.raises(UserError, match=r"filter returned failure; use --data_loader_config=lowmem$"):
+                    share_volume(volume, ALONE, directory)
     assert os.listdir(memory) == []
 
 
