@@ -333,7 +333,12 @@ class Torchrun:
 def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Callable[..., Torchrun]]:
     """torchrun(options, more flags) -> Torchrun"""
     started: list[Torchrun] = []
-    yield lambda options, *more: started.append(Torchrun(tmp_path, options, *flags, *more)) or started[-1]
+
+    def launch(options: Sequence[str], *more: str) -> Torchrun:
+        started.append(Torchrun(tmp_path, options, *flags, *more))
+        return started[-1]
+
+    yield launch
     for program in started:
         program.process.kill()  # and its ranks end
 
