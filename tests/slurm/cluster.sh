@@ -12,8 +12,8 @@ set -euo pipefail
 
 d=${SLURM_CLUSTER_DIR:-${TMPDIR:-/tmp}/slurm-cluster}
 nodes=2
-cpus=256 # per node; may be more than there are
-gpus=4   # per node
+cpus=256                          # per node; may be more than there are
+gpus=4                            # per node
 port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
 export SLURM_CONF=$d/slurm.conf
 PATH=$PATH:/usr/sbin:/sbin # of the daemons; not every shell looks there
