@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,12 +39,14 @@ def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
     return [record["Loss/valid"] for record in records if "Loss/valid" in record]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
 def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> None:
     run = {"cwd": TOP, "capture_output": True, "text": True, "timeout": GENEROUS}
     alone = subprocess.run([sys.executable, *arguments], env=environment(), **run)
     assert alone.returncode == 0, alone.stderr
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    launched = subprocess.run([*torchrun, *arguments, "--run_num=torchrun"], env=environment(), **run)
+    launched = subprocess.run([*TORCHRUN, *arguments, "--run_num=torchrun"], env=environment(), **run)
     assert launched.returncode == 0, launched.stderr
     assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once per epoch"
     job = str(free_port())  # the rendezvous port comes from the job's number
@@ -72,3 +75,18 @@ def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> No
     assert losses[-1] < losses[0]
     for name in ("torchrun", "slurm"):
         assert valid_losses(arguments, 2, name) == pytest.approx(losses, rel=1e-4)
+
+
+def test_bad_input_under_torchrun_is_one_line_from_all_ranks(arguments: list[str], tmp_path: Path) -> None:
+    """The ranks find it once they have met; the only traceback is torchrun's own."""
+    flags = ["--set=global_batch_size=9", f"--set=expdir={tmp_path / 'runs'}"]
+    ended = subprocess.run(
+        [*TORCHRUN, *arguments, *flags], cwd=TOP, env=environment(), capture_output=True, text=True, timeout=GENEROUS
+    )
+    assert ended.returncode != 0
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ended.stderr
+    assert "global_batch_size 9 is not divisible by 2 ranks; use 8" in errors[0]
+    assert 'train.py", line' not in ended.stderr
+    assert re.search(r"exitcode\s*: 2 ", ended.stderr), "a rank ended with code 2"
+    assert not (tmp_path / "runs").exists()
