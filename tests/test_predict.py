@@ -209,11 +209,10 @@ def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Cal
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """stop_after(n): SIGTERM arrives while the n-th slab is written; 0: none does."""
-    enter, signals = StopSignals.__enter__, []
-    write = GrowingVolume.write
+def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
+    command: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter, write, signals = StopSignals.__enter__, GrowingVolume.write, []
 
     def remember(self: StopSignals) -> StopSignals:
         signals.append(self)
@@ -223,34 +222,27 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: signals[-1].received, what=lambda: "the signal")
 
-    def arrange(slabs: int) -> None:
+    def predict_until(slab: int, *flags: str) -> tuple[int, str]:
+        """SIGTERM arrives while that slab is written."""
         monkeypatch.setattr(GrowingVolume, "write", write)
-        monkeypatch.setattr(GrowingVolume, "write", on_slab(slabs, stop))
+        monkeypatch.setattr(GrowingVolume, "write", on_slab(slab, stop))
+        code, stderr = command(*flags)
+        return code, log_of(stderr)
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    return arrange
-
-
-def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
-    command: Any, whole: Path, tmp_path: Path, stop_after: Callable[[int], None]
-) -> None:
-    stop_after(1)
-    assert command("--step=3", "--precision=bfloat16")[0] == 75
-    stop_after(2)
-    code, stderr = command("--physical")
-    assert code == 75, stderr
-    assert "was begun with other tiles, precision, physical: starting over" in log_of(stderr)
-    assert "Stopping after plane 8 of 24: SIGTERM; the same command goes on" in log_of(stderr)
+    assert predict_until(1, "--step=3", "--precision=bfloat16")[0] == 75
+    code, log = predict_until(2, "--physical")
+    assert code == 75, log
+    assert "was begun with other tiles, precision, physical: starting over" in log
+    assert "Stopping after plane 8 of 24: SIGTERM; the same command goes on" in log
     assert not (tmp_path / "hydro.h5").exists()
-    stop_after(1)
-    code, stderr = command("--physical")
-    assert code == 75, stderr
-    assert "Going on after plane 8 of 24" in log_of(stderr)
-    assert "Stopping after plane 12 of 24" in log_of(stderr)
-    stop_after(3)  # while the last slab is written: too late to stop
-    code, stderr = command("--physical")
-    assert code == 0, stderr
-    assert "Going on after plane 12 of 24" in log_of(stderr)
+    code, log = predict_until(1, "--physical")
+    assert code == 75, log
+    assert "Going on after plane 8 of 24" in log
+    assert "Stopping after plane 12 of 24" in log
+    code, log = predict_until(3, "--physical")  # while the last slab is written: too late to stop
+    assert code == 0, log
+    assert "Going on after plane 12 of 24" in log
     same_bits(tmp_path / "hydro.h5", whole)
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
