@@ -128,12 +128,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 
 
 def test_fused_adam_is_an_error_where_torch_has_none_and_adam_is_not() -> None:
-    fused, plain = (KINDS[name](start()) for name in ("fused_adam", "adam"))
-    assert fused.defaults["fused"]
-    for number in range(3):
-        for optimizer in (fused, plain):
-            take(optimizer, number)
-    assert differing(everything(fused), everything(plain)) == []
+    assert KINDS["fused_adam"](start()).defaults["fused"]
     elsewhere = [nn.Parameter(torch.zeros(2, device="meta"))]
     assert not KINDS["adam"](elsewhere).defaults["fused"]
     with pytest.raises(ValueError, match=r"^torch has no fused Adam for torch.float32 on meta; set optimizer.name to "):
