@@ -1,4 +1,4 @@
-"""What all tests share: one thread, small volumes, and the trainer's command line."""
+"""Fixtures of all tests: one thread, small volumes, and an environment without a launcher."""
 
 from __future__ import annotations
 
@@ -20,10 +20,23 @@ torch.set_num_threads(1)
 VolumeFile = Callable[..., Path]
 
 
+# Files that take longest, longest first: no worker has one left when the others are done.
+LONG_FILES = (
+    "tests/slurm/test_submit.py",
+    "tests/steps/test_compilers.py",
+    "tests/test_stopping.py",
+    "tests/test_resume.py",
+    "tests/test_soak.py",
+    "tests/test_launchers.py",
+    "tests/test_watch.py",
+    "tests/data/test_loaders.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files with long tests come first, so that no process has one left when the others are done."""
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    """Sorts the longest files first."""
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session")
