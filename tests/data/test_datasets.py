@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import os
@@ -90,15 +89,14 @@ def test_an_unknown_name_is_reported_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_missing_file_or_directory_is_named(name: str, tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "nowhere"):
-        line = refused(name, directory)
-        assert line.startswith(f"no {DATASETS[name].files[0]}")
-        assert line.endswith(f" in {directory}; dataset.directory says where it lies")
     write(name, tmp_path)
     last = tmp_path / DATASETS[name].files[-1]
     last.unlink()
     last.mkdir()
     assert refused(name, tmp_path).startswith(f"no {last.name}"), "a directory is not a file"
+    line = refused(name, tmp_path / "nowhere")
+    assert line.startswith(f"no {DATASETS[name].files[0]}")
+    assert line.endswith(f" in {tmp_path / 'nowhere'}; dataset.directory says where it lies")
 
 
 @pytest.mark.parametrize(("name", "packed"), LAYOUTS)
@@ -144,13 +142,11 @@ def test_files_are_verified_by_checksum_and_number_of_samples(
     assert line.endswith("dataset.verify=false accepts other files of the same format")
     read(name, tmp_path)
 
-    digests = {file: f"md5:{hashlib.md5((tmp_path / file).read_bytes()).hexdigest()}" for file in dataset.files}
-    checksums = digests if len(digests) > 1 else next(iter(digests.values()))
-    reader = functools.partial(dataset.read.func, checksums)  # type: ignore[attr-defined]
+    monkeypatch.setattr(datasets, "_verify", lambda *_: None)
     samples = {split: len(labels) for split, (_, labels) in expected.items()}
-    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, read=reader, samples=samples))
+    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, samples=samples))
     assert_read(read(name, tmp_path, verify=True), expected)
-    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, read=reader, samples=samples | {"valid": 4}))
+    monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, samples=samples | {"valid": 4}))
     assert f"{len(expected['valid'][1])} valid samples, {name} has 4; " in refused(name, tmp_path, verify=True)
 
 

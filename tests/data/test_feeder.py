@@ -78,22 +78,18 @@ class Stream:
 
 
 class Device:
-    """Two streams: `eager` ones run at once, others when they must, or at random."""
+    """Two streams: after each item that is queued, each does what it can with a probability of its own an item."""
 
-    def __init__(self, eager: tuple[str, ...], seed: int | None = None) -> None:
+    def __init__(self, consumer: float, copier: float, seed: int = 0) -> None:
         self.consumer, self.copier = Stream(self), Stream(self)
         self.current = self.consumer
-        self._eager = [getattr(self, name) for name in eager]
-        self._random = None if seed is None else random.Random(seed)
+        self._probabilities = ((self.consumer, consumer), (self.copier, copier))
+        self._random = random.Random(seed)
 
     def run_some(self) -> None:
-        while ready := [stream for stream in self._eager if stream.ready()]:
-            ready[0].advance()
-        if self._random is not None:
-            for _ in range(self._random.randrange(4)):
-                stream = self._random.choice([self.consumer, self.copier])
-                if stream.ready():
-                    stream.advance()
+        for stream, probability in self._probabilities:
+            while stream.ready() and self._random.random() < probability:
+                stream.advance()
 
     def torch(self) -> Any:
         """The part of torch that feeder.py uses."""
@@ -177,12 +173,9 @@ class DeviceLoader:
 
 
 LOADERS = {"copies": HostLoader, "gathers": DeviceLoader}
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "all late": {"eager": ()},
-    "copies early, kernels late": {"eager": ("copier",)},
-    "kernels early, copies late": {"eager": ("consumer",)},
-    "all early": {"eager": ("consumer", "copier")},
-} | {f"random {seed}": {"eager": (), "seed": seed} for seed in range(20)}
+# The streams' probabilities and a seed: as late as possible, as soon as possible, and in between.
+SCHEDULES = [(*each, 0) for each in itertools.product((0, 1), repeat=2)]
+SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
 # A loader, and the batches of an epoch at which the consumer takes the work that is offered; None where none is.
 OFFERS: list[tuple[str, Sequence[int] | None]] = [("copies", None), ("gathers", None)]
 OFFERS += [("gathers", taken_at) for taken_at in ((), range(7), range(2, 7), range(0, 7, 2))]
@@ -223,14 +216,14 @@ def consume(
     assert read == expected
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
     """Over three epochs, the first left early or not; the host waits for nothing in between.
 
     Work that is offered, and that the consumer takes, fills the next batch on the consumer's stream.
     """
     for (loaded, taker), left_after in itertools.product(OFFERS, (1, 2, 3, 4, 7)):
-        device = Device(**SCHEDULES[schedule])
+        device = Device(*schedule)
         monkeypatch.setattr(feeder, "torch", device.torch())
         fed = StreamFeeder("cuda", [SHAPE, SHAPE])
         fed.beside = None if taker is None else SideWork()
@@ -240,7 +233,7 @@ def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, sched
 @pytest.mark.parametrize("loaded", LOADERS)
 def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
     """The host gets three batches before any of their kernels has run."""
-    device = Device(eager=("copier",))
+    device = Device(consumer=0, copier=1)
     monkeypatch.setattr(feeder, "torch", device.torch())
     batches = StreamFeeder("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
     run: list[int] = []
@@ -253,7 +246,7 @@ def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.Mon
 
 def test_a_fill_that_fails_ends_its_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kernel does that cannot be compiled."""
-    device = Device(eager=())
+    device = Device(consumer=0, copier=0)
     monkeypatch.setattr(feeder, "torch", device.torch())
     fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)
 

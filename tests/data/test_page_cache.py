@@ -111,20 +111,6 @@ def test_a_file_is_read_where_the_kernel_cannot_report_what_is_cached(
     assert cached_fraction(str(path)) is None
 
 
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written(tmp_path / "train.h5")
-
-    def fail(*_: object) -> float:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    for name in ("cached_fraction", "_read"):
-        with monkeypatch.context() as patched:
-            patched.setattr(page_cache, "cached_fraction", lambda _: 0.0)
-            patched.setattr(page_cache, name, fail)
-            with pytest.raises(UserError, match=r"^cannot read .+/train\.h5: Input/output error$"):
-                warm_page_cache([str(path)], ALONE)
-
-
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

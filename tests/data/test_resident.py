@@ -100,23 +100,10 @@ def test_on_a_device_batches_are_the_definition(
             assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
             assert part.is_contiguous(memory_format=torch.channels_last_3d)
+        place = SideWork()
+        loader.offer_to(place)
+        assert loader._feeder.beside is place
         loader.close()
-
-
-def test_filling_a_batch_is_always_the_same_work(cuda: torch.device, fields: Fields) -> None:
-    """As a CUDA graph needs it: the same call, again and again, gathers batch after batch of a rank's plan."""
-    plan = a_plan(14)
-    loader = ResidentLoader(in_memory(fields), plan, batch_size=2, rank=1, world_size=2, device=cuda, vectors=VECTORS)
-    _, first = next(loader._fills(plan.epoch(3), 1))
-    slot = Batch(*(torch.empty((2, count, *(CROP,) * 3)) for count in (4, 5)))
-    first(slot)
-    for number, batch in enumerate(rank_batches(reference(fields, plan, 3), 4, 1, 2, drop_last=True)[1:]):
-        if number:
-            loader._fill(slot)
-        assert digest(slot) == batch
-    place = SideWork()
-    loader.offer_to(place)
-    assert loader._feeder.beside is place
 
 
 @pytest.mark.parametrize("on", ["cpu", "cuda"])

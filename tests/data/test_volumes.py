@@ -157,10 +157,7 @@ def test_staging_copies_each_file_once(volume_file: VolumeFile, tmp_path: Path) 
         assert os.path.samestat(os.fstat(held.fileno()), copy.stat()), "it was copied again"
     (tmp_path / "other").mkdir()
     namesake = volume_file(tmp_path / "other" / "a.h5", seed=2)
-    other = Path(stage(str(namesake), str(cache)))
-    assert other != copy
-    assert other.read_bytes() == namesake.read_bytes()
-    assert sorted(os.listdir(cache)) == sorted([copy.name, other.name])
+    assert Path(stage(str(namesake), str(cache))).read_bytes() == namesake.read_bytes() != copy.read_bytes()
 
 
 @pytest.mark.parametrize("change", ["content", "size"])
