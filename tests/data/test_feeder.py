@@ -155,15 +155,21 @@ class HostLoader:
 
 
 class DeviceLoader:
-    """Batches of equal numbers in the resident loader's way: kernels write them on the device."""
+    """Batches of equal numbers in the resident loader's way: kernels write them, and count on the device."""
 
     def __init__(self, device: Device) -> None:
-        self._device, self.closed = device, 0
+        self._device, self._next, self.closed = device, 0, 0
 
     def epoch(self, numbers: list[int], last_size: int) -> Fills:
         def fill(number: int, slot: Batch) -> None:
-            for part in slot:
-                self._device.current.add(lambda part=part: part.values.fill(number))
+            def gather() -> None:
+                if number == numbers[0]:
+                    self._next = number
+                for part in slot:
+                    part.values.fill(self._next)
+                self._next += 1
+
+            self._device.current.add(gather)
 
         try:
             for number in numbers:
