@@ -1,4 +1,4 @@
-"""Small file systems that a test can fill up or remount; mounting them needs root."""
+"""Small file systems that a test can fill up; mounting them needs root."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files may still be open in it
-
-
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
 def fill(folder: Path) -> Path:
