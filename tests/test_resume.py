@@ -36,12 +36,9 @@ OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 CASES: dict[str, list[str]] = {
     "adam": [],
     "adam, 2 micro-batches": ["--set=accumulation_steps=2"],
-    "adam, clipped": ["--set=clip_grad_norm=0.01", "--set=lr_schedule.end_lr=1e-3"],
     "apex_adam": ["--enable_apex"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
-    "plain sgd": ["--set=optimizer.name=sgd", "--set=lr_schedule.start_lr=0.01"],
     "bfloat16": ["--enable_amp"],
-    "other intervals": ["--set=log_interval=3", "--set=checkpoint.every_steps=5"],
     "nadam": ["--set=optimizer.name=nadam"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, by hand": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
@@ -164,7 +161,7 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     [
         (2, ["adam", *BETWEEN_RANKS]),
         (4, ["sync_batch"]),
-        pytest.param(4, [*list(CASES)[:4], "sgd", "bfloat16", "other intervals"], marks=pytest.mark.slow),
+        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16"], marks=pytest.mark.slow),
     ],
 )
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
@@ -269,20 +266,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, TRAINING, DIGESTS])
-@pytest.mark.parametrize("kind", ["flipped", "cut", "removed", "a directory"])
 def test_resumes_from_the_checkpoint_before_a_damaged_one(
-    tmp_path: Path, command: Any, whole: Path, stopped: Path, name: str, kind: str
+    tmp_path: Path, command: Any, whole: Path, stopped: Path, name: str
 ) -> None:
+    """tests/test_checkpoint.py has every kind of damage."""
     run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
-    path = place(run / FOLDER, 7) / name
-    if kind == "flipped":
-        flip(path)
-    elif kind == "cut":
-        os.truncate(path, path.stat().st_size // 2)
-    else:
-        path.unlink()
-        if kind == "a directory":
-            path.mkdir()
+    flip(place(run / FOLDER, 7) / name)
     code, stderr = command(*OFTEN)
     assert code == 0, stderr
     (warning,) = logged(stderr, "WARNING")
@@ -387,11 +376,9 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
     ("flags", "says"),
     [
         (["--set=network.width=8"], " does not fit this training: it"),
-        (["--set=network.scales=3"], " does not fit this training: it has no "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (["--set=seed=1"], " is of a training with seed 0, this one has 1, so it would not go on where that one "),
         (["--set=global_batch_size=4"], " is of a training with global_batch_size 8, this one has 4, so "),
-        (["--set=Nsamples=32"], " is of a training with Nsamples 64, this one has 32, so "),
         (["--set=symmetries=none"], " is of a training with symmetries full, this one has none, so "),
     ],
 )
@@ -466,10 +453,9 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
     for path, says, flags in (
         (source / TRAINING, f"cannot read {source / TRAINING}: training.pt holds no network", []),
         (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: its ", ["--set=network.width=8"]),
-        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: ", ["--set=network.scales=1"]),
+        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it has no ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: ", []),
-        (damaged / WEIGHTS, f"cannot read {damaged / WEIGHTS}: ", []),
         (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is cut off, or no checkpoint of PyTorch's", []),
     ):
         code, stderr = command(f"--init_from={path}", *flags)
@@ -596,10 +582,7 @@ def test_a_save_that_hangs_ends_no_training(
         code, stderr = command(*flags, after=after)
     assert code == 2, "trained to the end, but the result is not on the disk"
     assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; mend that" in stderr
-    (*missed, late) = logged(stderr, "WARNING")
-    steps = [8, 10, 12, 14, 16]
-    assert [line.split(":")[0] for line in missed] == [f"No checkpoint at step {step}" for step in steps]
-    assert late.startswith("The checkpoint of step 6 was not written in time")
+    assert len(logged(stderr, "WARNING")) == 6, "of each save after it, and of its own at the end"
     assert last(run).position.step == 4
     release.set()
     wait_for_writes()
