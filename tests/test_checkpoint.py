@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,10 @@ def assert_newest(folder: Path, step: int) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def rewrite_digests(directory: Path) -> None:
@@ -232,7 +237,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     folder = folder_of(tmp_path)
     DAMAGE[damage](place(folder, 2) / name)
     assert_newest(folder, 1)
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    (warning,) = warnings(caplog)
     assert warning.startswith(f"Checkpoint {place(folder, 2)} is skipped: ")
     assert name in warning or name == DIGESTS, "it names the file, too, unless the digests themselves are wrong"
     if name == WEIGHTS:
@@ -397,72 +402,58 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 # --- faults while saving ---------------------------------------------------------------------------------------------
 
 
-def assert_one_fault(folder: Path, caplog: pytest.LogCaptureFixture, reason: str, fails: Any) -> None:
-    """A save under `fails` costs one warning and itself; the one before stays, and the next succeeds."""
-    saving = Saving(folder, {}, 2)
-    save(saving, 1, is_best=True)
-    with fails:
-        save(saving, 2, is_best=True, numbers=100_000)
-        (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-        start = f"Cannot write checkpoint {place(folder, 2)}: "
-        assert warning == f"{start}{reason}; training goes on, earlier ones stay"
-        assert_newest(folder, 1)
-        assert names(folder) == [BEST, "step_00000001"], "nothing partial is left"
-        assert os.readlink(folder / BEST) == "step_00000001"
-    save(saving, 3, is_best=True, numbers=100_000)
-    assert_newest(folder, 3)
-    assert names(folder) == [BEST, "step_00000001", "step_00000003"]
-    assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
-
-
-def test_a_limit_on_file_sizes_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The write itself fails, half-way."""
+@contextlib.contextmanager
+def limited_file_sizes() -> Iterator[None]:
+    """Writes fail half-way."""
     resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    @contextlib.contextmanager
-    def limited() -> Iterator[None]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    assert_one_fault(tmp_path / "checkpoints", caplog, "File too large", limited())
+def failing(function: str, error: Exception) -> Any:
+    return mock.patch.object(os, function, side_effect=error)
 
 
 @pytest.mark.parametrize(
-    ("function", "error"),
-    [("fsync", OSError(5, "Input/output error")), ("rename", MemoryError("no memory")), ("mkdir", OSError(5, "I/O"))],
+    ("fails", "reason"),
+    [
+        (limited_file_sizes, "File too large"),
+        (lambda: failing("fsync", OSError(5, "Input/output error")), "Input/output error"),
+        (lambda: failing("rename", MemoryError("no memory")), "MemoryError('no memory')"),
+        (lambda: failing("mkdir", OSError(30, "Read-only file system")), "Read-only file system"),
+    ],
 )
-def test_any_failing_system_call_costs_one_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any, function: str, error: Exception
+def test_a_fault_of_the_disk_costs_one_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: Callable[[], Any], reason: str
 ) -> None:
-    @contextlib.contextmanager
-    def failing() -> Iterator[None]:
-        def fail(*_: object, **__: object) -> None:
-            raise error
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, function, fail)
-            yield
-
-    reason = getattr(error, "strerror", None) or repr(error)
-    assert_one_fault(tmp_path / "checkpoints", caplog, reason, failing())
+    """One warning; the checkpoint before stays, and the next save succeeds."""
+    saving = Saving(tmp_path, {}, 2)
+    save(saving, 1, is_best=True)
+    with fails():
+        save(saving, 2, is_best=True, numbers=100_000)
+    start = f"Cannot write checkpoint {place(tmp_path, 2)}: "
+    expected = [f"{start}{reason}; training goes on, earlier ones stay"]
+    assert warnings(caplog) == expected
+    assert_newest(tmp_path, 1)
+    assert names(tmp_path) == [BEST, "step_00000001"], "nothing partial is left"
+    assert os.readlink(tmp_path / BEST) == "step_00000001"
+    save(saving, 3, is_best=True, numbers=100_000)
+    assert_newest(tmp_path, 3)
+    assert names(tmp_path) == [BEST, "step_00000001", "step_00000003"]
+    assert warnings(caplog) == expected
 
 
 @pytest.mark.parametrize("function", ["symlink", "replace"])
 def test_a_link_that_cannot_be_made_leaves_the_checkpoint_and_the_earlier_link(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any, function: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     saving = Saving(tmp_path, {}, 2)
     save(saving, 1, is_best=True)
-
-    def fail(*_: object, **__: object) -> None:
-        raise PermissionError(1, "Operation not permitted")  # a FAT file system says so
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, function, fail)
+    with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
         save(saving, 2, is_best=True)
     assert "Operation not permitted" in caplog.text
     assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
@@ -562,17 +553,10 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert os.readlink(folder / BEST) == "step_00000004"
 
 
-def test_no_memory_for_a_copy_costs_the_checkpoint_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_memory_for_a_copy_costs_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pinning host memory fails under a tight limit; the next save is tried."""
-    saving = Saving(tmp_path, {}, 2)
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("CUDA error: out of memory\nmore of it")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.HostCopy, "take", refuse)
+    saving, error = Saving(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
+    with mock.patch.object(checkpoint.HostCopy, "take", side_effect=error):
         save(saving, 1)
     assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training goes on" in caplog.text
     save(saving, 2)
