@@ -198,7 +198,6 @@ def test_norms_and_rewritten_layers_are_exported_as_plain_operations(tmp_path: P
     assert {name.split(".")[0] for name in called if "getitem" not in name} == {"aten"}
 
 
-@pytest.mark.slow
 def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
     """By the lines in its own metadata, in another process and directory."""
     fields = dark_matter(3, 8, 4, 12)
