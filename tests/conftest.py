@@ -58,7 +58,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 @pytest.fixture(autouse=True, scope="module")
 def own_logging() -> Iterator[None]:
-    """What a module's own fixtures do to logging, such as a training that its tests share, ends with the module."""
+    """Restores logging after a module whose fixtures train."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -68,7 +68,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's and no benchmark's environment; logging and signals are afterwards as they were before."""
+    """No launcher's and no benchmark's environment; restores logging, signals and the number of threads."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
@@ -81,3 +81,4 @@ def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     torch.backends.cudnn.benchmark = benchmark
+    torch.set_num_threads(1)

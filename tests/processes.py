@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
+import random
 import re
 import runpy
 import signal
@@ -29,6 +31,7 @@ TOP = Path(__file__).parent.parent
 GENEROUS = 300.0  # seconds: a limit for a hang, not an expectation
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STARTING = threading.Lock()
+_RANDOM = random.SystemRandom()
 
 
 def context() -> ForkServerContext:
@@ -55,16 +58,25 @@ def _environment(variables: Mapping[str, str]):
         os.environ.update(before)
 
 
-def free_port() -> int:
+def is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A port that no program is given by itself: outgoing connections take theirs from 32768 on."""
+    return next(port for port in iter(lambda: _RANDOM.randrange(20000, 30000), None) if is_free(port))
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = GENEROUS) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
     """[function(world, *arguments) of rank 0, of rank 1, …]; `function` is a module's own, not a lambda."""
     server = context()
     results: Any = server.Queue()
@@ -75,13 +87,27 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     ]
     for process in processes:
         process.start()
+    answers: dict[int, Any] = {}
+
+    def all_have_answered() -> bool:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, answer = results.get(timeout=0.1)
+                answers[rank] = answer
+        return len(answers) == world_size
+
     try:
-        answers = dict(results.get(timeout=timeout) for _ in processes)
+        wait_until(
+            all_have_answered,
+            what=lambda: f"{answers.keys()} of {world_size} ranks; exit codes {[each.exitcode for each in processes]}",
+            alive=lambda: all(each.exitcode is None for rank, each in enumerate(processes) if rank not in answers),
+        )
+        for process in processes:
+            process.join(GENEROUS)
+        assert all(process.exitcode is not None for process in processes), "a rank hangs on its way out"
     finally:
         for process in processes:
-            process.join(timeout=30)
-            if process.is_alive():
-                process.kill()
+            process.kill()
     failed = {rank: answer for rank, (good, answer) in answers.items() if not good}
     assert not failed, "\n".join(failed.values())
     return [answers[rank][1] for rank in range(world_size)]
@@ -154,24 +180,25 @@ class Program:
         return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        """Nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def wait_for(self, pattern: str, seconds: float = GENEROUS) -> None:
+    def wait_for(self, pattern: str) -> None:
         """Returns once it has written the pattern; fails if it ends without."""
         wait_until(
             lambda: re.search(pattern, self.text, re.MULTILINE),
-            seconds,
             lambda: f"{pattern!r} in:\n{self.text}",
             alive=lambda: self.process.exitcode is None,
         )
 
-    def end(self, seconds: float = GENEROUS) -> Completed:
+    def end(self) -> Completed:
         """Waits for its end."""
-        self.process.join(seconds)
+        self.process.join(GENEROUS)
         code = self.process.exitcode
         if code is None:
             self.kill()
-            raise AssertionError(f"still running after {seconds:.0f} s:\n{self.text}")
+            raise AssertionError(f"still running after {GENEROUS:.0f} s:\n{self.text}")
         return Completed(
             128 - code if code < 0 else code,
             self.stdout_path.read_text(errors="replace"),
@@ -180,36 +207,30 @@ class Program:
 
     def kill(self) -> None:
         """Ends it, even if it is stopped; nothing if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
-        self.process.join(30)
+        self.signal(signal.SIGKILL)
+        self.process.join(GENEROUS)
 
 
 def run(
-    arguments: Sequence[str | Path],
-    output: Path,
-    cwd: Path = TOP,
-    environment: Mapping[str, str] | None = None,
-    seconds: float = GENEROUS,
+    arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Mapping[str, str] | None = None
 ) -> Completed:
     """Runs an entry script to its end; see Program."""
-    return Program(arguments, output, cwd, environment).end(seconds)
+    return Program(arguments, output, cwd, environment).end()
 
 
 def wait_until(
     condition: Callable[[], Any],
-    seconds: float = GENEROUS,
     what: Callable[[], str] = lambda: "the condition",
     alive: Callable[[], bool] = lambda: True,
 ) -> None:
     """Returns once the condition holds; AssertionError if it does not in time, or not when `alive` has ended."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + GENEROUS
     while not condition():
         ended = not alive()
         if ended and condition():
             return
         assert not ended, f"ended without {what()}"
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what()}"
+        assert time.monotonic() < deadline, f"not within {GENEROUS:.0f} s: {what()}"
         time.sleep(0.02)
 
 

@@ -33,7 +33,7 @@ FLAGS = [
 ]
 
 
-class Blow(NamedTuple):
+class PlannedKill(NamedTuple):
     """One kill to carry out: from outside after `seconds`, or by the victims themselves after `steps` of their own."""
 
     victims: list[int]
@@ -76,9 +76,9 @@ def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | Non
     distributed.run_script(lambda: train.main(flags, DyingStep))
 
 
-def start(flags: list[str], log: Path, blow: Blow | None) -> list[BaseProcess]:
+def start(flags: list[str], log: Path, planned: PlannedKill | None) -> list[BaseProcess]:
     port = free_port()
-    steps = [blow.steps if blow is not None and rank in blow.victims else None for rank in range(RANKS)]
+    steps = [planned.steps if planned is not None and rank in planned.victims else None for rank in range(RANKS)]
     processes: list[BaseProcess] = [
         context().Process(target=rank_main, args=(rank, port, flags, f"{log}.{rank}", steps[rank]), daemon=True)
         for rank in range(RANKS)
@@ -99,42 +99,42 @@ def wait(processes: list[BaseProcess], why: str) -> None:
     assert not stuck, f"ranks {stuck} still ran after {GENEROUS:.0f} s: {why}"
 
 
-def wait_for_moment(processes: list[BaseProcess], folder: Path, blow: Blow) -> bool:
-    """Returns at the blow's moment, or earlier when a rank has ended; True during a save."""
-    moment = time.monotonic() + blow.seconds
+def wait_for_moment(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> bool:
+    """Returns at the planned's moment, or earlier when a rank has ended; True during a save."""
+    moment = time.monotonic() + planned.seconds
     while all(process.is_alive() for process in processes):
         if time.monotonic() < moment:
             time.sleep(0.002)
-        elif not blow.in_a_save:
+        elif not planned.in_a_save:
             return False
         elif any(folder.glob(".*.partial")):
             return True
     return False
 
 
-def strike(processes: list[BaseProcess], folder: Path, blow: Blow) -> Kill | None:
+def carry_out(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> Kill | None:
     """Carries out the kill and waits for the survivors; None if all ranks had ended before."""
     inside_a_save = False
-    if blow.steps is None:
-        inside_a_save = wait_for_moment(processes, folder, blow)
-        for victim in blow.victims:
+    if planned.steps is None:
+        inside_a_save = wait_for_moment(processes, folder, planned)
+        for victim in planned.victims:
             pid = processes[victim].pid
             if pid is not None and processes[victim].is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    wait(processes, f"kill of ranks {blow.victims}")
+    wait(processes, f"kill of ranks {planned.victims}")
     victims = [rank for rank, process in enumerate(processes) if process.exitcode == -signal.SIGKILL]
     return Kill(victims, inside_a_save, time.monotonic() - killed) if victims else None
 
 
-def one_training(flags: list[str], folder: Path, log: Path, blows: Sequence[Blow] = ()) -> list[Kill]:
-    """One training to its end, with one blow after each start, as long as there are blows and it is not done."""
+def one_training(flags: list[str], folder: Path, log: Path, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
+    """One training to its end, with one planned kill after each start, as long as there are any and it is not done."""
     done: list[Kill] = []
-    for blow in [*blows, None]:
-        processes = start(flags, log, blow)
-        if blow is not None:
-            kill = strike(processes, folder, blow)
+    for planned in [*plan, None]:
+        processes = start(flags, log, planned)
+        if planned is not None:
+            kill = carry_out(processes, folder, planned)
             if kill is not None:
                 done.append(kill)
                 continue
@@ -145,7 +145,7 @@ def one_training(flags: list[str], folder: Path, log: Path, blows: Sequence[Blow
     return done
 
 
-class Drill:
+class KillTest:
     """Trainings in one folder, each compared with one that was left undisturbed."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
@@ -160,38 +160,38 @@ class Drill:
     def _directory(self, name: str) -> Path:
         return self._folder / name / "test" / f"{RANKS}GPU" / "00"
 
-    def _train(self, name: str, blows: Sequence[Blow] = ()) -> list[Kill]:
+    def _train(self, name: str, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
         flags = [*self._flags, f"--set=expdir={self._folder / name}"]
-        return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", blows)
+        return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", plan)
 
-    def run(self, name: str, blows: Sequence[Blow]) -> list[Kill]:
+    def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
         """The kills that were carried out; AssertionError unless the training ends as the undisturbed one."""
         from trainings import assert_same_training
 
-        kills = self._train(name, blows)
+        kills = self._train(name, plan)
         assert_same_training(self._directory("undisturbed"), self._directory(name), steps=self._steps)
         return kills
 
 
-def soak(kills: int, seed: int, folder: Path, tell: bool = False) -> list[Kill]:
-    """So many kills at random moments, over as many trainings as it takes."""
-    draw, drill = random.Random(seed), Drill(folder, epochs=6)
+def soak(kills: int, seed: int, folder: Path, log: bool = False) -> list[Kill]:
+    """Kills at random moments, over as many trainings as it takes."""
+    draw, drill = random.Random(seed), KillTest(folder, epochs=6)
     started = time.monotonic()
     drill.run("second", [])  # the first one has waited for imports
     longest = time.monotonic() - started
 
-    def draw_blow() -> Blow:
+    def draw_kill() -> PlannedKill:
         victims = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
         # A resumed training is shorter: later moments would often find it finished.
-        return Blow(victims, draw.uniform(0.0, 0.7 * longest), draw.random() < 0.5)
+        return PlannedKill(victims, draw.uniform(0.0, 0.7 * longest), draw.random() < 0.5)
 
     done: list[Kill] = []
     trainings = 0
     while len(done) < kills:
         trainings += 1
-        more = drill.run(f"soak{trainings}", [draw_blow() for _ in range(min(kills - len(done), 10))])
+        more = drill.run(f"soak{trainings}", [draw_kill() for _ in range(min(kills - len(done), 10))])
         done += more
-        if tell:
+        if log:
             inside = sum(kill.inside_a_save for kill in done)
             print(
                 f"training {trainings}: {len(more)} kills, same bits; {len(done)} kills so far, {inside} in a save, "
@@ -210,7 +210,7 @@ def main() -> None:
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        soak(options.kills, seed, Path(folder), tell=True)
+        soak(options.kills, seed, Path(folder), log=True)
     print(f"{options.kills} kills: every training ended with the bits of an undisturbed one")
 
 

@@ -165,7 +165,8 @@ def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
         pytest.skip("has no sha256sum")
     directory = place(folder_of(tmp_path), 2)
     command = ["sha256sum", "-c", "--strict", DIGESTS]
-    result = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    english = {**os.environ, "LC_ALL": "C"}
+    result = subprocess.run(command, cwd=directory, env=english, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"{WEIGHTS}: OK\n{TRAINING}: OK\n"), result.stderr
     flip(directory / TRAINING, 50)
     assert subprocess.run(command, cwd=directory, capture_output=True).returncode != 0

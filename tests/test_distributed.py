@@ -239,7 +239,7 @@ def test_a_start_that_lacks_a_rank_ends_in_time() -> None:
 # --- several ranks -------------------------------------------------------------------------------------------------
 
 
-def test_single_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_rank_needs_no_process_group() -> None:
     with connect("cpu") as world:
         assert not dist.is_initialized()
         assert (world.rank, world.size, world.is_root, world.is_node_leader) == (0, 1, True, True)
@@ -388,7 +388,7 @@ def test_one_of_several_ranks_leaves_with_its_code_and_all_it_has_written(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_one_of_several_ranks_leaves_without_pythons_own_end(ranks: int) -> None:
+def test_one_of_several_ranks_skips_the_interpreters_shutdown(ranks: int) -> None:
     """A thread of its process group may abort it there."""
     environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
     command = [sys.executable, "-c", ENDING.format("print('done', end=''); sys.exit(75)")]

@@ -67,7 +67,7 @@ def make(decay: float | None = 0.9, norm: str = "batch", **options: Any) -> Eage
     [{}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}, {"enable_amp": True, "precision": "float16"}],
     ids=str,
 )
-def test_training_is_the_one_without_and_the_networks_weights_are_its_mean(options: dict[str, Any]) -> None:
+def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(options: dict[str, Any]) -> None:
     plain, step = make(None, **options), make(0.9, **options)
     assert plain.state().keys() == {"network", "optimizer", "scaler"}
     mean = copy.deepcopy(plain.network)

@@ -10,24 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import GENEROUS, TOP, free_port
-
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from processes import GENEROUS, TOP, free_port, is_free
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory, volume_file) -> list[str]:
     folder = tmp_path_factory.mktemp("launchers")
     train, valid = (volume_file(folder / f"{name}.h5", seed=seed) for seed, name in enumerate(("train", "valid")))
-    settings = {"train_path": train, "val_path": valid, "expdir": folder / "runs", "report_baselines": "false"}
+    settings = {
+        "train_path": train,
+        "val_path": valid,
+        "expdir": folder / "runs",
+        "device": "cpu",
+        "report_baselines": "false",
+    }
     return ["train.py", "--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    for name in LAUNCHER_VARIABLES:
-        kept.pop(name, None)
-    return {**kept, "OMP_NUM_THREADS": "1", **variables}
+    return {**os.environ, **variables}
 
 
 def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
@@ -49,7 +50,8 @@ def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> No
     launched = subprocess.run([*TORCHRUN, *arguments, "--run_num=torchrun"], env=environment(), **run)
     assert launched.returncode == 0, launched.stderr
     assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once per epoch"
-    job = str(free_port())  # the rendezvous port comes from the job's number
+    # The rendezvous port comes from the job's number.
+    job = str(next(number for number in range(free_port(), 2**31) if is_free(15000 + number * 7 % 15000)))
     tasks = [
         subprocess.Popen(
             [sys.executable, *arguments, "--run_num=slurm"],

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from soak import Blow, Drill, soak
+from soak import KillTest, PlannedKill, soak
 
 
 def test_three_kills(tmp_path: Path) -> None:
     """kill -9 of either rank, whose survivor ends by itself, and of both, between two saves."""
-    blows = [Blow([1], steps=5), Blow([0, 1], steps=7), Blow([0], steps=4)]
-    kills = Drill(tmp_path, epochs=3).run("killed", blows)
-    assert [set(kill.victims) <= set(blow.victims) for kill, blow in zip(kills, blows, strict=True)] == [True] * 3
+    plan = [PlannedKill([1], steps=5), PlannedKill([0, 1], steps=7), PlannedKill([0], steps=4)]
+    kills = KillTest(tmp_path, epochs=3).run("killed", plan)
+    assert [set(kill.victims) <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True)] == [True] * 3
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import TOP, Program, free_port, rank_variables, run_ranks, wait_until
+from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
 from utils import checkpoint, stopping
 from utils.checkpoint import FOLDER
@@ -360,7 +360,7 @@ def test_ranks_save_and_stop_when_torchrun_is_asked_to_end_or_is_gone(
     program = torchrun([], LONG)
     ranks = program.ranks("epoch 2/")
     program.process.send_signal(number)
-    assert program.process.wait() == (1 if number == signal.SIGTERM else -number)
+    assert program.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
     wait_until(lambda: all(has_ended(pid) for pid in ranks))
     (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", program.text)
     assert checkpoint.load(checkpoint.place(checkpoints(tmp_path, 2), int(step))).position.step == int(step)
@@ -371,7 +371,7 @@ def test_torchrun_starts_ranks_again_and_they_resume(torchrun: Callable[..., Tor
     """One is killed; the other ends by itself or by torchrun; both resume from the newest checkpoint."""
     program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")
     os.kill(program.ranks("epoch 3/")[-1], signal.SIGKILL)
-    assert program.process.wait() == 0, program.text
+    assert program.process.wait(GENEROUS) == 0, program.text
     assert re.search(r"Going on from .*, after step \d+$", program.text, re.MULTILINE)
     assert program.text.count("DONE ---- rank 0") == 1
     assert checkpoint.saved_steps(checkpoints(tmp_path, 2))[0] == EPOCHS * 8

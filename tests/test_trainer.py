@@ -34,7 +34,6 @@ from utils.trainer import SaveOften, Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
-SPLITS = ("train", "valid")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -315,7 +314,7 @@ def test_training_ends_at_a_non_finite_validation_loss(value: float) -> None:
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
-class Told(NoSignals):
+class SignalAtEvent(NoSignals):
     def receive(self, event: int, when: int) -> None:
         if event == when:
             self.received = "SIGTERM"
@@ -329,8 +328,8 @@ def record(logs: KeptLogs) -> tuple[list, list, list]:
     points = [
         (step, {key: value for key, value in values.items() if key not in CLOCKS}) for step, values in logs.points
     ]
-    told = r"epoch ./3, step ./5: loss [^,]*|Time taken for epoch .|  Avg train loss=.*"
-    return points, [match[0] for line in logs.lines if (match := re.match(told, line))], logs.warnings
+    reported = r"epoch ./3, step ./5: loss [^,]*|Time taken for epoch .|  Avg train loss=.*"
+    return points, [match[0] for line in logs.lines if (match := re.match(reported, line))], logs.warnings
 
 
 def run_in_parts(
@@ -342,7 +341,7 @@ def run_in_parts(
     """
     position, parts, steps = Position(), [], []
     for number in [*events, 0]:
-        signals = Told()
+        signals = SignalAtEvent()
         step = RecordedStep(bad_steps, position.step, functools.partial(signals.receive, when=number))
         before = copy.deepcopy(position)
         trainer, logs, saving, _ = make(step, log_interval, signals=signals, position=before, **options)
@@ -421,7 +420,7 @@ def stop(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
     """What this rank did in each case: the rank and the event in which the signal comes to it."""
     answers = []
     for rank, event in cases:
-        signals = Told()
+        signals = SignalAtEvent()
         step = RecordedStep(after=functools.partial(signals.receive, when=event if world.rank == rank else 0))
         # Rank 0 has a validation batch less than the last one has.
         validation = [batch(float(n + 1)) for n in range(world.rank + 1)]

@@ -22,7 +22,7 @@ from utils.distributed import World, connect, run_script
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
 from utils.hub import Event, Member, decide, describe
 
-HANG = 5.0  # seconds; for the stories in which a rank hangs, or all are suspended
+HANG = 10.0  # seconds; for the stories in which a rank hangs, or all are suspended
 NEVER = 2 * GENEROUS  # so that a busy machine makes no rank look hung
 
 
@@ -228,15 +228,15 @@ EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
     "rank_1_raises": ([1, 1, 1], r"rank 1 \(host .*\) failed at step 17 \(data\): RuntimeError: wrong; .*", TRACEBACK),
     "rank_1_has_an_error_of_its_own": ([2, 2, 2], "no device memory left", ""),
     "all_have_the_same_error": ([2, 2, 2], "the loss is nan", ""),
-    "rank_0_is_suspended": ([None, 76, 76], r"rank 0 .* hangs at step 17 .* for 5 s; it does not answer: .*", ""),
+    "rank_0_is_suspended": ([None, 76, 76], r"rank 0 .* hangs at step 17 .* for 10 s; it does not answer: .*", ""),
     "rank_1_hangs": (
         [76, 76, 76],
-        r"rank 1 .* hangs at step 17 \(data\) for 5 s, the others wait for it at step 17 .*",
+        r"rank 1 .* hangs at step 17 \(data\) for 10 s, the others wait for it at step 17 .*",
         STACKS.format(1, 17, "rank_1_hangs"),
     ),
     "lone_rank_hangs": (
         [76],
-        r"rank 0 .* hangs at step 3 \(data\) for 5 s; its stacks are above; exit code 76",
+        r"rank 0 .* hangs at step 3 \(data\) for 10 s; its stacks are above; exit code 76",
         STACKS.format(0, 3, "lone_rank_hangs"),
     ),
     "rank_2_ends_after_rank_0": ([0, 0, 0], "", ""),

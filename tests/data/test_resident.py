@@ -82,7 +82,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize(("mode", "split", "size"), [("full", "train", 1), ("grid", "train", 2), ("full", "valid", 4)])
-def test_on_a_device_batches_are_the_definition(
+def test_on_a_device_batches_match_the_definition(
     cuda: torch.device, fields: Fields, mode: str, split: str, size: int
 ) -> None:
     """Bit for bit in each rank's part of two epochs, one left early and one resumed in its middle."""

@@ -43,7 +43,7 @@ def test_under_bfloat16_autocast_the_result_is_float32_and_finer_than_bfloat16(k
 
 @DEVICES
 @LAST
-def test_gradients_survive_that_float16_would_round_to_zero(kind, device: str) -> None:
+def test_tiny_gradients_survive_float16(kind, device: str) -> None:
     """Gradients of a mean over millions of cells are below 6e-8, the smallest positive float16."""
     layer, x = last_layer(kind, device), fields(2, 8, 4, 4, 4).bfloat16().to(device).requires_grad_()
     upstream = 1e-8 * fields(2, 5, 8, 8, 8).to(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ from utils.distributed import Launch, World
 from utils.steps import compilers
 from utils.steps.compilers import Compiled
 from utils.steps.eager import EagerStep
+
+
+def cpp_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
 
 
 def losses(step: EagerStep, seed: int = 0, count: int = 4) -> list[float]:
@@ -40,6 +46,7 @@ def trained_on_ranks(world: World) -> list[list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler, which torch.compile needs on a CPU")
 def test_compiled_ranks_with_small_buckets_exchange_gradients() -> None:
     answers = run_ranks(trained_on_ranks, 2)
     for plain, compiled in answers:
@@ -128,6 +135,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(rewritten: tuple[st
     assert curves[0][-1] < curves[0][0]
 
 
+@pytest.mark.skipif(not cpp_compiler(), reason="no C++ compiler, which torch.compile needs on a CPU")
 def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_alone(
     tmp_path, data_flags, monkeypatch
 ) -> None:
