@@ -47,6 +47,8 @@ test: $(TEST_READY)
 test-slow: $(TEST_READY)
 	$(BIN)/python -m $(PYTEST) -m slow
 
+# The settings are in pyproject.toml. Some ten tests that compare all that a process prints fail here, since coverage
+# prints a traceback where a script calls its exit functions itself.
 coverage: export COVERAGE_TOP = $(CURDIR)
 coverage: export COVERAGE_PROCESS_START = $(CURDIR)/pyproject.toml
 coverage: $(TEST_READY)
