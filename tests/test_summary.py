@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainings import CLOCKS, curves
 
 import train
 from utils import logs, report
@@ -38,10 +38,7 @@ def start(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[s
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     """TensorBoard's curves, but for those that measure time."""
-    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
-    timed = ("sec", "fraction")
-    tags = [tag for tag in events.Tags()["scalars"] if not any(word in tag for word in timed)]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
 
 
 def contents(run: Path) -> dict[str, bytes]:
