@@ -90,8 +90,10 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     torch.manual_seed(config.seed + world.rank)
     position = begin(step, saved, options, world)
     resumed = position.step if saved else None
-    complete = position.epoch >= config.num_epochs
-    if complete and report.is_finished(directory, position.step, world):
+    complete = saved is not None and position.epoch >= config.num_epochs
+    # One that was interrupted and is given fewer epochs now has no summary to write: it may still resume.
+    interrupted = saved is not None and position.epoch < saved.weights["config"]["num_epochs"]
+    if complete and (interrupted or report.is_finished(directory, position.step, world)):
         for line in how_it_begins(options, config, saved, changed, position):
             logging.getLogger().info(line)
         end(loaders, world)
@@ -120,6 +122,8 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                     resume.discard(directory)
             for line in how_it_begins(options, config, saved, changed, position):
                 run_logs.line(line)
+            if complete:
+                run_logs.line("The summary of this training is missing: it is written now, and nothing is trained")
             start = ["weights of --init_from"] if options.init_from and saved is None else []
             saved = None  # as large as the state itself
             kept, folder = resume.comparable(config), directory / FOLDER

@@ -62,7 +62,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     assert not (run / report.SUMMARY).exists()
     before = contents(run)
     _, printed = start("killed")
-    assert "This training is complete" in printed
+    assert "The summary of this training is missing" in printed
     assert "trained network" in printed, "the table of results"
     assert scalars(run) == scalars(whole), "each value once"
     assert all((run / name).exists() for name in PICTURES)
@@ -82,6 +82,28 @@ def test_a_finished_run_is_left_unchanged(start: Any) -> None:
     assert "This training is complete" in printed
     assert printed.rstrip().endswith("DONE ---- rank 0")
     assert contents(run) == before
+
+
+def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
+    tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, train_step = tmp_path / "test" / "1GPU" / "00", train.Trainer._train_step
+
+    def die_in_second_epoch(trainer: train.Trainer, *arguments: Any) -> None:
+        if trainer.at.step == 12:
+            raise Killed
+        train_step(trainer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_train_step", die_in_second_epoch)
+        with pytest.raises(Killed):
+            start("00")
+    before = contents(run)
+    _, printed = start("00", "--num_epochs=1")
+    assert "This training is complete" in printed
+    assert contents(run) == before
+    start("00")
+    assert json.loads((run / report.SUMMARY).read_text())["steps"] == 16
 
 
 def test_more_epochs_replace_the_summary(start: Any) -> None:
