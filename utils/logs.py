@@ -264,7 +264,7 @@ def open_run(
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 logs = RunLogs(directory, resumed)
-                if complete:
+                if complete and (directory / "provenance.json").exists():  # not so where --resume named another run
                     return logs
                 # The global batch says it all: on another number of ranks, the local one would change it.
                 resolved = config.model_copy(update={"local_batch_size": None})
