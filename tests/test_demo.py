@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import train
 
@@ -19,7 +18,6 @@ def test_training_on_simulated_boxes_beats_simple_predictors(tmp_path, monkeypat
     from utils.data.simulate import main as simulate
 
     monkeypatch.chdir(TOP)
-    torch.set_num_threads(2)
     for name, seed in (("train", 1), ("val", 2)):
         simulate(["--output", str(tmp_path / f"{name}.h5"), "--grid", "64", "--seed", str(seed)])
     settings = {
