@@ -48,7 +48,7 @@ def write_summary(directory: Path, result: FitResult, logs: SilentLogs) -> None:
 
 
 def forget_summary(directory: Path) -> None:
-    """Removes the summary of an earlier, shorter training before a run goes on or starts from scratch."""
+    """Removes the summary of an earlier, shorter training before a run resumes or starts from scratch."""
     (directory / SUMMARY).unlink(missing_ok=True)
 
 
