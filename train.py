@@ -26,7 +26,7 @@ from utils.benchmark import Benchmark, read_settings
 from utils.channels import input_channels, target_channels
 from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
-from utils.data import Loaders, batch_like, build_loaders, offer_next_batch, open_box
+from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
 from utils.data.volumes import Volume
 from utils.distributed import World
@@ -79,115 +79,112 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     saved = resume.find(directory, options.resume, world) if settings is None else None
     changed = resume.changes(saved, config) if saved else []
     profiler = build_profiler(config, world, directory)
-    loaders = build_loaders(
+    with build_loaders(
         config,
         world,
         lambda: training_memory(config, lambda: build_model(config), lambda n: batch_like(config, n)).reserve,
-    )
-    step = build_step(config, world, network, loss, make_step, metrics)
-    offer_next_batch(loaders.train, step.beside)
-    schedule = build_schedule(config)
-    torch.manual_seed(config.seed + world.rank)
-    position = begin(step, saved, options, world)
-    resumed = position.step if saved else None
-    complete = saved is not None and position.epoch >= config.num_epochs
-    # One that was interrupted and is given fewer epochs now has no summary to write: it may still resume.
-    interrupted = saved is not None and position.epoch < saved.weights["config"]["num_epochs"]
-    if complete and (interrupted or report.is_finished(directory, position.step, world)):
-        for line in how_it_begins(options, config, saved, changed, position):
-            logging.getLogger().info(line)
-        end(loaders, world)
-        return
-    with closing(logs.open_run(config, options.config, directory, world, resumed, complete)) as run_logs:
-        run_logs.line(f"Run directory: {directory}")
-        for note in (*backends, *loaders.notes, *without_effect(config, world)):
-            run_logs.line(note)
-        run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
-        if settings is not None:
-            benchmark = Benchmark(
-                step=step,
-                loader=loaders.train,
-                world=world,
-                logs=run_logs,
-                rate=schedule.peak,
-                global_batch_size=config.global_batch_size,
-                settings=settings,
-                dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
-                exchanges=world.size > 1 and not config.noddp,
-            )
-            benchmark.run(logs.provenance(world))
-        else:
-            with world.agreed():
-                if world.is_root and options.resume == "no" and saved is None:
-                    resume.discard(directory)
+    ) as loaders:
+        step = build_step(config, world, network, loss, make_step, metrics)
+        offer_next_batch(loaders.train, step.beside)
+        schedule = build_schedule(config)
+        torch.manual_seed(config.seed + world.rank)
+        position = begin(step, saved, options, world)
+        resumed = position.step if saved else None
+        complete = saved is not None and position.epoch >= config.num_epochs
+        # One that was interrupted and is given fewer epochs now has no summary to write: it may still resume.
+        interrupted = saved is not None and position.epoch < saved.weights["config"]["num_epochs"]
+        if complete and (interrupted or report.is_finished(directory, position.step, world)):
             for line in how_it_begins(options, config, saved, changed, position):
-                run_logs.line(line)
-            if complete:
-                run_logs.line("The summary of this training is missing: it is written now, and nothing is trained")
-            start = ["weights of --init_from"] if options.init_from and saved is None else []
-            saved = None  # as large as the state itself
-            kept, folder = resume.comparable(config), directory / FOLDER
-            saving = Saving(folder, kept, config.checkpoint.keep_last) if world.is_root else NoSaving()
-            with world.agreed():
-                if world.is_root:
-                    during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
-                    report.forget_summary(directory)
-            evaluation = build_evaluation(config, evaluated, step, world, directory, run_logs)
-            trainer = Trainer(
-                step=step,
-                loaders=loaders,
-                schedule=schedule,
-                world=world,
-                logs=run_logs,
-                saving=saving,
-                profiler=profiler,
-                num_epochs=config.num_epochs,
-                global_batch_size=config.global_batch_size,
-                log_interval=config.log_interval,
-                signals=signals,
-                position=position,
-                save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
-                max_skipped_updates=config.max_skipped_updates,
-                metrics=config.metrics,
-                evaluation=evaluation,
-            )
-            result = trainer.fit()
-            final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
-            final |= {f"hparam/{name}": value for name, value in result.metrics.items()}
-            run_logs.hparams(config, final, result.steps + 1)
-            find_baselines = report.label_baselines if config.labelled else report.baseline_losses
-            baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
-            with world.agreed():
-                if world.is_root:
-                    pictures = []
-                    try:
-                        if config.report_pictures:
-                            pictures = report.draw(
-                                step, loaders.valid, directory, run_logs, result.steps, config.labelled
+                logging.getLogger().info(line)
+            logging.getLogger().info("DONE ---- rank %d", world.rank)
+            return
+        with closing(logs.open_run(config, options.config, directory, world, resumed, complete)) as run_logs:
+            run_logs.line(f"Run directory: {directory}")
+            for note in (*backends, *loaders.notes, *without_effect(config, world)):
+                run_logs.line(note)
+            run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+            if settings is not None:
+                benchmark = Benchmark(
+                    step=step,
+                    loader=loaders.train,
+                    world=world,
+                    logs=run_logs,
+                    rate=schedule.peak,
+                    global_batch_size=config.global_batch_size,
+                    settings=settings,
+                    dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
+                    exchanges=world.size > 1 and not config.noddp,
+                )
+                benchmark.run(logs.provenance(world))
+            else:
+                with world.agreed():
+                    if world.is_root and options.resume == "no" and saved is None:
+                        resume.discard(directory)
+                for line in how_it_begins(options, config, saved, changed, position):
+                    run_logs.line(line)
+                if complete:
+                    run_logs.line("The summary of this training is missing: it is written now, and nothing is trained")
+                start = ["weights of --init_from"] if options.init_from and saved is None else []
+                saved = None  # as large as the state itself
+                kept, folder = resume.comparable(config), directory / FOLDER
+                saving = Saving(folder, kept, config.checkpoint.keep_last) if world.is_root else NoSaving()
+                with world.agreed():
+                    if world.is_root:
+                        during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
+                        report.forget_summary(directory)
+                evaluation = build_evaluation(config, evaluated, step, world, directory, run_logs)
+                trainer = Trainer(
+                    step=step,
+                    loaders=loaders,
+                    schedule=schedule,
+                    world=world,
+                    logs=run_logs,
+                    saving=saving,
+                    profiler=profiler,
+                    num_epochs=config.num_epochs,
+                    global_batch_size=config.global_batch_size,
+                    log_interval=config.log_interval,
+                    signals=signals,
+                    position=position,
+                    save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
+                    max_skipped_updates=config.max_skipped_updates,
+                    metrics=config.metrics,
+                    evaluation=evaluation,
+                )
+                result = trainer.fit()
+                final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
+                final |= {f"hparam/{name}": value for name, value in result.metrics.items()}
+                run_logs.hparams(config, final, result.steps + 1)
+                find_baselines = report.label_baselines if config.labelled else report.baseline_losses
+                baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
+                with world.agreed():
+                    if world.is_root:
+                        pictures = []
+                        try:
+                            if config.report_pictures:
+                                pictures = report.draw(
+                                    step, loaders.valid, directory, run_logs, result.steps, config.labelled
+                                )
+                                pictures += during.draw(directory)
+                        except OSError as error:  # what counts is done
+                            run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
+                        table = report.closing_table(result, baselines, directory, *start)
+                        run_logs.line(
+                            "\n  ".join(
+                                [
+                                    "Result:",
+                                    *table,
+                                    *(f"{KINDS.get(path.suffix, 'picture')}: {path}" for path in pictures),
+                                ]
                             )
-                            pictures += during.draw(directory)
-                    except OSError as error:  # what counts is done
-                        run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
-                    table = report.closing_table(result, baselines, directory, *start)
-                    run_logs.line(
-                        "\n  ".join(
-                            ["Result:", *table, *(f"{KINDS.get(path.suffix, 'picture')}: {path}" for path in pictures)]
                         )
-                    )
-                    if saving.fault is not None:
-                        raise UserError(
-                            f"the trained network is not in {folder}: {saving.fault}; mend that, and the same command "
-                            f"goes on from the newest checkpoint there"
-                        )
-                    run_logs.flush()
-                    report.write_summary(directory, result, run_logs)
-        end(loaders, world)
-
-
-def end(loaders: Loaders, world: World) -> None:
-    """Closes the loaders and logs the line that ends every run."""
-    loaders.train.close()
-    loaders.valid.close()
+                        if saving.fault is not None:
+                            raise UserError(
+                                f"the trained network is not in {folder}: {saving.fault}; fix that, and the same "
+                                f"command resumes from the newest checkpoint there"
+                            )
+                        run_logs.flush()
+                        report.write_summary(directory, result, run_logs)
     logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
@@ -313,7 +310,7 @@ def build_step(
             compiler=config.compiler,
             noddp=config.noddp,
             ddp=config.ddp,
-            noise_scale=config.noise_scale and not config.enable_benchy,
+            log_noise_scale=config.log_noise_scale,
             bucket_cap_mb=config.bucket_cap_mb,
             disable_broadcast_buffers=config.disable_broadcast_buffers,
             static_graph=config.static_graph,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from utils.config import Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import RENAMED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.errors import UserError
 
 
@@ -167,6 +167,19 @@ OPTIONAL_NUMBERS = {
     "transform.velocity_scale_km_s",
     "transform.temperature_log10_scale",
 }
+
+
+def test_renamed_keys_are_refused_with_the_new_name() -> None:
+    assert RENAMED_KEYS
+    for old, new in RENAMED_KEYS.items():
+        values: dict[str, Any] = {}
+        section = values
+        *sections, key = old.split(".")
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = 1
+        with pytest.raises(UserError, match=f"unknown key {old}; its name is now {new}"):
+            validate(values, "c")
 
 
 def test_numbers_and_switches_accept_no_other_types() -> None:

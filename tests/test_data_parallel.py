@@ -82,7 +82,7 @@ CASES: dict[str, dict] = {
         "ddp": "manual",
         "accumulation_steps": 2,
     },
-    "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "noise_scale": True},
+    "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "log_noise_scale": True},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
 NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}

@@ -42,7 +42,7 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
         HalfSquare(),
         torch.optim.SGD(network.parameters(), lr=0.0),
         world,
-        StepOptions(noise_scale=True, bucket_cap_mb=1e-4, **options),
+        StepOptions(log_noise_scale=True, bucket_cap_mb=1e-4, **options),
     )
     assert step.probe is not None
     parts = step.probe.parts
@@ -92,7 +92,7 @@ def test_the_ranks_parts_of_a_quadratic_give_its_noise_scale() -> None:
 
 def test_nothing_is_measured_without_parts() -> None:
     network = Offset()
-    for options in (StepOptions(noise_scale=True), StepOptions(accumulation_steps=2)):
+    for options in (StepOptions(log_noise_scale=True), StepOptions(accumulation_steps=2)):
         step = EagerStep(network, HalfSquare(), torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
         assert step.probe is None
 

@@ -182,7 +182,7 @@ class Config(Section):
     fused_pointwise: bool = False  # bias, activation, concatenation and loss in one kernel each; needs channels_last
     accumulation_steps: Positive = 1  # micro-batches a step
     clip_grad_norm: PositiveFloat | None = None
-    noise_scale: bool = True  # measure it where gradients of parts of a batch are there to compare
+    log_noise_scale: bool = False  # on several ranks it adds a Python hook on every gradient bucket
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the weights' running mean, which is what is used
     loss_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
     vector_channels: VectorChannels = VectorChannels()
@@ -477,9 +477,15 @@ def _with(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> 
     return {**values, first: _with(inner, rest, value, name)}
 
 
+# Keys of configs that earlier versions wrote.
+RENAMED_KEYS = {"noise_scale": "log_noise_scale"}
+
+
 def _fault(fault: Any) -> str:
     path = [str(part) for part in fault["loc"]]
     if fault["type"] == "extra_forbidden":
+        if (renamed := RENAMED_KEYS.get(".".join(path))) is not None:
+            return f"unknown key {'.'.join(path)}; its name is now {renamed}"
         return f"unknown key {'.'.join(path)}{_nearest(path[-1], _keys(path[:-1]))}"
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] in ("too_long", "too_short"):  # these say what was given themselves

@@ -383,7 +383,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
         {"enable_amp": True},
         {"enable_amp": True, "precision": "float16"},
         {"accumulation_steps": 2, "clip_grad_norm": 0.1},
-        {"noise_scale": True, "accumulation_steps": 2},
+        {"log_noise_scale": True, "accumulation_steps": 2},
         {"ema_decay": 0.99},
     ],
     ids=str,

@@ -233,7 +233,7 @@ def refusing_to_wait(device: str) -> Iterator[None]:
     [
         *((name, 3, {}) for name in OPTIMIZERS),
         ("sgd", MAX_BUFFERS + 5, {"accumulation_steps": 2, "clip_grad_norm": 0.1}),
-        ("adam", 2, {"noise_scale": True, "accumulation_steps": 2}),
+        ("adam", 2, {"log_noise_scale": True, "accumulation_steps": 2}),
         ("lamb", 2, {"enable_amp": True}),
         ("adam", 2, {"enable_amp": True, "precision": "float16"}),
         *(("adam", 2, {"norm": norm}) for norm in ("batch", "sync_batch", "ghost(2)", "group")),
@@ -259,7 +259,7 @@ def test_replayed_steps_are_the_plain_ones(device: str, optimizer: str, count: i
     tracked = [value for name, value in weights(recorded).items() if name.endswith("num_batches_tracked")]
     assert bool(tracked) == (options.get("norm", "group") != "group")
     assert all(int(value) == steps for value in tracked)
-    if "noise_scale" in options:
+    if "log_noise_scale" in options:
         assert float(plain.probe.square) > 0
         torch.testing.assert_close(plain.probe.square, recorded.probe.square)
 
@@ -270,7 +270,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(imitated, monkeypatch, par
     monkeypatch.setattr(eager, "_data_parallel", lambda module, world, options, probe: module)
     network = small_network()
     built = build_optimizer(Optimizer(), network.named_parameters(), RATE, True)
-    options = StepOptions(noise_scale=True, accumulation_steps=parts)
+    options = StepOptions(log_noise_scale=True, accumulation_steps=parts)
     step = GraphStep(network, build_loss("l1"), built, world("cpu", size=2), options)
     assert (step.probe is not None) == (parts > 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,12 +45,25 @@ class Loader(Protocol):
     def close(self) -> None: ...
 
 
-class Loaders(NamedTuple):
-    """`notes` tell what starting them did and why, for the log."""
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of both splits; a context manager that closes them.
+
+    `notes` say what starting them did and why, for the log.
+    """
 
     train: Loader
     valid: Loader
     notes: tuple[str, ...] = ()
+
+    def __enter__(self) -> Loaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.train.close()
+        finally:
+            self.valid.close()
 
 
 def build_loaders(config: Config, world: World, training_bytes: Bytes = lambda: 0) -> Loaders:
@@ -271,7 +285,7 @@ def _auto(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """The fastest of the others that fits; they all give the same batches."""
     name, reason = choose(config, world, training_bytes)
     loaders = find_loader(name).build(config, world, training_bytes)
-    return loaders._replace(notes=(f"data_loader_config auto: {name}, {reason}", *loaders.notes))
+    return replace(loaders, notes=(f"data_loader_config auto: {name}, {reason}", *loaders.notes))
 
 
 def choose(config: Config, world: World, training_bytes: Bytes) -> tuple[str, str]:

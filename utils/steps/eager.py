@@ -46,7 +46,7 @@ class StepOptions:
     compiler: str = "inductor"
     noddp: bool = False
     ddp: str = "torch"
-    noise_scale: bool = False
+    log_noise_scale: bool = False
     bucket_cap_mb: float = 25.0
     disable_broadcast_buffers: bool = False
     static_graph: bool = False
@@ -106,7 +106,7 @@ class EagerStep:
             self._objective = self._compiler = Traced(self._bare)
         exchanges = world.size > 1 and not options.noddp
         parts = options.accumulation_steps * (world.size if exchanges else 1)
-        if options.noise_scale and parts > 1:
+        if options.log_noise_scale and parts > 1:
             self.probe = PartProbe(parts, world.device)
         # With micro-batches the first one is the part; else it is the rank's batch, seen on its way to the others.
         self._first_is_part = self.probe is not None and options.accumulation_steps > 1

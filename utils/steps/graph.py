@@ -66,7 +66,7 @@ class GraphStep(EagerStep):
         self.check(world, options.noddp)
         if world.size > 1 and options.accumulation_steps == 1:
             # It would take a hook of Python's in the exchange that is recorded, which nobody has tried on several GPUs.
-            options = dataclasses.replace(options, noise_scale=False)
+            options = dataclasses.replace(options, log_noise_scale=False)
         self._device = world.device
         # Autograd runs a parameter's gradient on the stream on which it first met the parameter: all of training,
         # DistributedDataParallel's construction included, must see the one stream on which graphs are recorded.
