@@ -35,11 +35,12 @@ from predict import (
     build_painter,
     load_trained,
 )
-from utils import cli, distributed, logs
+from utils import cli, logs
 from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data.volumes import Fields
-from utils.distributed import World
+from utils.distributed import world as distributed
+from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.evaluation import during, figures, page, results
 from utils.evaluation.results import Results

@@ -41,7 +41,7 @@ from utils.channels import Channel, input_channels, target_channels
 from utils.checkpoint import digest, weights_file
 from utils.config import Config
 from utils.data.growing import check_target
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 

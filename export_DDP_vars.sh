@@ -73,7 +73,7 @@ if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
   export LOCAL_RANK=${SLURM_LOCALID:-0}
   export WORLD_SIZE=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-1}} # a step may be smaller than its job
   if [ -z "${MASTER_ADDR:-}" ]; then MASTER_ADDR=$(_ddp_master_addr); fi
-  # Two jobs may share a node: the port comes from the job's number, as in utils/distributed.py.
+  # Two jobs may share a node: the port comes from the job's number, as in utils/distributed/world.py.
   if [ -z "${MASTER_PORT:-}" ]; then MASTER_PORT=$((15000 + ${SLURM_JOB_ID:-0} * 7 % 15000)); fi
   export MASTER_ADDR MASTER_PORT
 

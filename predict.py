@@ -24,19 +24,20 @@ from torch import nn
 
 from networks.norms import ghost_batch
 from train import build_model
-from utils import cli, distributed, logs
+from utils import cli, logs
 from utils import config as configs
 from utils.channels import Channel, target_channels
 from utils.checkpoint import digest, read_weights, weights_file
 from utils.config import Config
 from utils.data.growing import GrowingVolume, check_target
 from utils.data.volumes import Fields
-from utils.distributed import World
+from utils.distributed import world as distributed
+from utils.distributed.signals import StopSignals
+from utils.distributed.world import World
 from utils.errors import Stopped, UserError, one_line_errors, value_errors_for_users
 from utils.memory import out_of_memory_for_users
 from utils.prediction import Painter, Predict
 from utils.progress import Progress, format_duration
-from utils.stopping import StopSignals
 from utils.tiling import Tiling, tile_volume
 
 PRECISIONS = ("float32", "tf32", "bfloat16")

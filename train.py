@@ -20,7 +20,7 @@ from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
-from utils import cli, distributed, logs, preflight, profiling, report, resume
+from utils import cli, logs, preflight, profiling, report, resume
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
 from utils.channels import input_channels, target_channels
@@ -29,7 +29,9 @@ from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
 from utils.data.volumes import Volume
-from utils.distributed import World
+from utils.distributed import world as distributed
+from utils.distributed.signals import NoSignals, StopSignals
+from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.evaluation import during
 from utils.evaluation.during import BoxEvaluation, NoEvaluation
@@ -39,7 +41,6 @@ from utils.optim import build_optimizer
 from utils.prediction import Painter
 from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, Metric, StepOptions
-from utils.stopping import NoSignals, StopSignals
 from utils.tiling import Tiling, tile_volume
 from utils.trainer import SaveOften, Trainer
 

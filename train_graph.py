@@ -7,7 +7,7 @@ srun -n 8 python train_graph.py --config=bs512_opt
 from __future__ import annotations
 
 from train import main
-from utils import distributed
+from utils.distributed import world as distributed
 from utils.steps.graph import GraphStep
 
 if __name__ == "__main__":

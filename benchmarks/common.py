@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from utils import cli
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.logs import provenance

@@ -29,7 +29,7 @@ from benchmarks import convolutions, ladder, ledger, loaders, peaks
 from benchmarks.common import RESULTS, Parser, positive_float, settings, this_machine
 from benchmarks.ladder import Machine
 from utils.cli import positive
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.logs import provenance

@@ -36,7 +36,7 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import dali
-from utils.distributed import read_launch
+from utils.distributed.world import read_launch
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.progress import format_duration

@@ -24,11 +24,11 @@ VolumeFile = Callable[..., Path]
 LONG_FILES = (
     "tests/slurm/test_submit.py",
     "tests/steps/test_compilers.py",
-    "tests/test_stopping.py",
+    "tests/distributed/test_signals.py",
     "tests/test_resume.py",
     "tests/test_soak.py",
-    "tests/test_launchers.py",
-    "tests/test_watch.py",
+    "tests/distributed/test_launchers.py",
+    "tests/distributed/test_watchdog.py",
     "tests/data/test_loaders.py",
 )
 

@@ -116,7 +116,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, results: Any) -> None:
     import torch
 
-    from utils import distributed
+    from utils.distributed import world as distributed
 
     os.environ.update(rank_variables(rank, size, port))
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.optim import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
 

@@ -59,7 +59,7 @@ def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | Non
     import torch
 
     import train
-    from utils import distributed
+    from utils.distributed import world as distributed
     from utils.steps.eager import EagerStep
 
     class DyingStep(EagerStep):

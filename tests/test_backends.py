@@ -9,7 +9,7 @@ import torch
 
 import train
 from utils.config import Config
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

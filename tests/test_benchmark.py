@@ -15,7 +15,7 @@ from torch import nn
 
 from utils.benchmark import Benchmark, Settings, read_settings
 from utils.data.synthetic import SyntheticLoader
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.logs import SilentLogs
 

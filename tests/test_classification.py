@@ -16,11 +16,11 @@ from utils import cli
 from utils import config as configs
 from utils.checkpoint import FOLDER, newest
 from utils.data import open_labelled
-from utils.distributed import World
+from utils.distributed.signals import NoSignals
+from utils.distributed.world import World
 from utils.logs import read_records
 from utils.report import label_baselines
 from utils.steps.eager import EagerStep
-from utils.stopping import NoSignals
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file next to it

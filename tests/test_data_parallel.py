@@ -12,7 +12,7 @@ from utils.config import Optimizer
 from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.metrics import WeightedMean
 from utils.optim import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions

@@ -19,9 +19,9 @@ from networks import build_loss
 from utils import checkpoint, cli
 from utils import config as configs
 from utils.checkpoint import FOLDER, place
+from utils.distributed.signals import NoSignals
 from utils.ema import Average
 from utils.steps.eager import EagerStep
-from utils.stopping import NoSignals
 
 YAML = str(Path(__file__).parent.parent / "config" / "UNet.yaml")
 

@@ -28,11 +28,11 @@ from utils.data.plan import EpochPlan, SamplePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.data.twins import open_twins
 from utils.data.volumes import open_volume
-from utils.distributed import Launch, World
+from utils.distributed.signals import NoSignals
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
-from utils.stopping import NoSignals
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

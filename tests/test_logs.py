@@ -17,7 +17,7 @@ from trainings import NoWaiting
 
 from utils import config as configs
 from utils import logs
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
 
 TOP = Path(__file__).parent.parent

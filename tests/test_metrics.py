@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from processes import run_ranks
 
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.metrics import LossRecorder, StepRecord, WeightedMean
 
 ALONE = World(Launch("test"), torch.device("cpu"))

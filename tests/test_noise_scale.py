@@ -9,7 +9,7 @@ import torch
 from processes import run_ranks
 from torch import nn
 
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.noise_scale import NoiseScale
 from utils.steps.eager import EagerStep, StepOptions
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from utils.config import Config, Network, Optimizer
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.optim import OPTIMIZERS, build_optimizer, load_state, saved_state, update
 from utils.steps.eager import EagerStep
 

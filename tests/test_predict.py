@@ -25,10 +25,10 @@ from utils.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 from utils.config import Transform
 from utils.data.growing import GrowingVolume
 from utils.data.volumes import Fields
-from utils.distributed import Launch, World
+from utils.distributed.signals import NoSignals, StopSignals
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.prediction import Painter
-from utils.stopping import NoSignals, StopSignals
 from utils.tiling import tile_volume
 
 TOP = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from processes import run_ranks
 from torch import nn
 
 from networks.unet import UNet
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.prediction import Painter, Predict, Slab
 from utils.tiling import tile_volume

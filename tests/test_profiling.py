@@ -18,10 +18,10 @@ from processes import run_ranks
 import train
 from utils import cli
 from utils.config import Config, Profile, load
-from utils.distributed import Launch, World
+from utils.distributed.signals import NoSignals
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.profiling import NoProfiler, Nsys, TorchProfiler, WindowProfiler, annotate
-from utils.stopping import NoSignals
 
 TOP = Path(__file__).parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

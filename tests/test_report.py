@@ -12,7 +12,7 @@ from processes import run_ranks
 from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.report import baseline_losses, closing_table
 from utils.trainer import FitResult
 

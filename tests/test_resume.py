@@ -25,10 +25,10 @@ import train
 from utils import checkpoint, cli, trainer
 from utils import config as configs
 from utils.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Saving, place, saved_steps
-from utils.distributed import Launch, World
+from utils.distributed.signals import NoSignals
+from utils.distributed.world import Launch, World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
-from utils.stopping import NoSignals
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]

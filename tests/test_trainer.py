@@ -22,14 +22,14 @@ from utils import trainer as trainers
 from utils.checkpoint import NoSaving, Position
 from utils.data import Loaders
 from utils.data.feeder import Batch
-from utils.distributed import Launch, World
+from utils.distributed.signals import NoSignals
+from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
 from utils.logs import SilentLogs
 from utils.metrics import LossRecorder
 from utils.profiling import NoProfiler
 from utils.schedule import CosineSchedule
 from utils.steps import Step
-from utils.stopping import NoSignals
 from utils.trainer import SaveOften, Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))

@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from utils.config import Section, parse_value
 from utils.data import Loader
 from utils.data.feeder import Batch
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.flops import counted, matmul_peak

@@ -22,7 +22,7 @@ import torch
 
 from utils import config as configs
 from utils.config import Config
-from utils.distributed import World, hostnames, restarted
+from utils.distributed.world import World, hostnames, restarted
 from utils.errors import UserError
 from utils.files import appearing_whole
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.distributed import World
+from utils.distributed.world import World
 
 
 class StepRecord(NamedTuple):

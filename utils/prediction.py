@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.tiling import Piece, Tiling, pieces
 
 # Input planes [C, n, Y, Z], float32, from `start` on; they never go beyond the volume's end.

@@ -28,7 +28,7 @@ from utils.data import (
 )
 from utils.data.dali import check_installed
 from utils.data.volumes import Volume, first_nonfinite
-from utils.distributed import Launch, World, choose_device
+from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.memory import GIB, TrainingMemory, training_memory

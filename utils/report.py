@@ -14,7 +14,7 @@ import torch
 
 from utils.data import Loader
 from utils.data.volumes import CHANNEL_NAMES
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.evaluation import figures
 from utils.files import appearing_whole
 from utils.logs import SilentLogs, read_records

@@ -13,7 +13,7 @@ import torch
 from utils import checkpoint
 from utils.checkpoint import FOLDER, DamagedCheckpoint, Saved
 from utils.config import Config
-from utils.distributed import World, restarted
+from utils.distributed.world import World, restarted
 from utils.errors import UserError
 from utils.files import recover
 from utils.logs import lock

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from utils.checkpoint import NoSaving, Position
 from utils.data import Loaders
 from utils.data.feeder import Batch
-from utils.distributed import World
+from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
+from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.evaluation.during import NoEvaluation
 from utils.flops import counted
@@ -22,7 +23,6 @@ from utils.profiling import NoProfiler, annotate
 from utils.progress import Progress, format_duration
 from utils.resume import random_state
 from utils.steps import Step
-from utils.stopping import Agreement, NoSignals, StopSignals, Wish
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from benchmarks import convolutions
 from benchmarks.convolutions import Job, Row, markdown, measure, read_layers, weighted
 from networks import build_network
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 
 CPU = torch.device("cpu")
 SMALL = {"batch": 1, "crop": 8, "width": 4, "scales": 2}

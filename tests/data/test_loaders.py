@@ -20,7 +20,7 @@ from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, build_loaders, choose, open_split, sample_plan
 from utils.data.dali import check_installed
 from utils.data.feeder import memory_format
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 
 TOP = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from utils.data.page_cache import (
     map_cached_pages,
     warm_page_cache,
 )
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 
 ALONE = World(Launch("single process"), torch.device("cpu"))

@@ -17,13 +17,13 @@ import torch
 from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
-from utils import distributed
 from utils.data import gather, resident
 from utils.data.feeder import Batch, Fills, memory_format
 from utils.data.plan import SamplePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.data.volumes import Volume, open_volume
-from utils.distributed import Launch, World
+from utils.distributed import world as distributed
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.side_work import SideWork
 

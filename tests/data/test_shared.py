@@ -17,7 +17,7 @@ from reference_samples import VolumeFile, read_fields
 from utils.data import shared
 from utils.data.shared import share_volume
 from utils.data.volumes import Volume, open_volume
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import UserError
 
 ALONE = World(Launch("single process"), torch.device("cpu"))

@@ -10,7 +10,7 @@ from volume_files import smooth_field
 
 from utils.channels import input_channels, target_channels
 from utils.config import Transform
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
 

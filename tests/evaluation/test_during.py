@@ -14,10 +14,10 @@ from processes import wait_until
 
 import train
 from utils.checkpoint import read_weights
+from utils.distributed.signals import StopSignals
 from utils.evaluation import during, figures
 from utils.evaluation.statistics import Evaluation
 from utils.logs import read_records
-from utils.stopping import StopSignals
 
 EVERY_EPOCH = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from networks import norms
 from networks.norms import build_norm, ghost_batch
-from utils.distributed import World
+from utils.distributed.world import World
 
 CHANNELS = 6
 CELLS = [(5,), (3, 4), (2, 3, 4)]  # of grids of 1, 2 and 3 dimensions

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import train
 from networks import build_network, initialise
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.steps import compilers
 from utils.steps.compilers import Compiled
 from utils.steps.eager import EagerStep

@@ -11,7 +11,7 @@ from processes import run_ranks
 from small_steps import ALONE, RATE, batch, differing, flat_parameters, make_step, small_network, snapshot
 from torch import nn
 
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.steps.eager import EagerStep
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

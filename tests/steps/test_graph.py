@@ -21,7 +21,7 @@ from torch import nn
 import train
 from networks import build_loss
 from utils.config import Optimizer
-from utils.distributed import Launch, World
+from utils.distributed.world import Launch, World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import OPTIMIZERS, build_optimizer
 from utils.side_work import Work

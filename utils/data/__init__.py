@@ -24,7 +24,7 @@ from utils.data.shared import room_for_copies, share_volume
 from utils.data.synthetic import SyntheticLoader
 from utils.data.twins import Twins, open_twins
 from utils.data.volumes import Volume, open_volume, stage
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.memory import GIB
 from utils.side_work import SideWork

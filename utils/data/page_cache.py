@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 

@@ -21,7 +21,7 @@ from utils.data.native import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.data.shared import share_volume
 from utils.data.volumes import DATASETS, Volume, prefetch
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.memory import GIB
 from utils.progress import Progress

@@ -20,7 +20,7 @@ import numpy as np
 from utils.data.file_guard import FileGuard
 from utils.data.page_cache import available_memory
 from utils.data.volumes import DATASETS, Volume
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress
 

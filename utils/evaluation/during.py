@@ -15,7 +15,7 @@ import torch
 from utils.checkpoint import Position
 from utils.data.file_guard import FileGuard
 from utils.data.volumes import Volume
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import figures, page
 from utils.evaluation import results as kept

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from utils.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.evaluation.results import Distribution, Plane, Results
 from utils.evaluation.spectra import Shells
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.ema import Average, NoAverage, trained_weights
 from utils.optim import load_state, saved_state, update
 from utils.profiling import annotate

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.profiling import annotate
 from utils.side_work import SideWork, Work

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
-from utils import errors, hub
-from utils import watch as watching
-from utils.distributed import World, connect, run_script
+from utils import errors
+from utils.distributed import hub
+from utils.distributed import watchdog as watching
+from utils.distributed.hub import Event, Member, decide, describe
+from utils.distributed.world import World, connect, run_script
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
-from utils.hub import Event, Member, decide, describe
 
 HANG = 10.0  # seconds; for the stories in which a rank hangs, or all are suspended
 NEVER = 2 * GENEROUS  # so that a busy machine makes no rank look hung

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.errors import LocalError, Stopped
-from utils.hub import (
+from utils.distributed.hub import (
     BEAT,
     FOREIGN,
     GAP,
@@ -41,6 +40,7 @@ from utils.hub import (
     describe,
     find_hang,
 )
+from utils.errors import LocalError, Stopped
 
 TELLING_SECONDS = 15.0  # for the cause to print its own account
 LEAVING_SECONDS = 10.0  # that rank 0 waits for the last rank at a regular end

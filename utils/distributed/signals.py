@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from utils.distributed import World
+from utils.distributed.world import World
 from utils.errors import EXIT_INTERRUPTED, launched_rank
 
 log = logging.getLogger(__name__)

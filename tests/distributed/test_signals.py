@@ -17,16 +17,18 @@ import pytest
 import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
-from utils import checkpoint, stopping
+from utils import checkpoint
 from utils.checkpoint import FOLDER
-from utils.distributed import Launch, World
-from utils.stopping import Agreement, NoSignals, StopSignals, Wish
+from utils.distributed import signals as stopping
+from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
+from utils.distributed.world import Launch, World
 
 LONG = "--num_epochs=100000"  # until it is asked to stop
 EPOCHS = 40  # a second or two
 # Signals that come soon after the first are the same one; on a busy machine "soon" must not be a second.
 PATIENT = """
-from utils import distributed, stopping
+from utils.distributed import world as distributed
+from utils.distributed import signals as stopping
 stopping.SAME_SIGNAL_SECONDS = 1e6
 import train
 distributed.run_script(train.main)
@@ -227,7 +229,7 @@ def test_a_signal_before_training_begins_does_no_harm(train: Start, tmp_path: Pa
 
 STUCK = """
 import os, signal, threading
-from utils import stopping
+from utils.distributed import signals as stopping
 from utils.errors import one_line_errors
 stopping.INTERRUPT_SECONDS = 0.5
 with one_line_errors(), stopping.StopSignals():

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from processes import GENEROUS, TOP, free_port, rank_variables, run, run_ranks
 
-from utils import distributed
-from utils.distributed import (
+from utils.distributed import world as distributed
+from utils.distributed.world import (
     Launch,
     World,
     choose_device,
@@ -344,7 +344,7 @@ def test_a_rank_whose_peers_do_not_come_says_so_in_a_line(tmp_path: Path) -> Non
     """Rank 1 prints it itself, as there may be no rank 0."""
     script, port = tmp_path / "script.py", free_port()
     script.write_text(
-        "from utils.distributed import connect\nfrom utils.errors import one_line_errors\n"
+        "from utils.distributed.world import connect\nfrom utils.errors import one_line_errors\n"
         "with one_line_errors(), connect('cpu', rendezvous_seconds=1): pass"
     )
     code, _, error = run([script], tmp_path / "rank", environment={**os.environ, **rank_variables(1, 2, port)})
@@ -358,7 +358,7 @@ def test_a_rank_whose_peers_do_not_come_says_so_in_a_line(tmp_path: Path) -> Non
 
 ENDING = """
 import os, sys
-from utils import distributed
+from utils.distributed import world as distributed
 class Last:
     def __del__(self): os.write(1, b" taken down")
 sys.modules["last"] = Last()

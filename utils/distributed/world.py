@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from utils.distributed.watchdog import Watch, join
 from utils.errors import LocalError, Stopped, UserError
-from utils.watch import Watch, join
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 DEFAULT_PORT = 29500

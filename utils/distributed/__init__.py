@@ -1,0 +1,1 @@
+"""Join ranks, watch them and answer signals."""
