@@ -27,7 +27,6 @@ from train import build_model
 from utils import cli, logs
 from utils import config as configs
 from utils.channels import Channel, target_channels
-from utils.checkpoint import digest, read_weights, weights_file
 from utils.config import Config
 from utils.data.growing import GrowingVolume, check_target
 from utils.data.volumes import Fields
@@ -39,6 +38,7 @@ from utils.memory import out_of_memory_for_users
 from utils.prediction import Painter, Predict
 from utils.progress import Progress, format_duration
 from utils.tiling import Tiling, tile_volume
+from utils.training.checkpoint import digest, read_weights, weights_file
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
 INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"

@@ -20,11 +20,10 @@ from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
-from utils import cli, logs, preflight, profiling, report, resume
+from utils import cli, logs, preflight, profiling, report
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
 from utils.channels import input_channels, target_channels
-from utils.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
@@ -42,7 +41,9 @@ from utils.prediction import Painter
 from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.tiling import Tiling, tile_volume
-from utils.trainer import SaveOften, Trainer
+from utils.training import resume
+from utils.training.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
+from utils.training.trainer import SaveOften, Trainer
 
 # What a run leaves for the eye.
 KINDS = {".html": "report", ".gif": "film"}

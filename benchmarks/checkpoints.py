@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.common import Parser, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
-from utils.checkpoint import Position, Saving
 from utils.cli import positive
 from utils.config import Config, Optimizer
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim import build_optimizer
 from utils.steps.eager import EagerStep
+from utils.training.checkpoint import Position, Saving
 
 RATE = 1e-4
 

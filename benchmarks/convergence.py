@@ -32,7 +32,6 @@ from benchmarks.common import Parser, save, settings, this_machine
 from benchmarks.processes import launcher, run_group, why_it_failed
 from networks.metrics import accuracy
 from utils import config as configs
-from utils.checkpoint import FOLDER, place, read_weights, saved_steps
 from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data import open_labelled
@@ -42,6 +41,7 @@ from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.logs import provenance, read_records
 from utils.progress import format_duration
+from utils.training.checkpoint import FOLDER, place, read_weights, saved_steps
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")

@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.common import Parser, interleaved, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
-from utils.checkpoint import NoSaving, Position
 from utils.cli import positive
 from utils.config import Optimizer
 from utils.data import Loaders
@@ -25,7 +24,8 @@ from utils.optim import build_optimizer
 from utils.profiling import NoProfiler
 from utils.schedule import ConstantSchedule
 from utils.steps.eager import EagerStep
-from utils.trainer import Trainer
+from utils.training.checkpoint import NoSaving, Position
+from utils.training.trainer import Trainer
 
 RATE = 1e-4
 

@@ -114,7 +114,7 @@ def test_packages_know_only_what_is_below_them() -> None:
     assert offenders("networks", *ENTRY_SCRIPTS) == []
     assert offenders("utils.data", "utils.steps") == []
     assert offenders("utils.steps", "utils.data") == []
-    assert offenders("utils.trainer", "utils.config") == []
+    assert offenders("utils.training.trainer", "utils.config") == []
 
 
 def test_optional_libraries_and_the_simulation_are_imported_where_they_are_used() -> None:

@@ -25,11 +25,11 @@ from processes import TOP, rank_variables
 import train
 from networks import build_network
 from utils import cli, errors
-from utils.checkpoint import Position, Saving, newest, read_weights
 from utils.config import Config, load
 from utils.data import sample_plan
 from utils.schedule import build_schedule
-from utils.trainer import Trainer
+from utils.training.checkpoint import Position, Saving, newest, read_weights
+from utils.training.trainer import Trainer
 
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
 

@@ -14,13 +14,13 @@ from processes import run_ranks
 import train
 from utils import cli
 from utils import config as configs
-from utils.checkpoint import FOLDER, newest
 from utils.data import open_labelled
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import World
 from utils.logs import read_records
 from utils.report import label_baselines
 from utils.steps.eager import EagerStep
+from utils.training.checkpoint import FOLDER, newest
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file next to it

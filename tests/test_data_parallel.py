@@ -13,9 +13,9 @@ from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
 from utils.distributed.world import Launch, World
-from utils.metrics import WeightedMean
 from utils.optim import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
+from utils.training.metrics import WeightedMean
 
 GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))

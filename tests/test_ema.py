@@ -16,12 +16,13 @@ from torch import nn
 
 import train
 from networks import build_loss
-from utils import checkpoint, cli
+from utils import cli
 from utils import config as configs
-from utils.checkpoint import FOLDER, place
 from utils.distributed.signals import NoSignals
 from utils.ema import Average
 from utils.steps.eager import EagerStep
+from utils.training import checkpoint
+from utils.training.checkpoint import FOLDER, place
 
 YAML = str(Path(__file__).parent.parent / "config" / "UNet.yaml")
 

@@ -24,12 +24,12 @@ import export
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from predict import Trained
 from train import build_model
-from utils import checkpoint
 from utils import config as configs
 from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data import gas
-from utils.resume import comparable
+from utils.training import checkpoint
+from utils.training.resume import comparable
 
 SMALL = {"network": {"width": 4, "scales": 2}, "data_size": 8, "box_size": [16, 16]}
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].

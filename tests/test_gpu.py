@@ -16,8 +16,6 @@ import pytest
 import torch
 
 import train
-from utils import checkpoint
-from utils.checkpoint import FOLDER, HostCopy
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.dali import DaliLoader
@@ -33,6 +31,8 @@ from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
+from utils.training import checkpoint
+from utils.training.checkpoint import FOLDER, HostCopy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

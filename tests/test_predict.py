@@ -21,7 +21,6 @@ from volume_files import smooth_field, write_volume
 import predict
 import train
 from utils.channels import target_channels
-from utils.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 from utils.config import Transform
 from utils.data.growing import GrowingVolume
 from utils.data.volumes import Fields
@@ -30,6 +29,7 @@ from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.prediction import Painter
 from utils.tiling import tile_volume
+from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
 TOP = Path(__file__).parent.parent
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
@@ -354,7 +354,7 @@ def test_a_config_or_flags_that_do_not_fit_are_one_line(
 
 
 def test_a_damaged_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
-    """tests/test_checkpoint.py has every kind of damage."""
+    """tests/training/test_checkpoint.py has every kind of damage."""
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
     content = read_weights(run)
     del content["config"]

@@ -14,7 +14,7 @@ from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
 from utils.distributed.world import Launch, World
 from utils.report import baseline_losses, closing_table
-from utils.trainer import FitResult
+from utils.training.trainer import FitResult
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SAMPLES = 5

@@ -11,7 +11,7 @@ import train
 from utils import benchmark
 from utils.data import Loaders
 from utils.steps.eager import EagerStep
-from utils.trainer import Trainer
+from utils.training.trainer import Trainer
 
 YAML = Path(__file__).parents[1] / "config" / "UNet.yaml"
 

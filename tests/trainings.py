@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from utils import checkpoint, logs
-from utils.checkpoint import BEST, FOLDER
+from utils import logs
+from utils.training import checkpoint
+from utils.training.checkpoint import BEST, FOLDER
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")

@@ -14,7 +14,6 @@ from torch import nn
 
 from utils import config as configs
 from utils.benchmark import read_settings
-from utils.checkpoint import FOLDER, saved_steps
 from utils.config import Config
 from utils.data import (
     SPLITS,
@@ -35,6 +34,7 @@ from utils.memory import GIB, TrainingMemory, training_memory
 from utils.optim import build_optimizer
 from utils.progress import Progress
 from utils.schedule import StepSchedule, build_schedule
+from utils.training.checkpoint import FOLDER, saved_steps
 
 
 def report(

@@ -20,7 +20,7 @@ from utils.files import appearing_whole
 from utils.logs import SilentLogs, read_records
 from utils.progress import format_duration
 from utils.steps import Step
-from utils.trainer import FitResult
+from utils.training.trainer import FitResult
 
 SUMMARY = "summary.json"
 HISTOGRAM_BINS = 8192

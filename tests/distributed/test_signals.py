@@ -17,11 +17,11 @@ import pytest
 import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
-from utils import checkpoint
-from utils.checkpoint import FOLDER
 from utils.distributed import signals as stopping
 from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
 from utils.distributed.world import Launch, World
+from utils.training import checkpoint
+from utils.training.checkpoint import FOLDER
 
 LONG = "--num_epochs=100000"  # until it is asked to stop
 EPOCHS = 40  # a second or two

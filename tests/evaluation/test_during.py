@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from processes import wait_until
 
 import train
-from utils.checkpoint import read_weights
 from utils.distributed.signals import StopSignals
 from utils.evaluation import during, figures
 from utils.evaluation.statistics import Evaluation
 from utils.logs import read_records
+from utils.training.checkpoint import read_weights
 
 EVERY_EPOCH = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.checkpoint import Position
 from utils.data.file_guard import FileGuard
 from utils.data.volumes import Volume
 from utils.distributed.world import World
@@ -25,6 +24,7 @@ from utils.files import recover
 from utils.logs import SilentLogs, read_records
 from utils.memory import out_of_memory_for_users
 from utils.prediction import Painter, ReadPlanes, Slab
+from utils.training.checkpoint import Position
 
 FOLDER = "evaluation"
 MEMORY_REMEDY = "take more ranks, a smaller evaluation.tile, or go on with --set evaluation.every_epochs=0"

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from utils.checkpoint import NoSaving, Position
 from utils.data import Loaders
 from utils.data.feeder import Batch
 from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
@@ -17,12 +16,13 @@ from utils.errors import Stopped, UserError
 from utils.evaluation.during import NoEvaluation
 from utils.flops import counted
 from utils.logs import SilentLogs
-from utils.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
-from utils.noise_scale import NoiseScale
 from utils.profiling import NoProfiler, annotate
 from utils.progress import Progress, format_duration
-from utils.resume import random_state
 from utils.steps import Step
+from utils.training.checkpoint import NoSaving, Position
+from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
+from utils.training.noise_scale import NoiseScale
+from utils.training.resume import random_state
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from processes import run_ranks
 from torch import nn
 
 from utils.distributed.world import Launch, World
-from utils.noise_scale import NoiseScale
 from utils.steps.eager import EagerStep, StepOptions
+from utils.training.noise_scale import NoiseScale
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SIZE, NOISE, STEPS = 200, 3.0, 250

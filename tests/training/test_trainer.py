@@ -17,20 +17,20 @@ from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
 
-from utils import metrics
-from utils import trainer as trainers
-from utils.checkpoint import NoSaving, Position
 from utils.data import Loaders
 from utils.data.feeder import Batch
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
 from utils.logs import SilentLogs
-from utils.metrics import LossRecorder
 from utils.profiling import NoProfiler
 from utils.schedule import CosineSchedule
 from utils.steps import Step
-from utils.trainer import SaveOften, Trainer
+from utils.training import metrics
+from utils.training import trainer as trainers
+from utils.training.checkpoint import NoSaving, Position
+from utils.training.metrics import LossRecorder
+from utils.training.trainer import SaveOften, Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2

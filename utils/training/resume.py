@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from utils import checkpoint
-from utils.checkpoint import FOLDER, DamagedCheckpoint, Saved
 from utils.config import Config
 from utils.distributed.world import World, restarted
 from utils.errors import UserError
 from utils.files import recover
 from utils.logs import lock
+from utils.training import checkpoint
+from utils.training.checkpoint import FOLDER, DamagedCheckpoint, Saved
 
 # What decides which samples a step sees: a position in another order of samples means nothing.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")

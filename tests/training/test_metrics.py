@@ -9,7 +9,7 @@ import torch
 from processes import run_ranks
 
 from utils.distributed.world import Launch, World
-from utils.metrics import LossRecorder, StepRecord, WeightedMean
+from utils.training.metrics import LossRecorder, StepRecord, WeightedMean
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 NAN, INF = float("nan"), float("inf")

@@ -22,8 +22,11 @@ import pytest
 import torch
 from processes import GENEROUS, context
 
-from utils import checkpoint
-from utils.checkpoint import (
+from utils.config import Config
+from utils.errors import UserError
+from utils.files import recover
+from utils.training import checkpoint
+from utils.training.checkpoint import (
     BEST,
     DIGESTS,
     TRAINING,
@@ -38,9 +41,6 @@ from utils.checkpoint import (
     saved_steps,
     verify,
 )
-from utils.config import Config
-from utils.errors import UserError
-from utils.files import recover
 
 FILES = (WEIGHTS, TRAINING, DIGESTS)
 

@@ -22,13 +22,14 @@ from processes import GENEROUS, run_ranks
 from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
-from utils import checkpoint, cli, trainer
+from utils import cli
 from utils import config as configs
-from utils.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Saving, place, saved_steps
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
+from utils.training import checkpoint, trainer
+from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Saving, place, saved_steps
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -269,7 +270,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
 def test_resumes_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, command: Any, whole: Path, stopped: Path, name: str
 ) -> None:
-    """tests/test_checkpoint.py has every kind of damage."""
+    """tests/training/test_checkpoint.py has every kind of damage."""
     run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
     flip(place(run / FOLDER, 7) / name)
     code, stderr = command(*OFTEN)
