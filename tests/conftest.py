@@ -23,7 +23,7 @@ VolumeFile = Callable[..., Path]
 # Files that take longest, longest first: no worker has one left when the others are done.
 LONG_FILES = (
     "tests/slurm/test_submit.py",
-    "tests/steps/test_compilers.py",
+    "tests/steps/test_compile.py",
     "tests/distributed/test_signals.py",
     "tests/training/test_resume.py",
     "tests/training/test_soak.py",

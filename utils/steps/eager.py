@@ -22,7 +22,7 @@ from utils.ema import Average, NoAverage, trained_weights
 from utils.optim import load_state, saved_state, update
 from utils.profiling import annotate
 from utils.side_work import SideWork
-from utils.steps.compilers import Compiled, Traced
+from utils.steps.compile import Compiled, Traced
 from utils.steps.manual import ManualDataParallel
 from utils.steps.probe import PartProbe
 

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 import train
 from networks import build_network, initialise
 from utils.distributed.world import Launch, World
-from utils.steps import compilers
-from utils.steps.compilers import Compiled
+from utils.steps import compile as compilers
+from utils.steps.compile import Compiled
 from utils.steps.eager import EagerStep
 
 
