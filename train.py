@@ -36,9 +36,9 @@ from utils.evaluation import during
 from utils.evaluation.during import BoxEvaluation, NoEvaluation
 from utils.evaluation.statistics import Evaluation
 from utils.memory import out_of_memory_for_users, training_memory
-from utils.optim import build_optimizer
+from utils.optim.optimizers import build_optimizer
+from utils.optim.schedules import build_schedule
 from utils.prediction import Painter
-from utils.schedule import build_schedule
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.tiling import Tiling, tile_volume
 from utils.training import resume

@@ -18,7 +18,7 @@ from networks import build_loss, build_network, initialise
 from utils.cli import positive
 from utils.config import Config, Optimizer
 from utils.errors import one_line_errors, value_errors_for_users
-from utils.optim import build_optimizer
+from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import Position, Saving
 

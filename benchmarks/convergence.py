@@ -111,7 +111,7 @@ def _unet() -> Study:
 def _quality() -> Study:
     """The original's recipe at the demo's scale, and what may learn more from each sample: one change at a time.
 
-    A mean's decay of 0.98 is never reached in these 400 steps; see utils/ema.py. Tried with one seed and left out,
+    A mean's decay of 0.98 is never reached in these 400 steps; see utils/optim/ema.py. Tried with one seed and left out,
     since they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20
     steps. The study `layers` has first weights and norms.
     """

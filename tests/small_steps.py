@@ -11,7 +11,7 @@ from torch import nn
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
 from utils.distributed.world import Launch, World
-from utils.optim import build_optimizer
+from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
 
 ALONE = World(Launch("test"), torch.device("cpu"))

@@ -27,7 +27,7 @@ from networks import build_network
 from utils import cli, errors
 from utils.config import Config, load
 from utils.data import sample_plan
-from utils.schedule import build_schedule
+from utils.optim.schedules import build_schedule
 from utils.training.checkpoint import Position, Saving, newest, read_weights
 from utils.training.trainer import Trainer
 

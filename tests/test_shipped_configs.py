@@ -8,7 +8,7 @@ import pytest
 
 import train
 from utils.config import load, read_file, to_yaml
-from utils.schedule import build_schedule
+from utils.optim.schedules import build_schedule
 
 TOP = Path(__file__).parent.parent
 SHIPPED = str(TOP / "config" / "UNet.yaml")

@@ -39,7 +39,7 @@ class WeightInit(Section):
 
 
 class LrSchedule(Section):
-    """Scaled start rate, linear warm-up, then half a cosine to end_lr, drops, or nothing; see utils/schedule.py."""
+    """Scaled start rate, linear warm-up, then half a cosine to end_lr, drops, or nothing; see utils/optim/schedules.py."""
 
     shape: Literal["cosine", "step", "constant"] = "cosine"
     scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -62,7 +62,7 @@ class Network(Section):
 
 
 class Optimizer(Section):
-    """One of utils/optim.py's OPTIMIZERS; each takes what it knows of these."""
+    """One of utils/optim/optimizers.py's OPTIMIZERS; each takes what it knows of these."""
 
     name: str = "adam"
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)

@@ -31,9 +31,9 @@ from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.memory import GIB, TrainingMemory, training_memory
-from utils.optim import build_optimizer
+from utils.optim.optimizers import build_optimizer
+from utils.optim.schedules import StepSchedule, build_schedule
 from utils.progress import Progress
-from utils.schedule import StepSchedule, build_schedule
 from utils.training.checkpoint import FOLDER, saved_steps
 
 

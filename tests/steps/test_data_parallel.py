@@ -13,7 +13,7 @@ from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.data.volumes import open_volume
 from utils.distributed.world import Launch, World
-from utils.optim import build_optimizer
+from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
 from utils.training.metrics import WeightedMean
 

@@ -23,7 +23,7 @@ from networks import build_loss
 from utils.config import Optimizer
 from utils.distributed.world import Launch, World
 from utils.errors import LocalError, UserError, one_line_errors
-from utils.optim import OPTIMIZERS, build_optimizer
+from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.side_work import Work
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep, StepOptions

@@ -23,8 +23,8 @@ from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
 from utils.logs import SilentLogs
+from utils.optim.schedules import CosineSchedule
 from utils.profiling import NoProfiler
-from utils.schedule import CosineSchedule
 from utils.steps import Step
 from utils.training import metrics
 from utils.training import trainer as trainers

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
-from utils.ema import Average, NoAverage, trained_weights
-from utils.optim import load_state, saved_state, update
+from utils.optim.ema import Average, NoAverage, trained_weights
+from utils.optim.optimizers import load_state, saved_state, update
 from utils.profiling import annotate
 from utils.side_work import SideWork
 from utils.steps.compile import Compiled, Traced

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from utils.config import Optimizer
-from utils.lamb import Lamb
+from utils.optim.lamb import Lamb
 
 log = logging.getLogger(__name__)
 

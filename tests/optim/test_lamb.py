@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.lamb import Lamb
+from utils.optim.lamb import Lamb
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]

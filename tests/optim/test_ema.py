@@ -19,12 +19,12 @@ from networks import build_loss
 from utils import cli
 from utils import config as configs
 from utils.distributed.signals import NoSignals
-from utils.ema import Average
+from utils.optim.ema import Average
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER, place
 
-YAML = str(Path(__file__).parent.parent / "config" / "UNet.yaml")
+YAML = str(Path(__file__).parent.parent.parent / "config" / "UNet.yaml")
 
 
 def changed(network: nn.Module, seed: int) -> None:

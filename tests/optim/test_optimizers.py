@@ -13,7 +13,7 @@ from torch import nn
 import train
 from utils.config import Config, Network, Optimizer
 from utils.distributed.world import Launch, World
-from utils.optim import OPTIMIZERS, build_optimizer, load_state, saved_state, update
+from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
 from utils.steps.eager import EagerStep
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

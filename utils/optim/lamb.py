@@ -22,7 +22,7 @@ class Lamb(torch.optim.Optimizer):
     ratio. Biases and what normalisation layers learn are such; they start at 0 or 1, to which no step is in proportion.
 
     All of it happens on the device: the rate may be a tensor there, and where `found_inf`, which a gradient scaler or
-    `utils.optim.update` sets, is not 0, nothing changes by a bit.
+    `utils.optim.optimizers.update` sets, is not 0, nothing changes by a bit.
     """
 
     # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, and asks the host nothing.

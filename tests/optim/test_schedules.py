@@ -15,9 +15,9 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config, LrSchedule
 from utils.errors import UserError
-from utils.schedule import SCHEDULES, CosineSchedule, build_schedule, rate_scale
+from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, rate_scale
 
-YAML = Path(__file__).parent.parent / "config" / "UNet.yaml"
+YAML = Path(__file__).parent.parent.parent / "config" / "UNet.yaml"
 
 Trained = Callable[..., tuple[int, str, str]]
 
