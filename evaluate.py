@@ -38,7 +38,7 @@ from predict import (
 from utils import cli, logs
 from utils.channels import input_channels, target_channels
 from utils.config import Config
-from utils.data.volumes import Fields
+from utils.data.files.hdf5 import Fields
 from utils.distributed import world as distributed
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors

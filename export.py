@@ -39,7 +39,7 @@ from utils import cli, logs
 from utils import config as configs
 from utils.channels import Channel, input_channels, target_channels
 from utils.config import Config
-from utils.data.growing import check_target
+from utils.data.files.writer import check_target
 from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole

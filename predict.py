@@ -28,8 +28,8 @@ from utils import cli, logs
 from utils import config as configs
 from utils.channels import Channel, target_channels
 from utils.config import Config
-from utils.data.growing import GrowingVolume, check_target
-from utils.data.volumes import Fields
+from utils.data.files.hdf5 import Fields
+from utils.data.files.writer import GrowingVolume, check_target
 from utils.distributed import world as distributed
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World

@@ -27,7 +27,7 @@ from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
-from utils.data.volumes import Volume
+from utils.data.files.hdf5 import Volume
 from utils.distributed import world as distributed
 from utils.distributed.signals import NoSignals, StopSignals
 from utils.distributed.world import World

@@ -34,14 +34,14 @@ from utils.convert_to_npy import convert
 from utils.data import Loader, dali, symmetry
 from utils.data.dali import DaliLoader
 from utils.data.feeder import Batch
+from utils.data.files.hdf5 import Volume, open_volume
+from utils.data.files.npy import Twins, open_twins
+from utils.data.files.page_cache import drop_from_page_cache, map_cached_pages, warm_page_cache
+from utils.data.files.shared_memory import share_volume
 from utils.data.native import NativeLoader
-from utils.data.page_cache import drop_from_page_cache, map_cached_pages, warm_page_cache
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.data.resident import ResidentLoader, load_resident
-from utils.data.shared import share_volume
 from utils.data.synthetic import SyntheticLoader
-from utils.data.twins import Twins, open_twins
-from utils.data.volumes import Volume, open_volume
 from utils.errors import UserError
 from utils.steps import Step
 from utils.steps.eager import EagerStep

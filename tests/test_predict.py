@@ -22,8 +22,8 @@ import predict
 import train
 from utils.channels import target_channels
 from utils.config import Transform
-from utils.data.growing import GrowingVolume
-from utils.data.volumes import Fields
+from utils.data.files.hdf5 import Fields
+from utils.data.files.writer import GrowingVolume
 from utils.distributed.signals import NoSignals, StopSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError

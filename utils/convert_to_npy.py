@@ -24,7 +24,7 @@ import numpy as np
 if not __package__:  # started as a file: Python searches that file's directory, and not the one above
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from utils.data.volumes import DATASETS, checked_dataset, open_file
+from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.progress import Progress

@@ -26,7 +26,7 @@ from utils.data import (
     shuffle_plan,
 )
 from utils.data.dali import check_installed
-from utils.data.volumes import Volume, first_nonfinite
+from utils.data.files.hdf5 import Volume, first_nonfinite
 from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
 from utils.files import appearing_whole

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from utils.data import Loader
-from utils.data.volumes import CHANNEL_NAMES
+from utils.data.files.hdf5 import CHANNEL_NAMES
 from utils.distributed.world import World
 from utils.evaluation import figures
 from utils.files import appearing_whole

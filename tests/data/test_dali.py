@@ -18,9 +18,9 @@ from reference_samples import VolumeFile
 from utils.convert_to_npy import convert
 from utils.data import dali, symmetry
 from utils.data.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
+from utils.data.files.hdf5 import open_volume
+from utils.data.files.npy import Twins, open_twins
 from utils.data.plan import SamplePlan
-from utils.data.twins import Twins, open_twins
-from utils.data.volumes import open_volume
 from utils.errors import UserError, one_line_errors
 
 BOX, CROP = 12, 4

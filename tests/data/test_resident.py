@@ -19,9 +19,9 @@ from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches,
 
 from utils.data import gather, resident
 from utils.data.feeder import Batch, Fills, memory_format
+from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.plan import SamplePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
-from utils.data.volumes import Volume, open_volume
 from utils.distributed import world as distributed
 from utils.distributed.world import Launch, World
 from utils.errors import UserError

@@ -9,9 +9,9 @@ from processes import run_ranks
 
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
+from utils.data.files.hdf5 import open_volume
 from utils.data.native import NativeLoader
 from utils.data.plan import SamplePlan
-from utils.data.volumes import open_volume
 from utils.distributed.world import Launch, World
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions

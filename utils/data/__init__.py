@@ -15,15 +15,15 @@ from utils.data import dali
 from utils.data.dali import DaliLoader
 from utils.data.datasets import Dataset, Labelled, find_dataset, open_dataset
 from utils.data.feeder import Batch
+from utils.data.files.hdf5 import Volume, open_volume, stage
+from utils.data.files.npy import Twins, open_twins
+from utils.data.files.page_cache import map_cached_pages, warm_page_cache
+from utils.data.files.shared_memory import room_for_copies, share_volume
 from utils.data.labelled import LabelledLoader
 from utils.data.native import NativeLoader
-from utils.data.page_cache import map_cached_pages, warm_page_cache
 from utils.data.plan import SamplePlan, ShufflePlan
 from utils.data.resident import ResidentLoader, check_fits, load_resident
-from utils.data.shared import room_for_copies, share_volume
 from utils.data.synthetic import SyntheticLoader
-from utils.data.twins import Twins, open_twins
-from utils.data.volumes import Volume, open_volume, stage
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.memory import GIB

@@ -29,9 +29,9 @@ import torch
 
 from utils.data import symmetry
 from utils.data.feeder import Batch
-from utils.data.file_guard import FileGuard
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.npy import FIELDS, Twins
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
-from utils.data.twins import FIELDS, Twins
 from utils.errors import LocalError, UserError
 
 INSTALL = 'pip install -e ".[dali]"'

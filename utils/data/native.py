@@ -16,9 +16,9 @@ import torch
 
 from utils.data.crops import CropCopier
 from utils.data.feeder import Batch, StreamFeeder, copies, memory_format
-from utils.data.file_guard import FileGuard
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.hdf5 import Volume
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
-from utils.data.volumes import Volume
 from utils.errors import LocalError
 
 BATCHES_AHEAD = 2

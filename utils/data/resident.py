@@ -15,12 +15,12 @@ from contextlib import closing
 import torch
 
 from utils.data.feeder import Batch, Fills, StreamFeeder
-from utils.data.file_guard import FileGuard
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.hdf5 import DATASETS, Volume, prefetch
+from utils.data.files.shared_memory import share_volume
 from utils.data.gather import TorchCopier, TritonGather, device_plan
 from utils.data.native import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
-from utils.data.shared import share_volume
-from utils.data.volumes import DATASETS, Volume, prefetch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.memory import GIB

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.data.file_guard import FileGuard
-from utils.data.volumes import Volume
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.hdf5 import Volume
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import figures, page

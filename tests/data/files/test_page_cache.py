@@ -14,8 +14,8 @@ import pytest
 import torch
 from processes import run_ranks, wait_until
 
-from utils.data import page_cache
-from utils.data.page_cache import (
+from utils.data.files import page_cache
+from utils.data.files.page_cache import (
     available_memory,
     cached_fraction,
     drop_from_page_cache,

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.file_guard import FileGuard
-from utils.data.page_cache import available_memory
-from utils.data.volumes import DATASETS, Volume
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.hdf5 import DATASETS, Volume
+from utils.data.files.page_cache import available_memory
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.progress import Progress

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from utils.data.volumes import Volume
+from utils.data.files.hdf5 import Volume
 from utils.errors import UserError
 
 FIELDS = ("data", "label")  # as utils/convert_to_npy.py names them

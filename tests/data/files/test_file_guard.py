@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from processes import GENEROUS
 
-from utils.data import file_guard
-from utils.data.file_guard import FileGuard
+from utils.data.files import file_guard
+from utils.data.files.file_guard import FileGuard
 from utils.errors import LocalError
 
-TOP = Path(__file__).parents[2]
+TOP = Path(__file__).parents[3]
 SIZE = 2**24
 
 
@@ -90,7 +90,7 @@ def test_reading_what_a_file_no_longer_has_ends_in_one_line_and_exit_code_2(path
     script = f"""
 import ctypes, importlib.util, os, sys
 import numpy as np
-spec = importlib.util.spec_from_file_location("file_guard", {str(TOP / "utils/data/file_guard.py")!r})
+spec = importlib.util.spec_from_file_location("file_guard", {str(TOP / "utils/data/files/file_guard.py")!r})
 file_guard = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(file_guard)
 path = sys.argv[1]

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data.volumes import first_nonfinite, open_volume, stage
+from utils.data.files.hdf5 import first_nonfinite, open_volume, stage
 from utils.errors import UserError
 
 VolumeFile = Callable[..., Path]
@@ -183,7 +183,7 @@ def test_a_failed_copy_is_one_line_and_leaves_the_earlier_one_or_nothing(
 
     def stage_on_a_full_disk(call: str) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(f"utils.data.volumes.os.{call}", full)
+            patch.setattr(f"utils.data.files.hdf5.os.{call}", full)
             with pytest.raises(UserError, match=r"cannot stage .*use_cache=.*No space left") as caught:
                 stage(str(path), str(cache))
         assert "\n" not in str(caught.value)

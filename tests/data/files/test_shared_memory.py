@@ -14,9 +14,9 @@ import torch
 from processes import run_ranks
 from reference_samples import VolumeFile, read_fields
 
-from utils.data import shared
-from utils.data.shared import share_volume
-from utils.data.volumes import Volume, open_volume
+from utils.data.files import shared_memory as shared
+from utils.data.files.hdf5 import Volume, open_volume
+from utils.data.files.shared_memory import share_volume
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 

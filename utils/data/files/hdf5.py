@@ -17,8 +17,8 @@ import h5py
 import numpy as np
 
 from utils.config import Transform
-from utils.data.file_guard import FileGuard
-from utils.data.page_cache import read_ahead
+from utils.data.files.file_guard import FileGuard
+from utils.data.files.page_cache import read_ahead
 from utils.errors import UserError
 from utils.files import appearing_whole
 from utils.progress import Progress

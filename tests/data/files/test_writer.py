@@ -16,8 +16,8 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data import growing
-from utils.data.growing import GrowingVolume
+from utils.data.files import writer as growing
+from utils.data.files.writer import GrowingVolume
 from utils.errors import UserError
 
 SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5)}

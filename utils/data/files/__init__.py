@@ -1,0 +1,1 @@
+"""Volumes in files and in memory."""
