@@ -35,7 +35,7 @@ from utils import config as configs
 from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data import open_labelled
-from utils.data.labelled import LabelledLoader
+from utils.data.loaders.classification import LabelledLoader
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole

@@ -36,7 +36,7 @@ from utils import config as configs
 from utils.cli import SWITCHES, positive
 from utils.config import Config
 from utils.data import Loaders, build_loaders, offer_next_batch
-from utils.data.feeder import DEVICE_SLOTS, Batch
+from utils.data.loaders.prefetcher import DEVICE_SLOTS, Batch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.flops import counted

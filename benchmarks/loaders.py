@@ -31,17 +31,18 @@ from benchmarks.common import interleaved, save, summary, this_machine
 from networks import build_loss
 from utils import config as configs
 from utils.convert_to_npy import convert
-from utils.data import Loader, dali, symmetry
-from utils.data.dali import DaliLoader
-from utils.data.feeder import Batch
+from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import Twins, open_twins
 from utils.data.files.page_cache import drop_from_page_cache, map_cached_pages, warm_page_cache
 from utils.data.files.shared_memory import share_volume
-from utils.data.native import NativeLoader
+from utils.data.loaders import dali
+from utils.data.loaders.dali import DaliLoader
+from utils.data.loaders.gpu_resident import ResidentLoader, load_resident
+from utils.data.loaders.prefetcher import Batch
+from utils.data.loaders.synthetic import SyntheticLoader
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.data.resident import ResidentLoader, load_resident
-from utils.data.synthetic import SyntheticLoader
 from utils.errors import UserError
 from utils.steps import Step
 from utils.steps.eager import EagerStep

@@ -17,7 +17,7 @@ from networks import build_loss, build_network, initialise
 from utils.cli import positive
 from utils.config import Optimizer
 from utils.data import Loaders
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.logs import SilentLogs
 from utils.optim.optimizers import build_optimizer

@@ -35,7 +35,7 @@ from networks.unet import REWRITES
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.data import dali
+from utils.data.loaders import dali
 from utils.distributed.world import read_launch
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole

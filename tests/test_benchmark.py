@@ -14,7 +14,7 @@ from processes import run_ranks
 from torch import nn
 
 from utils.benchmark import Benchmark, Settings, read_settings
-from utils.data.synthetic import SyntheticLoader
+from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.logs import SilentLogs

@@ -18,14 +18,14 @@ import torch
 import train
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
-from utils.data.dali import DaliLoader
-from utils.data.feeder import memory_format
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.npy import open_twins
-from utils.data.gather import TritonGather, device_plan
-from utils.data.native import NativeLoader
+from utils.data.loaders.crop_kernels import TritonGather, device_plan
+from utils.data.loaders.dali import DaliLoader
+from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.prefetcher import memory_format
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError

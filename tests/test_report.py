@@ -10,7 +10,7 @@ import torch
 from processes import run_ranks
 
 from utils.data.files.hdf5 import open_volume
-from utils.data.native import NativeLoader
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import Launch, World
 from utils.report import baseline_losses, closing_table

@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from utils.config import Section, parse_value
 from utils.data import Loader
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import appearing_whole

@@ -25,8 +25,8 @@ from utils.data import (
     open_split_twins,
     shuffle_plan,
 )
-from utils.data.dali import check_installed
 from utils.data.files.hdf5 import Volume, first_nonfinite
+from utils.data.loaders.dali import check_installed
 from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
 from utils.files import appearing_whole

@@ -18,8 +18,8 @@ from utils import data
 from utils.config import Config, load
 from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, build_loaders, choose, open_split, sample_plan
-from utils.data.dali import check_installed
-from utils.data.feeder import memory_format
+from utils.data.loaders.dali import check_installed
+from utils.data.loaders.prefetcher import memory_format
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 

@@ -10,7 +10,7 @@ from processes import run_ranks
 from networks import build_loss, build_network, initialise
 from utils.config import Optimizer
 from utils.data.files.hdf5 import open_volume
-from utils.data.native import NativeLoader
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import Launch, World
 from utils.optim.optimizers import build_optimizer

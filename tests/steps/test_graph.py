@@ -166,7 +166,7 @@ class ImitatedGraph:
 
 
 class ImitatedStream:
-    """Everything is done at once; tests/data/test_feeder.py tests the order that streams keep."""
+    """Everything is done at once; tests/data/loaders/test_prefetcher.py tests the order that streams keep."""
 
     def wait_stream(self, other: object) -> None:
         pass
@@ -316,7 +316,7 @@ def test_a_replay_that_is_not_finite_skips_its_update(device: str, optimizer: st
 
 
 def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(imitated) -> None:
-    """A loader offers it, see tests/data/test_feeder.py; steps without it have a graph of their own."""
+    """A loader offers it, see tests/data/loaders/test_prefetcher.py; steps without it have a graph of their own."""
     step, (slot,) = make(GraphStep, "sgd", "cpu"), buffers(1, "cpu")
     curve(step, [slot], WARMUP_STEPS)
     done: list[str] = []

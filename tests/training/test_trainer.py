@@ -18,7 +18,7 @@ from torch import nn
 from trainings import CLOCKS
 
 from utils.data import Loaders
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError

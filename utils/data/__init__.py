@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from utils.config import Config
-from utils.data import dali
-from utils.data.dali import DaliLoader
 from utils.data.datasets import Dataset, Labelled, find_dataset, open_dataset
-from utils.data.feeder import Batch
 from utils.data.files.hdf5 import Volume, open_volume, stage
 from utils.data.files.npy import Twins, open_twins
 from utils.data.files.page_cache import map_cached_pages, warm_page_cache
 from utils.data.files.shared_memory import room_for_copies, share_volume
-from utils.data.labelled import LabelledLoader
-from utils.data.native import NativeLoader
+from utils.data.loaders import dali
+from utils.data.loaders.classification import LabelledLoader
+from utils.data.loaders.dali import DaliLoader
+from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.prefetcher import Batch
+from utils.data.loaders.synthetic import SyntheticLoader
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan, ShufflePlan
-from utils.data.resident import ResidentLoader, check_fits, load_resident
-from utils.data.synthetic import SyntheticLoader
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.memory import GIB

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 
 from utils.data import Loaders
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError

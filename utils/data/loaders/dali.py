@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from utils.data import symmetry
-from utils.data.feeder import Batch
 from utils.data.files.file_guard import FileGuard
 from utils.data.files.npy import FIELDS, Twins
+from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.errors import LocalError, UserError
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import torch
 
 from utils.data.datasets import Labelled
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan, batch_rows
 
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from utils.data.crops import CropCopier
-from utils.data.feeder import Batch, StreamFeeder, copies, memory_format
 from utils.data.files.file_guard import FileGuard
 from utils.data.files.hdf5 import Volume
+from utils.data.loaders.crops import CropCopier
+from utils.data.loaders.prefetcher import Batch, StreamFeeder, copies, memory_format
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.errors import LocalError
 

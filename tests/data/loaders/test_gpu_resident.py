@@ -17,11 +17,12 @@ import torch
 from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
-from utils.data import gather, resident
-from utils.data.feeder import Batch, Fills, memory_format
 from utils.data.files.hdf5 import Volume, open_volume
+from utils.data.loaders import crop_kernels as gather
+from utils.data.loaders import gpu_resident as resident
+from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.prefetcher import Batch, Fills, memory_format
 from utils.data.plan import SamplePlan
-from utils.data.resident import ResidentLoader, check_fits, load_resident
 from utils.distributed import world as distributed
 from utils.distributed.world import Launch, World
 from utils.errors import UserError

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from utils.data import symmetry
-from utils.data.feeder import Batch
+from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import SamplePlan
 
 VolumeFile = Callable[..., Path]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from utils.data import symmetry
-from utils.data.crops import CropCopier
+from utils.data.loaders.crops import CropCopier
 
 BOX, CROP = 12, 5
 VECTORS = [(1, 2, 3)]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.data import feeder
-from utils.data.feeder import Batch, Fills, StreamFeeder, copies
+from utils.data.loaders import prefetcher as feeder
+from utils.data.loaders.prefetcher import Batch, Fills, StreamFeeder, copies
 from utils.side_work import SideWork
 
 SHAPE = (2, 3)

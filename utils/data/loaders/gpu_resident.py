@@ -14,12 +14,12 @@ from contextlib import closing
 
 import torch
 
-from utils.data.feeder import Batch, Fills, StreamFeeder
 from utils.data.files.file_guard import FileGuard
 from utils.data.files.hdf5 import DATASETS, Volume, prefetch
 from utils.data.files.shared_memory import share_volume
-from utils.data.gather import TorchCopier, TritonGather, device_plan
-from utils.data.native import NativeLoader
+from utils.data.loaders.crop_kernels import TorchCopier, TritonGather, device_plan
+from utils.data.loaders.prefetcher import Batch, Fills, StreamFeeder
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.distributed.world import World
 from utils.errors import UserError

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from utils.data import symmetry
-from utils.data.feeder import memory_format
+from utils.data.loaders.prefetcher import memory_format
 from utils.data.plan import EpochPlan
 from utils.errors import UserError
 

@@ -13,8 +13,8 @@ import torch
 from reference_samples import rank_batches
 
 from utils.data.datasets import Labelled
-from utils.data.feeder import Batch
-from utils.data.labelled import LabelledLoader
+from utils.data.loaders.classification import LabelledLoader
+from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError
 

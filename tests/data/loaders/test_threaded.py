@@ -14,7 +14,7 @@ from processes import wait_until
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.native import NativeLoader
+from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.errors import UserError
 

@@ -16,10 +16,11 @@ from processes import GENEROUS, context
 from reference_samples import VolumeFile
 
 from utils.convert_to_npy import convert
-from utils.data import dali, symmetry
-from utils.data.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
+from utils.data import symmetry
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.npy import Twins, open_twins
+from utils.data.loaders import dali
+from utils.data.loaders.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
 from utils.data.plan import SamplePlan
 from utils.errors import UserError, one_line_errors
 

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from utils.data import gather, symmetry
-from utils.data.feeder import memory_format
-from utils.data.gather import TritonGather, device_plan, gather_torch, walks
+from utils.data import symmetry
+from utils.data.loaders import crop_kernels as gather
+from utils.data.loaders.crop_kernels import TritonGather, device_plan, gather_torch, walks
+from utils.data.loaders.prefetcher import memory_format
 from utils.data.plan import EpochPlan
 from utils.errors import UserError
 

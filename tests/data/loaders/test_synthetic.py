@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from utils.data.synthetic import SyntheticLoader
+from utils.data.loaders.synthetic import SyntheticLoader
 
 
 def loader(samples: int = 10, drop_last: bool = True, **changed: Any) -> SyntheticLoader:

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from utils.data.feeder import Batch, memory_format
+from utils.data.loaders.prefetcher import Batch, memory_format
 from utils.data.plan import batch_rows
 
 

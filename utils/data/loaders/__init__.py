@@ -1,0 +1,1 @@
+"""One module per loader, and the kernels that cut crops."""
