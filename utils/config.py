@@ -72,7 +72,7 @@ class Optimizer(Section):
 
 
 class Dataset(Section):
-    """Labelled samples instead of volumes: one of utils/data/datasets.py's DATASETS, and where its files lie."""
+    """Labelled samples instead of volumes: one of utils/data/datasets/__init__.py's DATASETS, and where its files lie."""
 
     name: str | None = None
     directory: str = "./data"
