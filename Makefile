@@ -36,7 +36,7 @@ demo: $(READY) $(DEMO_DATA)
 data/demo_train.h5: SEED = 1
 data/demo_val.h5: SEED = 2
 $(DEMO_DATA): | $(READY)
-	$(BIN)/python -m utils.data.simulate --output $@ --grid 128 --seed $(SEED) --overwrite
+	$(BIN)/python -m utils.simulation --output $@ --grid 128 --seed $(SEED) --overwrite
 
 # The tests of a file stay in one process: what they share, such as a Slurm, is made once.
 PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 ))) --dist loadfile --no-loadscope-reorder

@@ -35,7 +35,7 @@ KEPT = ("config.yaml", "provenance.json", "metrics.jsonl", "out.log", "loss_curv
 
 @dataclass(frozen=True)
 class Box:
-    """A simulated volume that runs need: where, and `utils.data.simulate`'s options."""
+    """A simulated volume that runs need: where, and `utils.simulation.simulate`'s options."""
 
     path: str
     grid: int
@@ -107,7 +107,7 @@ def simulate(box: Box) -> None:
         return
     sys.stderr.write(f"simulating {box.path}, {box.grid}³ cells\n")
     options = ["--output", box.path, "--grid", str(box.grid), "--seed", str(box.seed)]
-    code = subprocess.run([sys.executable, "-m", "utils.data.simulate", *options], cwd=TOP).returncode
+    code = subprocess.run([sys.executable, "-m", "utils.simulation", *options], cwd=TOP).returncode
     if code != 0:
         raise UserError(f"simulating {box.path} failed with exit code {code}")
 

@@ -166,7 +166,7 @@ def check_here(config: Config, ranks: Sequence[int]) -> None:
         path = getattr(config, key)
         if path is None or not os.path.exists(path):
             raise UserError(
-                f"no such file: {key} {path}; `make demo` makes the demo's, python -m utils.data.simulate others; "
+                f"no such file: {key} {path}; `make demo` makes the demo's, python -m utils.simulation others; "
                 f"or do without, by --data_loader_config=synthetic"
             )
 

@@ -18,7 +18,7 @@ from benchmarks.common import save
 
 def measure(grid: int, directory: str) -> dict[str, float]:
     """Wall seconds of the command, output written, and the peak of its resident memory in GiB."""
-    command = [sys.executable, "-m", "utils.data.simulate", "--output", str(Path(directory) / f"{grid}.h5")]
+    command = [sys.executable, "-m", "utils.simulation", "--output", str(Path(directory) / f"{grid}.h5")]
     started = time.perf_counter()
     subprocess.run([*command, "--grid", str(grid), "--seed", "1"], check=True)
     seconds = time.perf_counter() - started

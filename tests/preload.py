@@ -20,7 +20,7 @@ MODULES = (
     "evaluate",
     "export",
     "utils.convert_to_npy",
-    "utils.data.simulate",
+    "utils.simulation.simulate",
 )
 
 for name in MODULES:

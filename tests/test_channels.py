@@ -9,7 +9,7 @@ import pytest
 
 from utils.channels import input_channels, target_channels
 from utils.config import Transform
-from utils.data import gas
+from utils.simulation import gas
 
 KNOWN = target_channels(5, Transform())
 UNKNOWN = Transform(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)

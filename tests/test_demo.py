@@ -15,7 +15,7 @@ TOP = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_training_on_simulated_boxes_beats_simple_predictors(tmp_path, monkeypatch, capfd) -> None:
     pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
-    from utils.data.simulate import main as simulate
+    from utils.simulation.simulate import main as simulate
 
     monkeypatch.chdir(TOP)
     for name, seed in (("train", 1), ("val", 2)):

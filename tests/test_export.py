@@ -27,7 +27,7 @@ from train import build_model
 from utils import config as configs
 from utils.channels import input_channels, target_channels
 from utils.config import Config
-from utils.data import gas
+from utils.simulation import gas
 from utils.training import checkpoint
 from utils.training.resume import comparable
 

@@ -137,7 +137,7 @@ def open_file(path: str) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except FileNotFoundError:
-        raise UserError(f"no such file: {path}; make one with python -m utils.data.simulate, or set its path") from None
+        raise UserError(f"no such file: {path}; make one with python -m utils.simulation, or set its path") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
 

@@ -16,8 +16,8 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 
 from utils.channels import input_channels, target_channels
 from utils.config import Transform
-from utils.data import fourier, gas, linear_theory, particle_mesh, simulate
-from utils.data.simulate import SimulationOptions
+from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
+from utils.simulation.simulate import SimulationOptions
 
 LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, fixed_amplitude=True, threads=1)
 SMALL = SimulationOptions(grid=32, seed=3, threads=1)
@@ -317,6 +317,6 @@ def test_an_output_that_cannot_be_written_is_refused_first(
 
 
 def test_the_module_can_be_run(tmp_path: Path) -> None:
-    done = run(["-m", "utils.data.simulate", "--output", str(tmp_path), "--grid", "8"], tmp_path / "log")
+    done = run(["-m", "utils.simulation", "--output", str(tmp_path), "--grid", "8"], tmp_path / "log")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == f"error: output {tmp_path} is a directory; give the name of a file"

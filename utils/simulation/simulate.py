@@ -1,7 +1,7 @@
 """Makes training data: a particle-mesh N-body simulation, and gas painted on it by the closure of `gas.py`.
 
-    python -m utils.data.simulate --output train.h5 --grid 128 --seed 1
-    python -m utils.data.simulate --output valid.h5 --grid 128 --seed 2
+    python -m utils.simulation --output train.h5 --grid 128 --seed 1
+    python -m utils.simulation --output valid.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
 v_z, T, each about in [-1, 1]; the attributes hold what restores physical values. Needs about 60 bytes a cell.
@@ -25,9 +25,12 @@ import h5py
 import numpy as np
 from colossus.cosmology import cosmology as colossus
 
-from utils.data import gas
-from utils.data.fourier import forward, multiplied
-from utils.data.linear_theory import (
+from utils.errors import UserError, one_line_errors
+from utils.files import appearing_whole
+from utils.progress import Progress
+from utils.simulation import gas
+from utils.simulation.fourier import forward, multiplied
+from utils.simulation.linear_theory import (
     HIGHEST_REDSHIFT,
     GrowthClock,
     cosmology_names,
@@ -36,10 +39,7 @@ from utils.data.linear_theory import (
     make_cosmology,
     velocity_unit,
 )
-from utils.data.particle_mesh import evolve, lpt_particles, mass_and_momentum
-from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
-from utils.progress import Progress
+from utils.simulation.particle_mesh import evolve, lpt_particles, mass_and_momentum
 
 FORMAT_VERSION = 1
 DEFAULT_CELL = 0.5  # Mpc/h
@@ -190,7 +190,7 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     cosmology = make_cosmology(options.cosmology)
     parameters = {name: getattr(cosmology, name) for name in ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")}
     return {
-        "made_by": "utils.data.simulate: particle-mesh N-body simulation with a gas closure",
+        "made_by": "utils.simulation.simulate: particle-mesh N-body simulation with a gas closure",
         "format_version": FORMAT_VERSION,
         "grid": options.grid,
         "box_size_mpc_h": options.box_length,
@@ -249,13 +249,13 @@ def write(
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m utils.data.simulate --help")
+        raise UserError(f"{message}; see python -m utils.simulation --help")
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """The command line as options: every field of SimulationOptions is a flag."""
     parser = _Parser(
-        prog="python -m utils.data.simulate",
+        prog="python -m utils.simulation",
         description="Simulates a box of dark matter, paints gas on it and writes both as HDF5 training data.",
     )
     types = {"box_size": float, "start_redshift": float, "redshift": float, "output": str, "cosmology": str}

@@ -14,9 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from utils.data.fourier import backward, forward, in_order, in_slabs, inverse_gradient, inverse_square, multiplied, slab
-from utils.data.linear_theory import GrowthClock
 from utils.progress import Progress
+from utils.simulation.fourier import (
+    backward,
+    forward,
+    in_order,
+    in_slabs,
+    inverse_gradient,
+    inverse_square,
+    multiplied,
+    slab,
+)
+from utils.simulation.linear_theory import GrowthClock
 
 # Particles are deposited in this many slabs of the initial lattice whatever the number of threads, and slabs are summed
 # in their order: hence the same bits for any number of threads.

@@ -1,0 +1,1 @@
+"""The particle-mesh simulator that makes demonstration data."""
