@@ -36,7 +36,6 @@ from predict import (
     load_trained,
 )
 from utils import cli, logs
-from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data.files.hdf5 import Fields
 from utils.distributed import world as distributed
@@ -46,10 +45,11 @@ from utils.evaluation import during, figures, page, results
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
 from utils.files import directory_appearing_whole
+from utils.inference.channels import input_channels, target_channels
+from utils.inference.sliding_window import Painter, ReadPlanes, Slab
+from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users
-from utils.prediction import Painter, ReadPlanes, Slab
 from utils.progress import Progress
-from utils.tiling import Tiling, tile_volume
 
 NEAR_CELLS = 2  # from a tile's face: what counts as beside it
 SLAB_CELLS = 2**22  # at once, of a prediction that is read from a file

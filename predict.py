@@ -26,7 +26,6 @@ from networks.norms import ghost_batch
 from train import build_model
 from utils import cli, logs
 from utils import config as configs
-from utils.channels import Channel, target_channels
 from utils.config import Config
 from utils.data.files.hdf5 import Fields
 from utils.data.files.writer import GrowingVolume, check_target
@@ -34,10 +33,11 @@ from utils.distributed import world as distributed
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError, one_line_errors, value_errors_for_users
+from utils.inference.channels import Channel, target_channels
+from utils.inference.sliding_window import Painter, Predict
+from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users
-from utils.prediction import Painter, Predict
 from utils.progress import Progress, format_duration
-from utils.tiling import Tiling, tile_volume
 from utils.training.checkpoint import digest, read_weights, weights_file
 
 PRECISIONS = ("float32", "tf32", "bfloat16")

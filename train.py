@@ -23,7 +23,6 @@ from networks.norms import ghost_batch
 from utils import cli, logs, preflight, profiling, report
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
-from utils.channels import input_channels, target_channels
 from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
@@ -35,12 +34,13 @@ from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.evaluation import during
 from utils.evaluation.during import BoxEvaluation, NoEvaluation
 from utils.evaluation.statistics import Evaluation
+from utils.inference.channels import input_channels, target_channels
+from utils.inference.sliding_window import Painter
+from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import build_schedule
-from utils.prediction import Painter
 from utils.steps.eager import EagerStep, Metric, StepOptions
-from utils.tiling import Tiling, tile_volume
 from utils.training import resume
 from utils.training.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
 from utils.training.trainer import SaveOften, Trainer

@@ -25,8 +25,8 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from predict import Trained
 from train import build_model
 from utils import config as configs
-from utils.channels import input_channels, target_channels
 from utils.config import Config
+from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 from utils.training import checkpoint
 from utils.training.resume import comparable

@@ -20,15 +20,15 @@ from volume_files import smooth_field, write_volume
 
 import predict
 import train
-from utils.channels import target_channels
 from utils.config import Transform
 from utils.data.files.hdf5 import Fields
 from utils.data.files.writer import GrowingVolume
 from utils.distributed.signals import NoSignals, StopSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.prediction import Painter
-from utils.tiling import tile_volume
+from utils.inference.channels import target_channels
+from utils.inference.sliding_window import Painter
+from utils.inference.window_grid import tile_volume
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
 TOP = Path(__file__).parent.parent
@@ -112,7 +112,7 @@ def log_of(stderr: str) -> str:
 
 
 def expected_hydro(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool = True) -> np.ndarray:
-    """The tiled prediction without the command; tests/test_prediction.py tests it."""
+    """The tiled prediction without the command; tests/inference/test_sliding_window.py tests it."""
     network = predict.load_trained(str(run), torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
     tiling = tile_volume(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ class Dataset(Section):
 
 
 class Transform(Section):
-    """How physical values became channels, see utils/channels.py; None: unknown, so there are no physical units."""
+    """How physical values became channels, see utils/inference/channels.py; None: unknown, so there are no physical units."""
 
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
     velocity_scale_km_s: PositiveFloat | None = 1000.0  # x = velocity / scale

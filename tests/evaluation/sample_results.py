@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from volume_files import smooth_field
 
-from utils.channels import input_channels, target_channels
 from utils.config import Transform
 from utils.distributed.world import Launch, World
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
+from utils.inference.channels import input_channels, target_channels
 
 
 def sample_results(

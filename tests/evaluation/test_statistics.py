@@ -11,12 +11,12 @@ import torch
 from processes import run_ranks
 from volume_files import smooth_field
 
-from utils.channels import Channel, input_channels, target_channels
 from utils.config import Transform
 from utils.distributed.world import Launch, World
 from utils.evaluation.results import Results
 from utils.evaluation.spectra import Shells
 from utils.evaluation.statistics import Evaluation
+from utils.inference.channels import Channel, input_channels, target_channels
 
 CPU = torch.device("cpu")
 ONE = World(Launch("test"), CPU)

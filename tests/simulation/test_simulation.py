@@ -14,8 +14,8 @@ from processes import run
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
-from utils.channels import input_channels, target_channels
 from utils.config import Transform
+from utils.inference.channels import input_channels, target_channels
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from utils.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 from utils.evaluation.results import Results, telling_wavenumbers
 from utils.files import appearing_whole
+from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from utils.channels import Channel
 from utils.errors import UserError
 from utils.files import appearing_whole
+from utils.inference.channels import Channel
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 from utils.distributed.world import World
 from utils.evaluation.results import Distribution, Plane, Results
 from utils.evaluation.spectra import Shells
+from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
 # Bins are fixed before the first slab is seen: log10 from the emptiest voids to clusters, and of the gas in both.
 LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}

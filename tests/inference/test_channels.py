@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from utils.channels import input_channels, target_channels
 from utils.config import Transform
+from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 
 KNOWN = target_channels(5, Transform())

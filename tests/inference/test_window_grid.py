@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.tiling import cut, pieces, tile_volume
+from utils.inference.window_grid import cut, pieces, tile_volume
 
 CASES = [
     (size, tile, step, periodic)

@@ -15,8 +15,8 @@ from torch import nn
 from networks.unet import UNet
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.prediction import Painter, Predict, Slab
-from utils.tiling import tile_volume
+from utils.inference.sliding_window import Painter, Predict, Slab
+from utils.inference.window_grid import tile_volume
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SHAPES = [  # X, Y, Z, tile, step, periodic

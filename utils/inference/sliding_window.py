@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from utils.distributed.world import World
-from utils.tiling import Piece, Tiling, pieces
+from utils.inference.window_grid import Piece, Tiling, pieces
 
 # Input planes [C, n, Y, Z], float32, from `start` on; they never go beyond the volume's end.
 ReadPlanes = Callable[[int, int], np.ndarray]
