@@ -41,7 +41,9 @@ from utils.data.files.hdf5 import Fields
 from utils.distributed import world as distributed
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.evaluation import during, figures, page, results
+from utils.evaluation import callback as during
+from utils.evaluation import figures, results
+from utils.evaluation import html_report as page
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
 from utils.files import directory_appearing_whole

@@ -31,8 +31,8 @@ from utils.distributed import world as distributed
 from utils.distributed.signals import NoSignals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
-from utils.evaluation import during
-from utils.evaluation.during import BoxEvaluation, NoEvaluation
+from utils.evaluation import callback as during
+from utils.evaluation.callback import BoxEvaluation, NoEvaluation
 from utils.evaluation.statistics import Evaluation
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.sliding_window import Painter

@@ -13,7 +13,7 @@ from utils.data.loaders.prefetcher import Batch
 from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.evaluation.during import NoEvaluation
+from utils.evaluation.callback import NoEvaluation
 from utils.flops import counted
 from utils.logs import SilentLogs
 from utils.profiling import NoProfiler, annotate

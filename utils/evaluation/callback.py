@@ -16,7 +16,8 @@ from utils.data.files.file_guard import FileGuard
 from utils.data.files.hdf5 import Volume
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation import figures, page
+from utils.evaluation import figures
+from utils.evaluation import html_report as page
 from utils.evaluation import results as kept
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation

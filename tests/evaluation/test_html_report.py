@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from sample_results import sample_results
 
-from utils.evaluation import figures, page
+from utils.evaluation import figures
+from utils.evaluation import html_report as page
 from utils.evaluation.results import Results, telling_wavenumbers
 
 VOID = {"meta", "img"}

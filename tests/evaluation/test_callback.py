@@ -14,7 +14,8 @@ from processes import wait_until
 
 import train
 from utils.distributed.signals import StopSignals
-from utils.evaluation import during, figures
+from utils.evaluation import callback as during
+from utils.evaluation import figures
 from utils.evaluation.statistics import Evaluation
 from utils.logs import read_records
 from utils.training.checkpoint import read_weights
