@@ -35,7 +35,7 @@ from predict import (
     build_painter,
     load_trained,
 )
-from utils import cli, logs
+from utils import cli
 from utils.config import Config
 from utils.data.files.hdf5 import Fields
 from utils.distributed import world as distributed
@@ -52,6 +52,7 @@ from utils.inference.sliding_window import Painter, ReadPlanes, Slab
 from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users
 from utils.progress import Progress
+from utils.runs import logger as logs
 
 NEAR_CELLS = 2  # from a tile's face: what counts as beside it
 SLAB_CELLS = 2**22  # at once, of a prediction that is read from a file

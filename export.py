@@ -35,7 +35,7 @@ from torch.export import Dim
 
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from predict import Trained, load_trained
-from utils import cli, logs
+from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data.files.writer import check_target
@@ -43,6 +43,7 @@ from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
 from utils.inference.channels import Channel, input_channels, target_channels
+from utils.runs import logger as logs
 from utils.training.checkpoint import digest, weights_file
 
 CPU = torch.device("cpu")

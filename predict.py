@@ -24,7 +24,7 @@ from torch import nn
 
 from networks.norms import ghost_batch
 from train import build_model
-from utils import cli, logs
+from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data.files.hdf5 import Fields
@@ -38,6 +38,7 @@ from utils.inference.sliding_window import Painter, Predict
 from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users
 from utils.progress import Progress, format_duration
+from utils.runs import logger as logs
 from utils.training.checkpoint import digest, read_weights, weights_file
 
 PRECISIONS = ("float32", "tf32", "bfloat16")

@@ -20,7 +20,7 @@ from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
-from utils import cli, logs, preflight, profiling, report
+from utils import cli, preflight, profiling
 from utils import config as configs
 from utils.benchmark import Benchmark, read_settings
 from utils.config import Config
@@ -40,6 +40,8 @@ from utils.inference.window_grid import Tiling, tile_volume
 from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import build_schedule
+from utils.runs import logger as logs
+from utils.runs import summary as report
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training import resume
 from utils.training.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights

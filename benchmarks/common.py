@@ -17,7 +17,7 @@ from utils import cli
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.files import appearing_whole
-from utils.logs import provenance
+from utils.runs.logger import provenance
 
 RESULTS = Path(__file__).parent / "results"
 

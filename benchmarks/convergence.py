@@ -39,8 +39,8 @@ from utils.data.loaders.classification import LabelledLoader
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
-from utils.logs import provenance, read_records
 from utils.progress import format_duration
+from utils.runs.logger import provenance, read_records
 from utils.training.checkpoint import FOLDER, place, read_weights, saved_steps
 
 TOP = Path(__file__).parent.parent

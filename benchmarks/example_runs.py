@@ -26,8 +26,8 @@ from benchmarks.convergence import Condition, Training
 from utils.cli import positive, read_changes
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole, directory_appearing_whole
-from utils.logs import read_records
 from utils.progress import format_duration
+from utils.runs.logger import read_records
 
 TOP = Path(__file__).parent.parent
 KEPT = ("config.yaml", "provenance.json", "metrics.jsonl", "out.log", "loss_curves.png", "slices.png", "report.html")

@@ -32,7 +32,7 @@ from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import appearing_whole
-from utils.logs import provenance
+from utils.runs.logger import provenance
 
 # Of the whole time: what each part may take at most. What one leaves, the next ones have.
 SHARES = {"ladder": 0.42, "duels": 0.08, "ledger": 0.04, "convolutions": 0.15, "loaders": 0.08}

@@ -40,7 +40,7 @@ from utils.data.loaders.prefetcher import DEVICE_SLOTS, Batch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.flops import counted
-from utils.logs import device_name
+from utils.runs.logger import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep

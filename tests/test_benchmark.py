@@ -17,7 +17,7 @@ from utils.benchmark import Benchmark, Settings, read_settings
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.logs import SilentLogs
+from utils.runs.logger import SilentLogs
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -17,8 +17,8 @@ from utils import config as configs
 from utils.data import open_labelled
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import World
-from utils.logs import read_records
-from utils.report import label_baselines
+from utils.runs.logger import read_records
+from utils.runs.summary import label_baselines
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, newest
 

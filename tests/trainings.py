@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from utils import logs
+from utils.runs import logger as logs
 from utils.training import checkpoint
 from utils.training.checkpoint import BEST, FOLDER
 

@@ -17,7 +17,7 @@ from utils.distributed.signals import StopSignals
 from utils.evaluation import callback as during
 from utils.evaluation import figures
 from utils.evaluation.statistics import Evaluation
-from utils.logs import read_records
+from utils.runs.logger import read_records
 from utils.training.checkpoint import read_weights
 
 EVERY_EPOCH = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=1.0"]

@@ -22,9 +22,9 @@ from utils.data.loaders.prefetcher import Batch
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
-from utils.logs import SilentLogs
 from utils.optim.schedules import CosineSchedule
 from utils.profiling import NoProfiler
+from utils.runs.logger import SilentLogs
 from utils.steps import Step
 from utils.training import metrics
 from utils.training import trainer as trainers

@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.distributed.world import World, restarted
 from utils.errors import UserError
 from utils.files import recover
-from utils.logs import lock
+from utils.runs.logger import lock
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER, DamagedCheckpoint, Saved
 

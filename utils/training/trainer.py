@@ -15,9 +15,9 @@ from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.evaluation.callback import NoEvaluation
 from utils.flops import counted
-from utils.logs import SilentLogs
 from utils.profiling import NoProfiler, annotate
 from utils.progress import Progress, format_duration
+from utils.runs.logger import SilentLogs
 from utils.steps import Step
 from utils.training.checkpoint import NoSaving, Position
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean

@@ -17,8 +17,8 @@ from utils.data.files.hdf5 import CHANNEL_NAMES
 from utils.distributed.world import World
 from utils.evaluation import figures
 from utils.files import appearing_whole
-from utils.logs import SilentLogs, read_records
 from utils.progress import format_duration
+from utils.runs.logger import SilentLogs, read_records
 from utils.steps import Step
 from utils.training.trainer import FitResult
 

@@ -10,9 +10,10 @@ import pytest
 from trainings import CLOCKS, curves
 
 import train
-from utils import logs, report
+from utils.runs import logger as logs
+from utils.runs import summary as report
 
-TOP = Path(__file__).parent.parent
+TOP = Path(__file__).parent.parent.parent
 PICTURES = ["loss_curves.png", "slices.png"]
 
 

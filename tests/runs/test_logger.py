@@ -16,11 +16,11 @@ from disks import fill, small_disk
 from trainings import NoWaiting
 
 from utils import config as configs
-from utils import logs
 from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
+from utils.runs import logger as logs
 
-TOP = Path(__file__).parent.parent
+TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
 
 

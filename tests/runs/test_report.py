@@ -13,7 +13,7 @@ from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import Launch, World
-from utils.report import baseline_losses, closing_table
+from utils.runs.summary import baseline_losses, closing_table
 from utils.training.trainer import FitResult
 
 ALONE = World(Launch("test"), torch.device("cpu"))

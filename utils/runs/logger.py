@@ -336,7 +336,16 @@ def device_name(device: torch.device) -> str:
 
 def _git_commit() -> str:
     """The checkout's commit, with '-dirty' where files differ; 'unknown' outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent.parent),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty",
+        "--exclude=*",
+    ]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

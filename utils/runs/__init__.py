@@ -1,0 +1,1 @@
+"""The files of a run: directory, log, metrics, provenance, summary."""
