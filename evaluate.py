@@ -50,7 +50,7 @@ from utils.files import directory_appearing_whole
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.sliding_window import Painter, ReadPlanes, Slab
 from utils.inference.window_grid import Tiling, tile_volume
-from utils.memory import out_of_memory_for_users
+from utils.profiling.memory import out_of_memory_for_users
 from utils.progress import Progress
 from utils.runs import logger as logs
 

@@ -36,7 +36,7 @@ from utils.errors import Stopped, UserError, one_line_errors, value_errors_for_u
 from utils.inference.channels import Channel, target_channels
 from utils.inference.sliding_window import Painter, Predict
 from utils.inference.window_grid import Tiling, tile_volume
-from utils.memory import out_of_memory_for_users
+from utils.profiling.memory import out_of_memory_for_users
 from utils.progress import Progress, format_duration
 from utils.runs import logger as logs
 from utils.training.checkpoint import digest, read_weights, weights_file

@@ -20,9 +20,8 @@ from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
-from utils import cli, preflight, profiling
+from utils import cli
 from utils import config as configs
-from utils.benchmark import Benchmark, read_settings
 from utils.config import Config
 from utils.data import batch_like, build_loaders, offer_next_batch, open_box
 from utils.data.datasets import find_dataset
@@ -37,9 +36,12 @@ from utils.evaluation.statistics import Evaluation
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.sliding_window import Painter
 from utils.inference.window_grid import Tiling, tile_volume
-from utils.memory import out_of_memory_for_users, training_memory
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import build_schedule
+from utils.profiling import preflight
+from utils.profiling import profiler as profiling
+from utils.profiling.benchmark import Benchmark, read_settings
+from utils.profiling.memory import out_of_memory_for_users, training_memory
 from utils.runs import logger as logs
 from utils.runs import summary as report
 from utils.steps.eager import EagerStep, Metric, StepOptions

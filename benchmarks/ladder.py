@@ -39,7 +39,7 @@ from utils.data import Loaders, build_loaders, offer_next_batch
 from utils.data.loaders.prefetcher import DEVICE_SLOTS, Batch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
-from utils.flops import counted
+from utils.profiling.flops import counted
 from utils.runs.logger import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep

@@ -21,7 +21,7 @@ from utils.data.loaders.prefetcher import Batch
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import ConstantSchedule
-from utils.profiling import NoProfiler
+from utils.profiling.profiler import NoProfiler
 from utils.runs.logger import SilentLogs
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import NoSaving, Position

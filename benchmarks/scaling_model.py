@@ -62,7 +62,7 @@ from utils import config as configs
 from utils.data import batch_like
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.files import appearing_whole
-from utils.flops import Flops, counted
+from utils.profiling.flops import Flops, counted
 
 MEBIBYTE = 2**20
 ALL_ON_ONE_NODE = 2**30

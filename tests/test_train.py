@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import train
-from utils import benchmark
 from utils.data import Loaders
+from utils.profiling import benchmark
 from utils.steps.eager import EagerStep
 from utils.training.trainer import Trainer
 

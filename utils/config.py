@@ -105,7 +105,7 @@ class VectorChannels(Section):
 
 
 class Profile(Section):
-    """Under enable_manual_profiling: which steps, on which ranks, with what; see utils/profiling.py."""
+    """Under enable_manual_profiling: which steps, on which ranks, with what; see utils/profiling/profiler.py."""
 
     first_step: Count | None = None  # of the whole training; None: the sixth of the second epoch
     steps: Positive = 30

@@ -23,7 +23,7 @@ from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import CosineSchedule
-from utils.profiling import NoProfiler
+from utils.profiling.profiler import NoProfiler
 from utils.runs.logger import SilentLogs
 from utils.steps import Step
 from utils.training import metrics

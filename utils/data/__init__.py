@@ -26,7 +26,7 @@ from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import SamplePlan, ShufflePlan
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.memory import GIB
+from utils.profiling.memory import GIB
 from utils.side_work import SideWork
 
 SPLITS = ("train", "valid")

@@ -23,7 +23,7 @@ from utils.evaluation.results import Results
 from utils.evaluation.statistics import Evaluation
 from utils.files import recover
 from utils.inference.sliding_window import Painter, ReadPlanes, Slab
-from utils.memory import out_of_memory_for_users
+from utils.profiling.memory import out_of_memory_for_users
 from utils.runs.logger import SilentLogs, read_records
 from utils.training.checkpoint import Position
 

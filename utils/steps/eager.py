@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.distributed.world import World
 from utils.optim.ema import Average, NoAverage, trained_weights
 from utils.optim.optimizers import load_state, saved_state, update
-from utils.profiling import annotate
+from utils.profiling.profiler import annotate
 from utils.side_work import SideWork
 from utils.steps.compile import Compiled, Traced
 from utils.steps.manual import ManualDataParallel

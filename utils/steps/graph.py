@@ -21,7 +21,7 @@ from torch import nn
 
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
-from utils.profiling import annotate
+from utils.profiling.profiler import annotate
 from utils.side_work import SideWork, Work
 from utils.steps.eager import EagerStep, Metric, StepOptions
 

@@ -14,8 +14,8 @@ from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.evaluation.callback import NoEvaluation
-from utils.flops import counted
-from utils.profiling import NoProfiler, annotate
+from utils.profiling.flops import counted
+from utils.profiling.profiler import NoProfiler, annotate
 from utils.progress import Progress, format_duration
 from utils.runs.logger import SilentLogs
 from utils.steps import Step

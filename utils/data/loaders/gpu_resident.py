@@ -23,7 +23,7 @@ from utils.data.loaders.threaded import NativeLoader
 from utils.data.plan import EpochPlan, SamplePlan, batch_rows
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.memory import GIB
+from utils.profiling.memory import GIB
 from utils.progress import Progress
 from utils.side_work import SideWork
 

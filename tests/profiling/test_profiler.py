@@ -21,9 +21,9 @@ from utils.config import Config, Profile, load
 from utils.distributed.signals import NoSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.profiling import NoProfiler, Nsys, TorchProfiler, WindowProfiler, annotate
+from utils.profiling.profiler import NoProfiler, Nsys, TorchProfiler, WindowProfiler, annotate
 
-TOP = Path(__file__).parent.parent
+TOP = Path(__file__).parent.parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RANGES = ("step", "data", "forward", "backward", "optimizer")
 

@@ -13,10 +13,10 @@ import torch
 from processes import run_ranks
 from torch import nn
 
-from utils.benchmark import Benchmark, Settings, read_settings
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
+from utils.profiling.benchmark import Benchmark, Settings, read_settings
 from utils.runs.logger import SilentLogs
 
 ALONE = World(Launch("test"), torch.device("cpu"))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_network
-from utils.flops import counted, matmul_peak
+from utils.profiling.flops import counted, matmul_peak
 
 
 class Several(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import train
-from utils.memory import activation_bytes
+from utils.profiling.memory import activation_bytes
 
-TOP = Path(__file__).parent.parent
+TOP = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture

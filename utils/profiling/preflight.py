@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from utils import config as configs
-from utils.benchmark import read_settings
 from utils.config import Config
 from utils.data import (
     SPLITS,
@@ -30,9 +29,10 @@ from utils.data.loaders.dali import check_installed
 from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
 from utils.files import appearing_whole
-from utils.memory import GIB, TrainingMemory, training_memory
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
+from utils.profiling.benchmark import read_settings
+from utils.profiling.memory import GIB, TrainingMemory, training_memory
 from utils.progress import Progress
 from utils.training.checkpoint import FOLDER, saved_steps
 

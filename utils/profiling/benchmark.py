@@ -25,12 +25,12 @@ from utils.data.loaders.prefetcher import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import appearing_whole
-from utils.flops import counted, matmul_peak
+from utils.profiling.flops import counted, matmul_peak
 from utils.progress import Progress
 from utils.runs.logger import SilentLogs
 from utils.steps import Step
 
-DEFAULT_SETTINGS = Path(__file__).parent.parent / "benchy-conf.yaml"
+DEFAULT_SETTINGS = Path(__file__).parent.parent.parent / "benchy-conf.yaml"
 
 
 class Trials(Section):

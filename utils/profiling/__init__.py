@@ -1,0 +1,1 @@
+"""Profiler, benchmark, and what is known of a run before it starts."""
