@@ -380,7 +380,7 @@ def _rewritten_calls(job: Job, device: torch.device, batch: int) -> Calls:
 def _rewrites() -> tuple[Callable[..., nn.Module], Callable[..., nn.Module]] | tuple[()]:
     """What takes the place of a Conv3d and of a ConvTranspose3d; empty where there is no such module."""
     try:
-        from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+        from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
     except ImportError:
         return ()
     return SpaceToDepthConv3d, DepthToSpaceConvTranspose3d

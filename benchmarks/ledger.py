@@ -31,7 +31,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
-    # networks/pointwise.py
+    # networks/fused.py
     ("pointwise", r"^(bias_activation|bias_relu_cat|activation_backward|l1|l1_backward)$"),
     (
         "pointwise",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
-from networks.initialisation import initialise
+from networks.init import initialise
 from networks.losses import CrossEntropyLoss, L1Loss
 from networks.metrics import METRICS, Metric
 from networks.unet import UNet

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks import pointwise
+from networks import fused as pointwise
 
 # Density channels hold ln(density / mean) / 14.
 LOG_DENSITY_SCALE = 14.0

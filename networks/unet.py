@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks import pointwise
+from networks import fused as pointwise
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
 from networks.norms import build_norm
-from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 

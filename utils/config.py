@@ -57,7 +57,9 @@ class Network(Section):
     name: str = "unet"
     width: Positive = 64
     scales: Positive | None = None
-    rewritten: list[Literal["down1", "last"]] = []  # layers as exact smaller convolutions; see networks/rewrites.py
+    rewritten: list[
+        Literal["down1", "last"]
+    ] = []  # layers as exact smaller convolutions; see networks/space_to_depth.py
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
-from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks import build_loss, build_network, initialise, pointwise
+from networks import build_loss, build_network, initialise
+from networks import fused as pointwise
 
 CHANNELS_LAST = torch.channels_last_3d
 SIZE = (3, 5, 4)  # of a sample's grid

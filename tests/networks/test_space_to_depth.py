@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from networks.rewrites import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
