@@ -28,9 +28,9 @@ import torch
 from predict import (
     INPUT,
     OUTPUT,
-    Manner,
+    InferenceOptions,
     Trained,
-    add_manner,
+    add_inference_options,
     agree_on_weights,
     build_painter,
     load_trained,
@@ -45,11 +45,11 @@ from utils.evaluation import callback as during
 from utils.evaluation import figures, results
 from utils.evaluation import html_report as page
 from utils.evaluation.results import Results
-from utils.evaluation.statistics import Evaluation
-from utils.files import directory_appearing_whole
+from utils.evaluation.statistics import VolumeStatistics
+from utils.files import atomic_directory
 from utils.inference.channels import input_channels, target_channels
-from utils.inference.sliding_window import Painter, ReadPlanes, Slab
-from utils.inference.window_grid import Tiling, tile_volume
+from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.profiling.memory import out_of_memory_for_users
 from utils.progress import Progress
 from utils.runs import logger as logs
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Manner):
+class Options(InferenceOptions):
     """What the command line says; the flags have these names."""
 
     input: str
@@ -99,11 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def evaluate(options: Options, world: World) -> None:
     """Every rank calls it; rank 0 writes."""
     output, trained, painter, weights = Path(options.output), None, None, None
-    with world.agreed():
+    with world.raise_together():
         check_directory(output, options.overwrite)
     if options.checkpoint is not None:
         weights = agree_on_weights(options.checkpoint, world)
-    with world.agreed():
+    with world.raise_together():
         trained = load_trained(str(weights), world.device) if weights is not None else None
         config = trained.config if trained else Config()
         nbody = Fields(options.input, INPUT, config.N_in_channels, config.transform)
@@ -121,7 +121,7 @@ def evaluate(options: Options, world: World) -> None:
         if trained is not None:
             painter = build_painter(trained, nbody, options, world)
     channels = target_channels(config.N_out_channels, config.transform)
-    evaluation = Evaluation(
+    evaluation = VolumeStatistics(
         channels,
         input_channels(config.N_in_channels, config.transform),
         nbody.shape,
@@ -152,14 +152,14 @@ def evaluate(options: Options, world: World) -> None:
             "The box is not periodic, which spectra and divergence take it to be: they are off beside its faces"
         )
     record = logs.provenance(world)
-    with world.agreed():
+    with world.raise_together():
         if world.is_root:
             write(output, found, tilings, options, record)
             log.info("report: %s", output / "report.html")
 
 
 def describe(
-    options: Options, weights: Path | None, trained: Trained | None, painter: Painter | None
+    options: Options, weights: Path | None, trained: Trained | None, painter: SlidingWindowPredictor | None
 ) -> dict[str, Any]:
     """Where the prediction comes from."""
     if trained is None or painter is None:
@@ -172,7 +172,7 @@ def read_slabs(inputs: Fields, predicted: Fields, world: World) -> Iterator[Slab
     (size, *plane), start = inputs.shape, 0
     thickness = max(1, SLAB_CELLS // (plane[0] * plane[1]))
     for number, start in enumerate(range(0, size, thickness)):
-        with world.agreed():
+        with world.raise_together():
             parts = [np.array(field.planes(start, min(start + thickness, size))) for field in (inputs, predicted)]
         yield Slab(number, start, *(torch.from_numpy(part).to(world.device) for part in parts))
 
@@ -181,9 +181,9 @@ def read_slabs(inputs: Fields, predicted: Fields, world: World) -> Iterator[Slab
 
 
 def judge_network(
-    painter: Painter,
+    painter: SlidingWindowPredictor,
     target: ReadPlanes,
-    evaluation: Evaluation,
+    evaluation: VolumeStatistics,
     about: Mapping[str, Any],
     options: Options,
     world: World,
@@ -192,10 +192,10 @@ def judge_network(
     shape = painter.tiling.shape
     with tempfile.TemporaryFile(dir=Path(options.output).absolute().parent) as scratch:
         first: np.ndarray | None = None
-        with world.agreed():
+        with world.raise_together():
             if world.is_root and not options.one_tiling:
                 first = room_for((painter.channels[1], *shape), scratch)
-        meter = Meter(painter.tiling)
+        meter = SeamError(painter.tiling)
 
         def see(slab: Slab, truth: torch.Tensor) -> None:
             meter.see(slab, truth)
@@ -209,10 +209,10 @@ def judge_network(
             [] if options.one_tiling else other_tilings(painter.tiling, not options.not_periodic)
         ):
             other = dataclasses.replace(painter, tiling=tiling, read=moved(painter.read, shift, shape))
-            meter, truths = Meter(tiling), moved(target, shift, shape)
+            meter, truths = SeamError(tiling), moved(target, shift, shape)
             for slab in painted(other, f"painting, {name}", world):
                 stop = slab.start + slab.predicted.shape[1]
-                with world.agreed():
+                with world.raise_together():
                     truth = torch.from_numpy(np.array(truths(slab.start, stop))).to(world.device)
                 before = None if first is None else moved(lambda a, b: first[:, a:b], shift, shape)(slab.start, stop)
                 meter.see(slab, truth, before)
@@ -236,13 +236,13 @@ def room_for(shape: tuple[int, ...], scratch: IO[bytes]) -> np.ndarray:
     return np.memmap(scratch, np.float32, "r+", shape=shape)
 
 
-def painted(painter: Painter, title: str, world: World) -> Iterator[Slab]:
+def painted(painter: SlidingWindowPredictor, title: str, world: World) -> Iterator[Slab]:
     """The painter's slabs, with a bar."""
     with Progress(title, painter.tiles(), "tiles", silent=not world.is_root) as progress:
         yield from painter.slabs(advance=progress.advance)
 
 
-def other_tilings(tiling: Tiling, periodic: bool) -> list[tuple[str, int, Tiling]]:
+def other_tilings(tiling: WindowGrid, periodic: bool) -> list[tuple[str, int, WindowGrid]]:
     """Name, cells by which the box is moved, tiles; those that fit the box."""
     shape, tile = tiling.shape, tiling.x.tile
     step = tiling.x.origins[1] - tiling.x.origins[0] if len(tiling.x.origins) > 1 else tile
@@ -250,9 +250,9 @@ def other_tilings(tiling: Tiling, periodic: bool) -> list[tuple[str, int, Tiling
     if periodic and step > 1:
         found.append(("moved by half a step", step // 2, tiling))
     if 2 * tile <= min(shape):
-        found.append(("tiles twice as large", 0, tile_volume(shape, 2 * tile, None, periodic)))
-    found.append(("a quarter overlapping", 0, tile_volume(shape, tile, max(1, 3 * tile // 4), periodic)))
-    found.append(("not overlapping", 0, tile_volume(shape, tile, tile, periodic)))
+        found.append(("tiles twice as large", 0, build_window_grid(shape, 2 * tile, None, periodic)))
+    found.append(("a quarter overlapping", 0, build_window_grid(shape, tile, max(1, 3 * tile // 4), periodic)))
+    found.append(("not overlapping", 0, build_window_grid(shape, tile, tile, periodic)))
     return found
 
 
@@ -271,10 +271,10 @@ def moved(read: ReadPlanes, shift: int, shape: tuple[int, int, int]) -> ReadPlan
     return planes
 
 
-class Meter:
+class SeamError:
     """Errors of one tiling's prediction, beside the faces of its tiles and elsewhere."""
 
-    def __init__(self, tiling: Tiling) -> None:
+    def __init__(self, tiling: WindowGrid) -> None:
         self._tiling, self._near = tiling, tiling.near_faces(NEAR_CELLS)
         self._errors, self._cells = np.zeros(2), np.zeros(2)  # elsewhere, beside faces
         self._difference = 0.0
@@ -332,7 +332,7 @@ def write(
     }
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with directory_appearing_whole(output) as partial:
+        with atomic_directory(output) as partial:
             results.save(found, partial / "evaluation.npz")
             (partial / "evaluation.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
             draw(partial, found, history, tilings, records, record)
@@ -397,7 +397,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     parser.add_argument("--one_tiling", action="store_true", help="do not compare with other ways to cut the box")
-    add_manner(parser)
+    add_inference_options(parser)
     return Options(**vars(parser.parse_args(argv)))
 
 

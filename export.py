@@ -41,7 +41,7 @@ from utils.config import Config
 from utils.data.files.writer import check_target
 from utils.distributed.world import Launch, World
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.inference.channels import Channel, input_channels, target_channels
 from utils.runs import logger as logs
 from utils.training.checkpoint import digest, weights_file
@@ -84,7 +84,7 @@ def export(options: Options) -> None:
     about = {**describe(trained, options), "weights_sha256": digest(weights)}
     content = kind.pack(network, trained.config, json.dumps(about, indent=2, allow_nan=False))
     try:
-        with appearing_whole([target]) as (partial,):
+        with atomic_write([target]) as (partial,):
             partial.write_bytes(content)
             with open(partial, "rb") as file:
                 written = kind.load(file)

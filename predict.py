@@ -28,14 +28,14 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data.files.hdf5 import Fields
-from utils.data.files.writer import GrowingVolume, check_target
+from utils.data.files.writer import ResumableHDF5Writer, check_target
 from utils.distributed import world as distributed
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError, one_line_errors, value_errors_for_users
 from utils.inference.channels import Channel, target_channels
-from utils.inference.sliding_window import Painter, Predict
-from utils.inference.window_grid import Tiling, tile_volume
+from utils.inference.sliding_window import Predict, SlidingWindowPredictor
+from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.profiling.memory import out_of_memory_for_users
 from utils.progress import Progress, format_duration
 from utils.runs import logger as logs
@@ -88,13 +88,13 @@ def load_trained(checkpoint: str, device: torch.device) -> Trained:
 
 def agree_on_weights(checkpoint: str, world: World) -> Path:
     """The weights file itself, the same on all ranks: a training that is under way moves the link to its best one."""
-    with world.agreed():
+    with world.raise_together():
         weights = weights_file(Path(checkpoint)).resolve()
     return world.gather_objects(weights)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class InferenceOptions:
     """How a box is painted; the flags have these names."""
 
     tile: int | None = None
@@ -106,7 +106,7 @@ class Manner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Manner):
+class Options(InferenceOptions):
     """What the command line says; the flags have these names."""
 
     checkpoint: str
@@ -128,10 +128,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def paint(options: Options, world: World, signals: StopSignals) -> None:
     """Predicts the input's gas and writes it; every rank calls it."""
-    with world.agreed():
+    with world.raise_together():
         check_target(Path(options.output), options.overwrite)
     weights = agree_on_weights(options.checkpoint, world)
-    with world.agreed():
+    with world.raise_together():
         trained = load_trained(str(weights), world.device)
         config = trained.config
         nbody = Fields(options.input, INPUT, config.N_in_channels, config.transform)
@@ -142,11 +142,11 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
             check_units(channels)
         painter = build_painter(trained, nbody, options, world)
         if world.is_root:
-            warn_of_scale(nbody)
+            warn_about_scale(nbody)
     with closing(nbody):
         record = logs.provenance(world)
-        volume: GrowingVolume | None = None
-        with world.agreed():
+        volume: ResumableHDF5Writer | None = None
+        with world.raise_together():
             if world.is_root:
                 volume = open_output(options, weights, trained, nbody, painter.tiling, channels, record)
         try:
@@ -163,7 +163,7 @@ def paint(options: Options, world: World, signals: StopSignals) -> None:
                 volume.close()
 
 
-def warn_of_scale(nbody: Fields) -> None:
+def warn_about_scale(nbody: Fields) -> None:
     """Says so where the first planes cannot be channels as a network is trained on, but physical values."""
     largest = float(np.abs(nbody.planes(0, min(PROBED_PLANES, nbody.shape[0]))).max())
     if largest > LIKELY_VALUE:
@@ -175,9 +175,9 @@ def warn_of_scale(nbody: Fields) -> None:
 
 def _write_slabs(
     options: Options,
-    painter: Painter,
+    painter: SlidingWindowPredictor,
     channels: Sequence[Channel],
-    volume: GrowingVolume | None,
+    volume: ResumableHDF5Writer | None,
     world: World,
     signals: StopSignals,
 ) -> None:
@@ -190,7 +190,7 @@ def _write_slabs(
         todo, silent = painter.tiles(first), not world.is_root
         with Progress(f"painting {options.output}", todo, "tiles", silent=silent) as progress:
             for slab in painter.slabs(first, progress.advance):
-                with world.agreed():
+                with world.raise_together():
                     if volume is not None:
                         volume.write(as_written(slab.predicted, channels, options.physical))
                 received = [name for name in world.gather_objects(signals.received) if name is not None]
@@ -200,7 +200,7 @@ def _write_slabs(
                         "Stopping after plane %d of %d: %s; the same command goes on", done, starts[-1], received[0]
                     )
                     raise Stopped
-    with world.agreed():
+    with world.raise_together():
         if volume is not None:
             volume.finish()
     shape = " × ".join(map(str, painter.tiling.shape))
@@ -226,17 +226,17 @@ def as_written(predicted: torch.Tensor, channels: Sequence[Channel], physical: b
     return written
 
 
-def build_painter(trained: Trained, nbody: Fields, manner: Manner, world: World) -> Painter:
+def build_painter(trained: Trained, nbody: Fields, manner: InferenceOptions, world: World) -> SlidingWindowPredictor:
     """UserError where the tiles do not suit the network or the box."""
     config = trained.config
     tile, block = manner.tile or config.data_size, 2**config.scales
     if tile % block:
         raise UserError(f"--tile {tile} is not a multiple of {block}, by which the network divides the grid")
-    tiling = tile_volume(nbody.shape, tile, manner.step, periodic=not manner.not_periodic)
+    tiling = build_window_grid(nbody.shape, tile, manner.step, periodic=not manner.not_periodic)
     batch_size = manner.batch_size or BATCH_SIZES[world.device.type]
     channels = (config.N_in_channels, config.N_out_channels)
     predict = build_predict(trained.network, manner.precision, world.device)
-    return Painter(predict, nbody.planes, tiling, channels, batch_size, world)
+    return SlidingWindowPredictor(predict, nbody.planes, tiling, channels, batch_size, world)
 
 
 def build_predict(network: nn.Module, precision: str, device: torch.device) -> Predict:
@@ -268,10 +268,10 @@ def open_output(
     weights: Path,
     trained: Trained,
     nbody: Fields,
-    tiling: Tiling,
+    tiling: WindowGrid,
     channels: Sequence[Channel],
     record: Mapping[str, Any],
-) -> GrowingVolume:
+) -> ResumableHDF5Writer:
     """The file to write, begun or taken up again, with all that says what is in it."""
     source = Path(options.input)
     status = source.stat()
@@ -307,7 +307,7 @@ def open_output(
     }
     datasets = dict.fromkeys([OUTPUT, PHYSICAL] if options.physical else [OUTPUT], shape)
     target = Path(options.output)
-    volume = GrowingVolume(target, datasets, about, made_of, options.overwrite)
+    volume = ResumableHDF5Writer(target, datasets, about, made_of, options.overwrite)
     if volume.changed:
         log.info("An unfinished %s was begun with other %s: starting over", target, ", ".join(volume.changed))
     return volume
@@ -316,7 +316,7 @@ def open_output(
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
-def add_manner(parser: argparse.ArgumentParser) -> None:
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
     """The flags that say how to paint."""
     how = parser.add_argument_group("how the box is painted")
     how.add_argument(
@@ -343,7 +343,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         "--physical", action="store_true", help=f"write {PHYSICAL}, too: units of the mean density, km/s, K"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    add_manner(parser)
+    add_inference_options(parser)
     return Options(**vars(parser.parse_args(argv)))
 
 

@@ -23,19 +23,19 @@ from networks.norms import ghost_batch
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.data import batch_like, build_loaders, offer_next_batch, open_box
+from utils.data import attach_pending_work, batch_like, build_loaders, open_box
 from utils.data.datasets import find_dataset
 from utils.data.files.hdf5 import Volume
 from utils.distributed import world as distributed
-from utils.distributed.signals import NoSignals, StopSignals
+from utils.distributed.signals import NullSignals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.evaluation import callback as during
-from utils.evaluation.callback import BoxEvaluation, NoEvaluation
-from utils.evaluation.statistics import Evaluation
+from utils.evaluation.callback import NullEvaluation, VolumeEvaluation
+from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import input_channels, target_channels
-from utils.inference.sliding_window import Painter
-from utils.inference.window_grid import Tiling, tile_volume
+from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import build_schedule
 from utils.profiling import preflight
@@ -46,7 +46,7 @@ from utils.runs import logger as logs
 from utils.runs import summary as report
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training import resume
-from utils.training.checkpoint import FOLDER, NoSaving, Position, Saved, Saving, read_weights
+from utils.training.checkpoint import FOLDER, Checkpoint, Checkpointer, NullCheckpointer, TrainState, read_weights
 from utils.training.trainer import SaveOften, Trainer
 
 # What a run leaves for the eye.
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, make_step: type[EagerStep] = EagerSt
         if options.preflight:
             check(options, config, make_step)
             return
-        signals = NoSignals() if config.enable_benchy else StopSignals(config.stop_signal)
+        signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
         seconds = config.timeouts
         with signals, distributed.connect(config.device, seconds.rendezvous, seconds.collective, seconds.hang) as world:
             logs.configure_logging(world.is_root)
@@ -79,7 +79,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
         metrics = build_metrics(config.metrics, config.labelled)
-    with world.agreed():
+    with world.raise_together():
         evaluated = plan_evaluation(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
     saved = resume.find(directory, options.resume, world) if settings is None else None
@@ -91,7 +91,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
         lambda: training_memory(config, lambda: build_model(config), lambda n: batch_like(config, n)).reserve,
     ) as loaders:
         step = build_step(config, world, network, loss, make_step, metrics)
-        offer_next_batch(loaders.train, step.beside)
+        attach_pending_work(loaders.train, step.beside)
         schedule = build_schedule(config)
         torch.manual_seed(config.seed + world.rank)
         position = begin(step, saved, options, world)
@@ -105,10 +105,10 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
             logging.getLogger().info("DONE ---- rank %d", world.rank)
             return
         with closing(logs.open_run(config, options.config, directory, world, resumed, complete)) as run_logs:
-            run_logs.line(f"Run directory: {directory}")
+            run_logs.info(f"Run directory: {directory}")
             for note in (*backends, *loaders.notes, *without_effect(config, world)):
-                run_logs.line(note)
-            run_logs.line(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+                run_logs.info(note)
+            run_logs.info(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
             if settings is not None:
                 benchmark = Benchmark(
                     step=step,
@@ -123,18 +123,20 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 )
                 benchmark.run(logs.provenance(world))
             else:
-                with world.agreed():
+                with world.raise_together():
                     if world.is_root and options.resume == "no" and saved is None:
                         resume.discard(directory)
                 for line in how_it_begins(options, config, saved, changed, position):
-                    run_logs.line(line)
+                    run_logs.info(line)
                 if complete:
-                    run_logs.line("The summary of this training is missing: it is written now, and nothing is trained")
+                    run_logs.info("The summary of this training is missing: it is written now, and nothing is trained")
                 start = ["weights of --init_from"] if options.init_from and saved is None else []
                 saved = None  # as large as the state itself
                 kept, folder = resume.comparable(config), directory / FOLDER
-                saving = Saving(folder, kept, config.checkpoint.keep_last) if world.is_root else NoSaving()
-                with world.agreed():
+                saving = (
+                    Checkpointer(folder, kept, config.checkpoint.keep_last) if world.is_root else NullCheckpointer()
+                )
+                with world.raise_together():
                     if world.is_root:
                         during.forget_after(directory / during.FOLDER, -1 if resumed is None else resumed)
                         report.forget_summary(directory)
@@ -163,7 +165,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 run_logs.hparams(config, final, result.steps + 1)
                 find_baselines = report.label_baselines if config.labelled else report.baseline_losses
                 baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
-                with world.agreed():
+                with world.raise_together():
                     if world.is_root:
                         pictures = []
                         try:
@@ -175,7 +177,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                         except OSError as error:  # what counts is done
                             run_logs.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
                         table = report.closing_table(result, baselines, directory, *start)
-                        run_logs.line(
+                        run_logs.info(
                             "\n  ".join(
                                 [
                                     "Result:",
@@ -194,7 +196,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     logging.getLogger().info("DONE ---- rank %d", world.rank)
 
 
-def plan_evaluation(config: Config) -> tuple[Volume, Tiling] | None:
+def plan_evaluation(config: Config) -> tuple[Volume, WindowGrid] | None:
     """The validation box and how it will be cut, where evaluation.every_epochs asks for it; UserError if it cannot be.
 
     Before anything is written: what cannot be evaluated at an epoch's end must not begin.
@@ -204,22 +206,22 @@ def plan_evaluation(config: Config) -> tuple[Volume, Tiling] | None:
         return None
     volume = open_box(config, "valid")
     try:
-        return volume, tile_volume((volume.box,) * 3, options.tile or config.data_size, options.step)
+        return volume, build_window_grid((volume.box,) * 3, options.tile or config.data_size, options.step)
     except UserError as error:
         raise UserError(f"evaluation.tile, evaluation.step: {error}") from None
 
 
 def build_evaluation(
     config: Config,
-    planned: tuple[Volume, Tiling] | None,
+    planned: tuple[Volume, WindowGrid] | None,
     step: EagerStep,
     world: World,
     directory: Path,
-    run_logs: logs.SilentLogs,
-) -> NoEvaluation:
+    run_logs: logs.NullLogger,
+) -> NullEvaluation:
     """What evaluation.every_epochs asks for: predictions of the whole validation box, judged by physics."""
     if planned is None:
-        return NoEvaluation()
+        return NullEvaluation()
     assert config.local_batch_size is not None
     volume, tiling = planned
     options = config.evaluation
@@ -230,12 +232,12 @@ def build_evaluation(
     read, target = during.volume_planes(volume)
     # As much at once as in training, or less.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // tiling.x.tile**3)
-    painter = Painter(step.predict, read, tiling, (len(inputs), len(targets)), batch_size, world)
+    painter = SlidingWindowPredictor(step.predict, read, tiling, (len(inputs), len(targets)), batch_size, world)
     vectors = config.vector_channels.targets
-    return BoxEvaluation(
+    return VolumeEvaluation(
         painter,
         target,
-        lambda: Evaluation(targets, inputs, tiling.shape, volume.cell, world, vectors),
+        lambda: VolumeStatistics(targets, inputs, tiling.shape, volume.cell, world, vectors),
         every_epochs=options.every_epochs,
         budget=options.budget,
         num_epochs=config.num_epochs,
@@ -246,7 +248,7 @@ def build_evaluation(
     )
 
 
-def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: World) -> Position:
+def begin(step: EagerStep, saved: Checkpoint | None, options: cli.Options, world: World) -> TrainState:
     """Gives the step what it starts with, and says where that is; raises UserError where it does not fit."""
     source: object = saved.path if saved else options.init_from
     try:
@@ -255,18 +257,18 @@ def begin(step: EagerStep, saved: Saved | None, options: cli.Options, world: Wor
             resume.restore_random(saved, world)
             return saved.position
         if options.init_from is not None:
-            with world.agreed():
+            with world.raise_together():
                 step.load_weights(read_weights(Path(options.init_from))["network"])
     except UserError:
         raise
     except ValueError as error:
         remedy = "give it a --run_num of its own" if saved else "name a run of the same network"
         raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
-    return Position()
+    return TrainState()
 
 
 def how_it_begins(
-    options: cli.Options, config: Config, saved: Saved | None, changed: list[str], position: Position
+    options: cli.Options, config: Config, saved: Checkpoint | None, changed: list[str], position: TrainState
 ) -> list[str]:
     """Lines for the log."""
     if saved is None:
@@ -360,10 +362,10 @@ def build_objective(config: Config) -> nn.Module:
     return build_loss(config.loss, config.labelled, **options)
 
 
-def build_profiler(config: Config, world: World, directory: Path) -> profiling.NoProfiler:
+def build_profiler(config: Config, world: World, directory: Path) -> profiling.NullProfiler:
     """What --enable_manual_profiling asks for; raises UserError, on every rank, where it cannot be had."""
     if not config.enable_manual_profiling:
-        return profiling.NoProfiler()
+        return profiling.NullProfiler()
     profile, on_gpu = config.profile, world.device.type == "cuda"
     with_nsys = profile.profiler == "nsys" or (profile.profiler == "auto" and on_gpu)
     if with_nsys and not on_gpu:
@@ -380,7 +382,7 @@ def build_profiler(config: Config, world: World, directory: Path) -> profiling.N
             f"lower it, or raise num_epochs"
         )
     if profile.ranks == "root" and not world.is_root:
-        return profiling.NoProfiler()
+        return profiling.NullProfiler()
     tool: profiling.Nsys | profiling.TorchProfiler = profiling.Nsys()
     if not with_nsys:
         tool = profiling.TorchProfiler(directory, on_gpu, world.rank if profile.ranks == "all" else None)

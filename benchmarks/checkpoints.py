@@ -16,11 +16,11 @@ import torch
 from benchmarks.common import Parser, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
 from utils.cli import positive
-from utils.config import Config, Optimizer
+from utils.config import Config, OptimizerConfig
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep
-from utils.training.checkpoint import Position, Saving
+from utils.training.checkpoint import Checkpointer, TrainState
 
 RATE = 1e-4
 
@@ -48,7 +48,9 @@ def measure(options: argparse.Namespace) -> None:
     network = build_network("unet", options.crop, width=options.width, scales=options.scales)
     initialise(network, torch.Generator().manual_seed(0))
     network.to(world.device)
-    step = EagerStep(network, build_loss("l1"), build_optimizer(Optimizer(), network.named_parameters(), RATE), world)
+    step = EagerStep(
+        network, build_loss("l1"), build_optimizer(OptimizerConfig(), network.named_parameters(), RATE), world
+    )
     step(inputs, targets, RATE)
 
     def wait() -> None:
@@ -56,8 +58,8 @@ def measure(options: argparse.Namespace) -> None:
             torch.cuda.synchronize()
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        saving = Saving(Path(folder) / "checkpoints", Config().model_dump(), keep_last=2)
-        at = Position()
+        saving = Checkpointer(Path(folder) / "checkpoints", Config().model_dump(), keep_last=2)
+        at = TrainState()
         seconds: dict[str, list[float]] = {"without": [], "with": [], "pause": [], "written after": []}
         for trial in range(options.trials + 1):
             for kind in ("without", "with") if trial % 2 else ("with", "without"):

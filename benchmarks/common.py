@@ -16,7 +16,7 @@ import torch
 from utils import cli
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.runs.logger import provenance
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,7 +55,7 @@ def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
     path = directory / f"{name}.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with appearing_whole([path]) as (partial,):
+        with atomic_write([path]) as (partial,):
             partial.write_text(json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None

@@ -35,10 +35,10 @@ from utils import config as configs
 from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data import open_labelled
-from utils.data.loaders.classification import LabelledLoader
+from utils.data.loaders.classification import ClassificationLoader
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.runs.logger import provenance, read_records
 from utils.training.checkpoint import FOLDER, place, read_weights, saved_steps
@@ -111,8 +111,8 @@ def _unet() -> Study:
 def _quality() -> Study:
     """The original's recipe at the demo's scale, and what may learn more from each sample: one change at a time.
 
-    A mean's decay of 0.98 is never reached in these 400 steps; see utils/optim/ema.py. Tried with one seed and left out,
-    since they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20
+    A mean's decay of 0.98 is never reached in these 400 steps; see utils/optim/ema.py. Tried with one seed and not
+    included, since they were no better than what they changed: half the rate; 8 times the rate, against 4 times; a warm-up of 20
     steps. The study `layers` has first weights and norms.
     """
     small = {"network.width": 8, "Nsamples": 400, "num_epochs": 8, "report_baselines": False, "report_pictures": False}
@@ -259,7 +259,7 @@ def training_accuracy(config: Config, directory: Path) -> float:
     network.eval()
     dataset, splits = open_labelled(config)
     samples = len(splits["train"].labels)
-    loader = LabelledLoader(
+    loader = ClassificationLoader(
         splits["train"], ShufflePlan(samples, samples, split="valid"), batch_size=500, scale=dataset.scale
     )
     with torch.no_grad():
@@ -393,7 +393,7 @@ def draw_samples(study: Study, summaries: Sequence[Mapping[str, Any]], path: Pat
     for axes in (ends, samples):
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         figure.savefig(partial, dpi=120, format="png")
     plt.close(figure)
 
@@ -427,7 +427,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
         axes.grid(alpha=0.3, which="both")
     grid[0].set_ylabel(study.label)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         figure.savefig(partial, dpi=120, format="png")
     plt.close(figure)
 
@@ -465,7 +465,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = (samples_table if study.per_sample else table)(study, summaries)
     result = {"study": options.study, "settings": settings(options), "conditions": summaries}
     path = save(f"convergence_{options.study}", result, options.output)
-    with appearing_whole([path.with_suffix(".md")]) as (partial,):
+    with atomic_write([path.with_suffix(".md")]) as (partial,):
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     (draw_samples if study.per_sample else draw)(study, summaries, path.with_suffix(".png"))
     sys.stdout.write("\n".join([*lines, f"results: {path}, .md and .png beside it"]) + "\n")

@@ -25,7 +25,7 @@ from benchmarks.common import Parser, save, settings
 from benchmarks.convergence import Condition, Training
 from utils.cli import positive, read_changes
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole, directory_appearing_whole
+from utils.files import atomic_directory, atomic_write
 from utils.progress import format_duration
 from utils.runs.logger import read_records
 
@@ -176,13 +176,13 @@ def draw(runs: Sequence[Mapping[str, Any]], goal: float, path: Path) -> None:
         axes.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("validation loss (mean absolute error)")
     panels[0].legend()
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         figure.savefig(partial, dpi=120, format="png")
 
 
 def keep(training: Training, logs: Path) -> None:
     """Copies what is fit to be shown of a run, without its checkpoints."""
-    with directory_appearing_whole(logs / training.condition.name) as partial:
+    with atomic_directory(logs / training.condition.name) as partial:
         for name in KEPT:
             if (training.directory / name).exists():
                 shutil.copy(training.directory / name, partial / name)
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = table(runs, chosen.goal)
     result = {"set": options.set, "settings": settings(options), "goal": goal, "runs": runs}
     path = save(f"example_runs_{options.set}", result, options.output)
-    with appearing_whole([path.with_suffix(".md")]) as (partial,):
+    with atomic_write([path.with_suffix(".md")]) as (partial,):
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     draw(runs, goal, path.with_suffix(".png"))
     for training in trainings:

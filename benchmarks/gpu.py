@@ -31,7 +31,7 @@ from benchmarks.ladder import Machine
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.runs.logger import provenance
 
 # Of the whole time: what each part may take at most. What one leaves, the next ones have.
@@ -233,9 +233,9 @@ def write(results: dict[str, Any], directory: Path, plot: bool = True) -> None:
             ladder.draw(results["ladder"], title, directory / "ladder.png")
         except Exception as error:
             results["skipped"]["ladder.png"] = f"{error}; python -m benchmarks.gpu --draw DIR"
-    with appearing_whole([directory / "results.json"]) as (data,):
+    with atomic_write([directory / "results.json"]) as (data,):
         data.write_text(json.dumps(results, indent=1) + "\n")
-    with appearing_whole([directory / "README.md"]) as (page,):
+    with atomic_write([directory / "README.md"]) as (page,):
         page.write_text(markdown(results))
 
 

@@ -35,7 +35,7 @@ from networks import build_network
 from utils import config as configs
 from utils.cli import SWITCHES, positive
 from utils.config import Config
-from utils.data import Loaders, build_loaders, offer_next_batch
+from utils.data import Loaders, attach_pending_work, build_loaders
 from utils.data.loaders.prefetcher import DEVICE_SLOTS, Batch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
@@ -187,7 +187,7 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
     loaders = machine.loaders(config)
     network, loss = train.build_model(config), train.build_objective(config)
     step = train.build_step(config, machine.world, network, loss, GraphStep if graph else EagerStep)
-    offer_next_batch(loaders.train, step.beside)
+    attach_pending_work(loaders.train, step.beside)
     batches = endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))

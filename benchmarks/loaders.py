@@ -33,15 +33,15 @@ from utils import config as configs
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.files.npy import Twins, open_twins
+from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.page_cache import drop_from_page_cache, map_cached_pages, warm_page_cache
 from utils.data.files.shared_memory import share_volume
 from utils.data.loaders import dali
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import ResidentLoader, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
 from utils.data.loaders.prefetcher import Batch
 from utils.data.loaders.synthetic import SyntheticLoader
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.errors import UserError
 from utils.steps import Step
@@ -102,13 +102,13 @@ def make_file(path: Path, box: int) -> None:
     partial.rename(path)
 
 
-def twins_of(path: Path) -> Twins:
+def twins_of(path: Path) -> NpyVolume:
     """The file's `.npy` twins, made if they are missing."""
     paths = tuple(str(path.with_name(f"{path.stem}_{suffix}.npy")) for suffix in ("data", "label"))
     if not all(Path(name).exists() for name in paths):
         convert(path, overwrite=True)
     volume = open_volume(path, CHANNELS)
-    return open_twins((paths[0], paths[1]), ("data", "label"), str(path), CHANNELS, volume.box, volume)
+    return open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), CHANNELS, volume.box, volume)
 
 
 # --- the loaders ---------------------------------------------------------------------------------------------------
@@ -143,12 +143,12 @@ class Sources:
         if name == "lowmem":
             warm_page_cache(volume.files, self.world)
             map_cached_pages(volume.files, (volume.inputs, volume.targets))
-            return NativeLoader(volume, **common)
+            return ThreadedCropLoader(volume, **common)
         if name == "resident" and self.world.device.type == "cuda":
             self._resident = self._resident or load_resident(volume, self.world, torch.float32)
-            return ResidentLoader(self._resident, **common)
+            return GpuResidentLoader(self._resident, **common)
         self._memory = self._memory or share_volume(volume, self.world)
-        return (ResidentLoader if name == "resident" else NativeLoader)(self._memory, **common)
+        return (GpuResidentLoader if name == "resident" else ThreadedCropLoader)(self._memory, **common)
 
     def files(self, name: str) -> tuple[str, ...]:
         return twins_of(self.path).paths if name == "dali-lowmem" else (str(self.path),)
@@ -181,7 +181,7 @@ def endless_plain(path: str, plan: SamplePlan, batch: int, workers: int) -> Gene
 
 
 def endless_dali(
-    twins: Twins,
+    twins: NpyVolume,
     plan: SamplePlan,
     batch: int,
     threads: int,

@@ -15,16 +15,16 @@ import torch
 from benchmarks.common import Parser, interleaved, save, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
 from utils.cli import positive
-from utils.config import Optimizer
+from utils.config import OptimizerConfig
 from utils.data import Loaders
 from utils.data.loaders.prefetcher import Batch
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import ConstantSchedule
-from utils.profiling.profiler import NoProfiler
-from utils.runs.logger import SilentLogs
+from utils.profiling.profiler import NullProfiler
+from utils.runs.logger import NullLogger
 from utils.steps.eager import EagerStep
-from utils.training.checkpoint import NoSaving, Position
+from utils.training.checkpoint import NullCheckpointer, TrainState
 from utils.training.trainer import Trainer
 
 RATE = 1e-4
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> None:
             torch.cuda.synchronize()
 
     bare = network()
-    bare_optimizer = build_optimizer(Optimizer(), bare.named_parameters(), RATE)
+    bare_optimizer = build_optimizer(OptimizerConfig(), bare.named_parameters(), RATE)
     loss = build_loss("l1")
 
     def bare_loop() -> float:
@@ -93,23 +93,25 @@ def measure(options: argparse.Namespace) -> None:
         return (time.perf_counter() - started) / options.steps
 
     trained = network()
-    step = EagerStep(trained, build_loss("l1"), build_optimizer(Optimizer(), trained.named_parameters(), RATE), world)
+    step = EagerStep(
+        trained, build_loss("l1"), build_optimizer(OptimizerConfig(), trained.named_parameters(), RATE), world
+    )
     batch = Batch(inputs, targets)
     trainer = Trainer(
         step=step,
         loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
         schedule=ConstantSchedule(RATE, warmup_steps=0),
         world=world,
-        logs=SilentLogs(),
-        saving=NoSaving(),
-        profiler=NoProfiler(),
+        logs=NullLogger(),
+        saving=NullCheckpointer(),
+        profiler=NullProfiler(),
         num_epochs=1,
         global_batch_size=options.batch,
         log_interval=50,
     )
 
     def trainer_loop() -> float:
-        trainer.at = Position()
+        trainer.at = TrainState()
         wait()
         started = time.perf_counter()
         trainer._train_epoch()

@@ -44,9 +44,9 @@ from utils import cli
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
-from utils.data import find_loader
+from utils.data import get_loader
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 
 REPOSITORY = Path(__file__).parent.parent
 PLAN, BENCHY, SUBMIT = "plan.json", "benchy.yaml", "submit.sh"
@@ -162,7 +162,7 @@ def check_here(config: Config, ranks: Sequence[int]) -> None:
         raise UserError(f"{max(ranks)} ranks need as many GPUs, and there are {gpus}; give fewer --ranks, or --sbatch")
     twins = [f"{split}_path_npy_{kind}" for split in ("train", "val") for kind in ("data", "label")]
     keys = {"hdf5": ["train_path", "val_path"], "npy": twins}
-    for key in keys.get(find_loader(config.data_loader_config).reads or "", []):
+    for key in keys.get(get_loader(config.data_loader_config).reads or "", []):
         path = getattr(config, key)
         if path is None or not os.path.exists(path):
             raise UserError(
@@ -192,7 +192,7 @@ def prepare(plan: Plan, directory: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
 
 

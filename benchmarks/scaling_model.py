@@ -61,7 +61,7 @@ from networks import build_network
 from utils import config as configs
 from utils.data import batch_like
 from utils.errors import UserError, one_line_errors, value_errors_for_users
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.profiling.flops import Flops, counted
 
 MEBIBYTE = 2**20
@@ -820,7 +820,7 @@ def run(options: argparse.Namespace, machines: Mapping[str, Machine]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Whole or not at all."""
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
 
 

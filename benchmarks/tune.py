@@ -38,7 +38,7 @@ from utils.config import Config
 from utils.data.loaders import dali
 from utils.distributed.world import read_launch
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import format_duration
 
 TOP = Path(__file__).resolve().parent.parent
@@ -631,7 +631,7 @@ def tune(options: argparse.Namespace, argv: Sequence[str]) -> None:
     header = _file_header(found, given.config, options.name, options.ranks, command)
     text = tuned_yaml(found, load(found.best.setting.changes), space, options.name, header)
     try:
-        with appearing_whole(files) as partials:
+        with atomic_write(files) as partials:
             partials[0].write_text(text, encoding="utf-8")
             partials[1].write_text(json.dumps(_record(found, given.config, notes, command), indent=2) + "\n")
     except OSError as error:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from networks import build_loss, build_network, initialise
-from utils.config import Optimizer
+from utils.config import OptimizerConfig
 from utils.distributed.world import Launch, World
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
@@ -35,7 +35,7 @@ def make_step(
 ) -> Any:
     """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are those of StepOptions."""
     network = (network or small_network()).to(world.device)
-    settings = Optimizer(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
+    settings = OptimizerConfig(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
     built = build_optimizer(settings, network.named_parameters(), RATE, kind.capturable)
     return kind(network, loss or build_loss("l1"), built, world, StepOptions(**options))
 

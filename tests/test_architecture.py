@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Libraries that training on existing data does not need; they are imported inside the functions that use them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules of the commands that make data, which may import the optional libraries.
-SIMULATION = {f"utils.data.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate")}
+SIMULATION = {
+    f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
+}
 # Unpickling, YAML's object construction and shells: each runs code that a file or a text names.
 UNSAFE = re.compile(
     r"^\s*(import|from) (cloudpickle|dill|joblib|pickle|shelve)\b|^\s*from yaml import|^\s*from torch import .*\bload\b"
@@ -88,7 +90,7 @@ def offenders(package: str, *forbidden: str) -> list[str]:
     modules = [module for module in SOURCES if within(module, package)]
     assert modules, package
     return [
-        f"{module}, line {found.line}: {found.name}"
+        f"{module}, line {found.info}: {found.name}"
         for module in modules
         for found in imports_of(module)
         if any(within(found.name, other) for other in forbidden)

@@ -28,7 +28,7 @@ from utils import cli, errors
 from utils.config import Config, load
 from utils.data import sample_plan
 from utils.optim.schedules import build_schedule
-from utils.training.checkpoint import Position, Saving, newest, read_weights
+from utils.training.checkpoint import Checkpointer, TrainState, newest, read_weights
 from utils.training.trainer import Trainer
 
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
@@ -187,7 +187,7 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
     directory = tmp_path / "test" / "1GPU" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    Saving(directory / "checkpoints", {}, 2).save(state, Position(step=1), is_best=False, last_chance=True)
+    Checkpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), is_best=False, last_chance=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 

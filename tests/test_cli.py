@@ -9,7 +9,7 @@ import pytest
 
 import train
 from utils import cli
-from utils.config import Config, Profile, flatten, load
+from utils.config import Config, ProfileConfig, flatten, load
 from utils.errors import UserError
 
 CONFIGS = "test: {enable_amp: True, global_batch_size: 64, Nsamples: 1024}\nplain: {enable_amp: False}"
@@ -60,7 +60,7 @@ def test_missing_switch_keeps_the_yamls_true(config_of: Any) -> None:
 
 def test_profiler_leaves_the_other_keys_of_its_section_unchanged(config_of: Any, tmp_path: Path) -> None:
     (tmp_path / "configs.yaml").write_text("test: {profile: {first_step: 3, profiler: torch}}")
-    assert config_of("--profiler=nsys").profile == Profile(first_step=3, profiler="nsys")
+    assert config_of("--profiler=nsys").profile == ProfileConfig(first_step=3, profiler="nsys")
     with pytest.raises(UserError, match=r"profile\.profiler: Input should be 'auto', 'nsys' or 'torch', not 'perf'"):
         config_of("--profiler=perf")
 

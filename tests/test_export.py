@@ -112,7 +112,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
     fields = dark_matter(2, 6, 5, 4)
     seen: list[torch.Tensor] = []
 
-    class Painter(nn.Module):
+    class SlidingWindowPredictor(nn.Module):
         """Five channels of four."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
             return y
 
     fields.requires_grad_()
-    physical = physical_network(Painter())(fields)
+    physical = physical_network(SlidingWindowPredictor())(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
         for sample in range(2):
             expected = gas.to_channels(values[sample].detach().numpy().copy())

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from utils.files import appearing_whole, directory_appearing_whole, recover
+from utils.files import atomic_directory, atomic_write, recover
 
 
 def write(path: Path, text: str) -> None:
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         partial.write_text(text)
 
 
 def write_directory(path: Path, text: str) -> None:
-    with directory_appearing_whole(path) as partial:
+    with atomic_directory(path) as partial:
         (partial / "one").write_text(text)
         (partial / "two").write_text(text)
 
@@ -46,7 +46,7 @@ def test_a_write_that_fails_anywhere_leaves_the_earlier_content_and_nothing_else
         raise error
 
     def fail_half_way() -> None:
-        with appearing_whole([target]) if kind == "file" else directory_appearing_whole(target) as partial:
+        with atomic_write([target]) if kind == "file" else atomic_directory(target) as partial:
             (partial[0] if isinstance(partial, list) else partial / "one").write_text("half")
             raise error
 

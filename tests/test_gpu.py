@@ -19,14 +19,14 @@ import train
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import open_volume
-from utils.data.files.npy import open_twins
+from utils.data.files.npy import open_npy_volume
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import memory_format
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.distributed.signals import NoSignals
+from utils.distributed.signals import NullSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
@@ -72,7 +72,7 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, vol
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, 16, 8, seed=1)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    host, device = (NativeLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    host, device = (ThreadedCropLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda"))
     assert_same_batches(device, host, unfinished=False)
 
 
@@ -90,8 +90,8 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
     paths = tuple(str(copy) for copy in convert(path))
     plan = SamplePlan(203, 16, 8, seed=1, split=split)
     options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    copies = open_twins((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
-    host = NativeLoader(open_volume(path, (4, 5)), plan, **options)
+    copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
+    host = ThreadedCropLoader(open_volume(path, (4, 5)), plan, **options)
     assert_same_batches(DaliLoader(copies, plan, device=torch.device("cuda", 0), **options), host)
 
 
@@ -106,7 +106,7 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
     for name in ("cpu", "cuda"):
         device = torch.device(name)
         loaded = load_resident(volume, World(Launch("single process"), device), dtype)
-        loaders.append(ResidentLoader(loaded, plan, device=device, **options))
+        loaders.append(GpuResidentLoader(loaded, plan, device=device, **options))
     host, device = loaders
     assert_same_batches(device, host)
 
@@ -241,7 +241,7 @@ def test_copy_for_a_checkpoint_is_of_its_moment_and_in_pinned_memory() -> None:
     assert not host.take({"network": {"weights": weights}})[0]
 
 
-class Interrupted(NoSignals):
+class Interrupted(NullSignals):
     """A signal arrives during the step of that number in this process."""
 
     def __init__(self, after: int) -> None:

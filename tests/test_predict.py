@@ -20,15 +20,15 @@ from volume_files import smooth_field, write_volume
 
 import predict
 import train
-from utils.config import Transform
+from utils.config import TransformConfig
 from utils.data.files.hdf5 import Fields
-from utils.data.files.writer import GrowingVolume
-from utils.distributed.signals import NoSignals, StopSignals
+from utils.data.files.writer import ResumableHDF5Writer
+from utils.distributed.signals import NullSignals, StopSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.inference.channels import target_channels
-from utils.inference.sliding_window import Painter
-from utils.inference.window_grid import tile_volume
+from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
 TOP = Path(__file__).parent.parent
@@ -115,16 +115,18 @@ def expected_hydro(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodi
     """The tiled prediction without the command; tests/inference/test_sliding_window.py tests it."""
     network = predict.load_trained(str(run), torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
-    tiling = tile_volume(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
+    tiling = build_window_grid(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
     world = World(Launch("test"), torch.device("cpu"))
-    painter = Painter(torch.no_grad()(network), lambda start, stop: field[:, start:stop], tiling, (4, 5), 7, world)
+    painter = SlidingWindowPredictor(
+        torch.no_grad()(network), lambda start, stop: field[:, start:stop], tiling, (4, 5), 7, world
+    )
     return np.concatenate([slab.predicted.numpy().copy() for slab in painter.slabs()], axis=1)
 
 
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path, nbody: Path) -> None:
     assert os.listdir(whole.parent) == ["hydro.h5"]
     weights = (run / FOLDER / BEST / WEIGHTS).resolve()
-    channels = target_channels(5, Transform())
+    channels = target_channels(5, TransformConfig())
     with h5py.File(whole) as file:
         assert list(file) == ["Hydro", "Hydro_physical"]
         hydro, physical = file["Hydro"], file["Hydro_physical"]
@@ -140,7 +142,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
         for name in ("box_size_mpc_h", "redshift", "seed", "cosmology"):
             assert attributes[name] == file.attrs[name]
     assert "gas_adiabatic_index" not in attributes, "it describes gas that the input does not have"
-    assert {key: attributes[key] for key in Transform.model_fields} == Transform().model_dump()
+    assert {key: attributes[key] for key in TransformConfig.model_fields} == TransformConfig().model_dump()
     content = read_weights(weights)
     assert attributes["made_by"] == "predict.py: a network's prediction"
     assert attributes["checkpoint"] == str(weights)
@@ -150,7 +152,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     assert "width: 4" in attributes["config"]
     assert (attributes["tile"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
-    fields = Fields(str(whole), "Hydro", 5, Transform())  # a training or evaluation can read it
+    fields = Fields(str(whole), "Hydro", 5, TransformConfig())  # a training or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     np.testing.assert_array_equal(fields.planes(3, 7), contents(whole)["Hydro"][:, 3:7])
     fields.close()
@@ -179,7 +181,7 @@ def test_a_checkpoint_may_be_named_by_its_directory_or_its_weights_file(run: Pat
 
 
 def predict_on(world: World, flags: list[str]) -> None:
-    predict.paint(predict.parse(flags), world, NoSignals())
+    predict.paint(predict.parse(flags), world, NullSignals())
 
 
 def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
@@ -192,9 +194,9 @@ def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tm
 
 def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Callable[..., None]:
     """A replacement for GrowingVolume.write that also calls `action` when the slab of that number is written."""
-    write, written = GrowingVolume.write, 0
+    write, written = ResumableHDF5Writer.write, 0
 
-    def write_and_act(self: GrowingVolume, values: Any) -> None:
+    def write_and_act(self: ResumableHDF5Writer, values: Any) -> None:
         nonlocal written
         written += 1
         if written == number and before:
@@ -212,7 +214,7 @@ def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Cal
 def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
     command: Any, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    enter, write, signals = StopSignals.__enter__, GrowingVolume.write, []
+    enter, write, signals = StopSignals.__enter__, ResumableHDF5Writer.write, []
 
     def remember(self: StopSignals) -> StopSignals:
         signals.append(self)
@@ -224,8 +226,8 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
 
     def predict_until(slab: int, *flags: str) -> tuple[int, str]:
         """SIGTERM arrives while that slab is written."""
-        monkeypatch.setattr(GrowingVolume, "write", write)
-        monkeypatch.setattr(GrowingVolume, "write", on_slab(slab, stop))
+        monkeypatch.setattr(ResumableHDF5Writer, "write", write)
+        monkeypatch.setattr(ResumableHDF5Writer, "write", on_slab(slab, stop))
         code, stderr = command(*flags)
         return code, log_of(stderr)
 
@@ -248,7 +250,7 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
 
 
 def predict_and_die(flags: list[str]) -> None:
-    GrowingVolume.write = on_slab(4, lambda: os.kill(os.getpid(), signal.SIGKILL), before=True)  # type: ignore[method-assign]
+    ResumableHDF5Writer.write = on_slab(4, lambda: os.kill(os.getpid(), signal.SIGKILL), before=True)  # type: ignore[method-assign]
     predict.main(flags)
 
 

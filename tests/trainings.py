@@ -51,7 +51,7 @@ def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
     return Path(expdir) / "test" / f"{ranks}GPU" / run_num
 
 
-def last(run: Path) -> checkpoint.Saved:
+def last(run: Path) -> checkpoint.Checkpoint:
     saved = checkpoint.newest(run / FOLDER)
     assert saved is not None
     return saved

@@ -30,7 +30,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class WeightInit(Section):
+class WeightInitConfig(Section):
     """Weights ~ N(0, conv_scale), biases constant; 'default': torch's own; 'glorot': uniform, by each layer's size."""
 
     conv_init: Literal["normal", "default", "glorot"] = "normal"
@@ -38,8 +38,8 @@ class WeightInit(Section):
     conv_bias: Finite = 0.0
 
 
-class LrSchedule(Section):
-    """Scaled start rate, linear warm-up, then half a cosine to end_lr, drops, or nothing; see utils/optim/schedules.py."""
+class LrScheduleConfig(Section):
+    """Learning rate: scaled start, linear warm-up, then half-cosine decay, steps or constant; see utils/optim/schedules.py."""
 
     shape: Literal["cosine", "step", "constant"] = "cosine"
     scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -51,7 +51,7 @@ class LrSchedule(Section):
     warmup_epochs: Rate = 0.0  # instead of warmup_steps
 
 
-class Network(Section):
+class NetworkConfig(Section):
     """`width`: channels of the first scale; `scales`: how often the crop is halved (full_scale decides if None)."""
 
     name: str = "unet"
@@ -63,7 +63,7 @@ class Network(Section):
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """One of utils/optim/optimizers.py's OPTIMIZERS; each takes what it knows of these."""
 
     name: str = "adam"
@@ -73,16 +73,16 @@ class Optimizer(Section):
     weight_decay: Rate = 0.0
 
 
-class Dataset(Section):
-    """Labelled samples instead of volumes: one of utils/data/datasets/__init__.py's DATASETS, and where its files lie."""
+class DatasetConfig(Section):
+    """Labelled samples instead of volumes: one of DATASETS in utils/data/datasets, and where its files lie."""
 
     name: str | None = None
     directory: str = "./data"
     verify: bool = True  # files must be the published ones, by their checksums
 
 
-class Transform(Section):
-    """How physical values became channels, see utils/inference/channels.py; None: unknown, so there are no physical units."""
+class TransformConfig(Section):
+    """How channels are made of physical values, see utils/inference/channels.py; None: unknown, without physical units."""
 
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
     velocity_scale_km_s: PositiveFloat | None = 1000.0  # x = velocity / scale
@@ -90,7 +90,7 @@ class Transform(Section):
     temperature_log10_scale: PositiveFloat | None = 2.5
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """Whole-volume predictions of the validation box during training, judged by physics; see utils/evaluation."""
 
     every_epochs: Count = 0  # 0: never
@@ -99,14 +99,14 @@ class Evaluation(Section):
     step: Positive | None = None  # cells from one tile to the next; None: half a tile
 
 
-class VectorChannels(Section):
+class VectorChannelsConfig(Section):
     """Channel triples that are the x, y, z components of a vector; all others are scalars."""
 
     inputs: list[list[Count]] = [[1, 2, 3]]
     targets: list[list[Count]] = [[1, 2, 3]]
 
 
-class Profile(Section):
+class ProfileConfig(Section):
     """Under enable_manual_profiling: which steps, on which ranks, with what; see utils/profiling/profiler.py."""
 
     first_step: Count | None = None  # of the whole training; None: the sixth of the second epoch
@@ -115,7 +115,7 @@ class Profile(Section):
     profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, else torch
 
 
-class Timeouts(Section):
+class TimeoutsConfig(Section):
     """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange, `hang` for a step (0: no limit)."""
 
     rendezvous: PositiveFloat = 600.0
@@ -123,7 +123,7 @@ class Timeouts(Section):
     hang: Rate = 600.0
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """When checkpoints are written beside each epoch's end, and how many stay beside the best; see checkpoint.py."""
 
     every_steps: Positive | None = None
@@ -135,7 +135,7 @@ class Config(Section):
     """Every key of a config; the first block is the original's, with its names and meaning."""
 
     # The original keys.
-    weight_init: WeightInit = WeightInit()
+    weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # False leaves the sixth scale out
     global_batch_size: Positive = 64  # samples a step over all ranks
@@ -148,7 +148,7 @@ class Config(Section):
     enable_benchy: bool = False  # measure throughput and end
     enable_jit: bool = False  # compile network and loss
     expdir: str = "/logs"  # runs go to <expdir>/<config>/<ranks>GPU/<run_num>
-    lr_schedule: LrSchedule = LrSchedule()
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data_loader_config: str = "lowmem"  # one of utils/data's LOADERS
     box_size: list[Positive] = Field(default=[1024, 512], min_length=2, max_length=2)  # cells: train, validation
     data_size: Positive = 64  # cells a side of a crop
@@ -171,11 +171,11 @@ class Config(Section):
 
     # What the original hard-coded.
     N_in_channels: Positive = 4
-    network: Network = Network()
-    dataset: Dataset = Dataset()
+    network: NetworkConfig = NetworkConfig()
+    dataset: DatasetConfig = DatasetConfig()
     loss: str = "l1"  # one of networks' LOSSES
     metrics: list[str] = []  # of networks' METRICS: measured beside the validation loss
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerConfig = OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
     tf32: bool = True  # float32 convolutions with 10 bits of mantissa on tensor cores; NVIDIA_TF32_OVERRIDE=0 wins
@@ -187,8 +187,8 @@ class Config(Section):
     log_noise_scale: bool = False  # on several ranks it adds a Python hook on every gradient bucket
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the weights' running mean, which is what is used
     loss_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
-    vector_channels: VectorChannels = VectorChannels()
-    transform: Transform = Transform()
+    vector_channels: VectorChannelsConfig = VectorChannelsConfig()
+    transform: TransformConfig = TransformConfig()
     symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
     resident_dtype: Literal["float32", "float16"] = "float32"  # of the volume in device memory
     channels_last: bool = False  # batches and network in memory as N, D, H, W, C
@@ -197,13 +197,13 @@ class Config(Section):
     static_graph: bool = False  # DDP: the same parameters take part in every step
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: what gradients are sent as
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    profile: Profile = Profile()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluation: Evaluation = Evaluation()
+    profile: ProfileConfig = ProfileConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     # Beside SIGTERM: save, and end with exit code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
     max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
-    timeouts: Timeouts = Timeouts()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
     report_pictures: bool = True  # end with loss curves, slices and evaluations as pictures, where matplotlib is there
 

@@ -26,7 +26,7 @@ if not __package__:  # started as a file: Python searches that file's directory,
 
 from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import Progress
 
 BUFFER_BYTES = 2**27  # each of two: what was read, and the same in the new order
@@ -114,7 +114,7 @@ def _check_outputs(targets: Sequence[Path], overwrite: bool, size: int) -> None:
 @contextlib.contextmanager
 def _writing(targets: Sequence[Path]) -> Iterator[list[Path]]:
     try:
-        with appearing_whole(targets) as partials:
+        with atomic_write(targets) as partials:
             yield partials
     except OSError as error:
         reason = error.strerror or error

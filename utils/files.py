@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def appearing_whole(targets: Sequence[Path]) -> Iterator[list[Path]]:
+def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
     """Paths to write to, beside the targets; the files take the targets' names in the end, or go if the block fails.
 
     What stood under those names stays until then. The temporary names lie in the same directory, since a rename does
@@ -33,7 +33,7 @@ def appearing_whole(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 @contextlib.contextmanager
-def directory_appearing_whole(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """A directory to write files to, beside the target; it takes the target's name, and place, in the end.
 
     Its files are on the disk by then; if the block fails, it goes.

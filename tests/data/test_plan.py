@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from utils.data import symmetry
-from utils.data.plan import EpochPlan, SamplePlan, batch_rows
+from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 
 # The random stream is fixed for good: a run resumed under another numpy must continue with the same crops.
 # Samples, box, crop, seed and split; epoch; origins; symmetries.
@@ -118,7 +118,7 @@ def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
 
 
 def rows(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[list[int]]:
-    return [list(range(samples)[selection]) for selection in batch_rows(samples, batch, rank, world, drop_last)]
+    return [list(range(samples)[selection]) for selection in rank_batches(samples, batch, rank, world, drop_last)]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

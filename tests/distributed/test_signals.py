@@ -18,7 +18,7 @@ import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
 from utils.distributed import signals as stopping
-from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
+from utils.distributed.signals import NullSignals, Request, StopCoordinator, StopSignals
 from utils.distributed.world import Launch, World
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER
@@ -77,7 +77,7 @@ def checkpoints(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
     return tmp_path / "test" / f"{ranks}GPU" / run_num / FOLDER
 
 
-def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Saved:
+def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
     saved = checkpoint.load(checkpoint.place(folder, int(step)))
@@ -124,7 +124,7 @@ def test_without_a_signal_the_process_is_left_as_it_was() -> None:
     with StopSignals() as signals:
         assert process_state() != before
     assert (signals.received, process_state()) == (None, before)
-    with NoSignals() as signals:
+    with NullSignals() as signals:
         assert process_state() == before
     assert signals.received is None
 
@@ -149,12 +149,12 @@ def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
     os.close(writer)
 
 
-def ask(world: World, wishes: dict[int, Wish]) -> list[int]:
+def ask(world: World, wishes: dict[int, Request]) -> list[int]:
     """The answers to a rank that has these wishes at these steps."""
-    agreement, answers = Agreement(world), []
+    agreement, answers = StopCoordinator(world), []
     for step in range(20):
-        answers.append(int(agreement.ask(wishes.get(step, Wish.GO_ON))))
-        if answers[-1] == Wish.STOP:
+        answers.append(int(agreement.ask(wishes.get(step, Request.GO_ON))))
+        if answers[-1] == Request.STOP:
             break
     agreement.close()
     return answers
@@ -162,17 +162,17 @@ def ask(world: World, wishes: dict[int, Wish]) -> list[int]:
 
 def ask_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
     """Answers, a sum by the same process group afterwards, and answers where ranks exchange every third step only."""
-    wishes: dict[int, dict[int, Wish]] = {0: {2: Wish.SAVE, 5: Wish.SAVE}, world.size - 1: {5: Wish.STOP}}
+    wishes: dict[int, dict[int, Request]] = {0: {2: Request.SAVE, 5: Request.SAVE}, world.size - 1: {5: Request.STOP}}
     answers = ask(world, wishes.get(world.rank, {}))
     summed = int(world.sum(torch.ones(())))
-    Agreement.RANKS_A_STEP = 1
-    stop = {9: Wish.STOP} if world.rank == world.size - 1 else {}
-    return answers, summed, ask(world, {world.rank: Wish.SAVE, **stop})
+    StopCoordinator.RANKS_A_STEP = 1
+    stop = {9: Request.STOP} if world.rank == world.size - 1 else {}
+    return answers, summed, ask(world, {world.rank: Request.SAVE, **stop})
 
 
 def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
     alone = World(Launch("single process"), torch.device("cpu"))
-    assert ask(alone, {2: Wish.SAVE, 5: Wish.STOP}) == [0, 0, 1, 0, 0, 2], "one rank waits for no other"
+    assert ask(alone, {2: Request.SAVE, 5: Request.STOP}) == [0, 0, 1, 0, 0, 2], "one rank waits for no other"
     (answers, summed, sparse), *others = run_ranks(ask_on_ranks, 3)
     assert others == [(answers, summed, sparse)] * 2
     assert answers == [0, 0, 0, 1, 0, 0, 2]

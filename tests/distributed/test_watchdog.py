@@ -19,7 +19,7 @@ from processes import GENEROUS, context, free_port, rank_variables, wait_until
 from utils import errors
 from utils.distributed import hub
 from utils.distributed import watchdog as watching
-from utils.distributed.hub import Event, Member, decide, describe
+from utils.distributed.hub import Event, RankStatus, decide, describe
 from utils.distributed.world import World, connect, run_script
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
 
@@ -30,11 +30,11 @@ NEVER = 2 * GENEROUS  # so that a busy machine makes no rank look hung
 # --- the decision --------------------------------------------------------------------------------------------------
 
 
-def members(*places: tuple[str, int], silent: int | None = None) -> dict[int, Member]:
+def members(*places: tuple[str, int], silent: int | None = None) -> dict[int, RankStatus]:
     """Ranks that have been at these places since 40 s; all but the silent one were heard of at 100 s."""
     numbers = {phase: number for number, phase in enumerate(hub.PHASES)}
     return {
-        rank: Member(f"node{rank}", 40.0 if rank == silent else 100.0, 40.0, (step, numbers[phase], 1))
+        rank: RankStatus(f"node{rank}", 40.0 if rank == silent else 100.0, 40.0, (step, numbers[phase], 1))
         for rank, (phase, step) in enumerate(places)
     }
 
@@ -50,7 +50,7 @@ STEP, DATA = ("step", 18), ("data", 18)
         (members(STEP, DATA, STEP, silent=2), "rank 2 (host node2) hangs at step 18 (step) for 60 s; it does not answ"),
     ],
 )
-def test_the_rank_that_all_wait_for_hangs(where: dict[int, Member], message: str) -> None:
+def test_the_rank_that_all_wait_for_hangs(where: dict[int, RankStatus], message: str) -> None:
     assert decide(where, [], 99.9, 60) is None
     verdict = decide(where, [], 100.1, 60)
     assert verdict is not None
@@ -131,9 +131,9 @@ def rank_1_hangs(world: World, folder: Path) -> None:
 
 def rank_0_is_suspended(world: World, folder: Path) -> None:
     """Once the others have heard that it trains."""
-    hear = Member.hear
+    hear = RankStatus.hear
 
-    def hear_and_record(member: Member, place: tuple[int, int, int], now: float) -> None:
+    def hear_and_record(member: RankStatus, place: tuple[int, int, int], now: float) -> None:
         hear(member, place, now)
         if place[0] == 17:
             (folder / f"{world.rank} heard").touch()
@@ -142,7 +142,7 @@ def rank_0_is_suspended(world: World, folder: Path) -> None:
         wait_until(lambda: world.watch.at("data", 17) or all((folder / f"{rank} heard").exists() for rank in (1, 2)))
         signal_myself(signal.SIGSTOP)
 
-    Member.hear = hear_and_record
+    RankStatus.hear = hear_and_record
     reduce_but(world, 0, suspend)
 
 

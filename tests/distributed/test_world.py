@@ -249,9 +249,9 @@ def test_single_rank_needs_no_process_group() -> None:
         assert world.node == ((0,), 0, None)
         world.broadcast_on_node(torch.tensor(2.0))
         world.barrier()
-        with pytest.raises(UserError, match=r"^wrong$"), world.agreed():
+        with pytest.raises(UserError, match=r"^wrong$"), world.raise_together():
             raise UserError("wrong")
-        with pytest.raises(KeyError), world.agreed():
+        with pytest.raises(KeyError), world.raise_together():
             raise KeyError("a bug stays a bug")
 
 
@@ -273,7 +273,7 @@ def try_to_agree(world: World, failures: list[dict[int, str]]) -> list[str]:
     seen = []
     for failing in failures:
         try:
-            with world.agreed():
+            with world.raise_together():
                 if failing.get(world.rank) == "user":
                     raise UserError(f"bad file on {world.rank}")
                 if failing.get(world.rank) == "common":

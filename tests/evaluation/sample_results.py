@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from volume_files import smooth_field
 
-from utils.config import Transform
+from utils.config import TransformConfig
 from utils.distributed.world import Launch, World
 from utils.evaluation.results import Results
-from utils.evaluation.statistics import Evaluation
+from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import input_channels, target_channels
 
 
@@ -25,8 +25,8 @@ def sample_results(
     rng = np.random.default_rng(seed)
     inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
-    transform, world = Transform(), World(Launch("test"), torch.device("cpu"))
+    transform, world = TransformConfig(), World(Launch("test"), torch.device("cpu"))
     kinds = target_channels(channels[1], transform), input_channels(channels[0], transform)
-    evaluation = Evaluation(*kinds, (box, box, box), about.get("cell"), world)
+    evaluation = VolumeStatistics(*kinds, (box, box, box), about.get("cell"), world)
     evaluation.add(0, inputs, torch.from_numpy(predicted), torch.from_numpy(target))
     return evaluation.results(about)

@@ -16,7 +16,7 @@ import train
 from utils.distributed.signals import StopSignals
 from utils.evaluation import callback as during
 from utils.evaluation import figures
-from utils.evaluation.statistics import Evaluation
+from utils.evaluation.statistics import VolumeStatistics
 from utils.runs.logger import read_records
 from utils.training.checkpoint import read_weights
 
@@ -84,14 +84,14 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
 def test_a_training_stopped_during_an_evaluation_makes_it_when_it_resumes(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
-    add, enter, calls, signals = Evaluation.add, StopSignals.__enter__, [], []
+    monkeypatch.setattr(during.VolumeEvaluation, "_draw", lambda *_: None)
+    add, enter, calls, signals = VolumeStatistics.add, StopSignals.__enter__, [], []
 
     def remember(self: StopSignals) -> StopSignals:
         signals.append(self)
         return enter(self)
 
-    def stop_in_the_second(self: Evaluation, *arguments: Any) -> None:
+    def stop_in_the_second(self: VolumeStatistics, *arguments: Any) -> None:
         calls.append(1)
         add(self, *arguments)
         if len(calls) == 6:  # slabs; an evaluation of the box has four
@@ -99,7 +99,7 @@ def test_a_training_stopped_during_an_evaluation_makes_it_when_it_resumes(
             wait_until(lambda: signals[-1].received, what=lambda: "the signal")
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    monkeypatch.setattr(Evaluation, "add", stop_in_the_second)
+    monkeypatch.setattr(VolumeStatistics, "add", stop_in_the_second)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, *EVERY_EPOCH)
     assert stop.value.code == 75
@@ -120,7 +120,7 @@ def test_a_training_stopped_during_an_evaluation_makes_it_when_it_resumes(
 def test_evaluations_beyond_the_time_budget_are_put_off_except_the_first_and_the_last(
     data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(during.BoxEvaluation, "_draw", lambda *_: None)
+    monkeypatch.setattr(during.VolumeEvaluation, "_draw", lambda *_: None)
     flags = ["--set=evaluation.every_epochs=1", "--set=evaluation.budget=0.000000001", "--num_epochs=3"]
     directory = run(data_flags, tmp_path, *flags)
     assert [each.about["epoch"] for each in during.history(directory / during.FOLDER)] == [1, 3]
@@ -158,7 +158,7 @@ def test_a_device_that_is_full_during_an_evaluation_is_reported_with_a_remedy(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …")
 
-    monkeypatch.setattr(Evaluation, "add", full)
+    monkeypatch.setattr(VolumeStatistics, "add", full)
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, "--set=evaluation.every_epochs=1")
     assert stop.value.code != 0

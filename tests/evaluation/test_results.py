@@ -12,7 +12,7 @@ from sample_results import sample_results
 
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.results import Distribution, Plane, Results, Spectrum, load, save, telling_wavenumbers
+from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save, telling_wavenumbers
 
 
 def example() -> Results:
@@ -25,7 +25,7 @@ def same(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    elif isinstance(one, Results | Spectrum | Distribution | Plane):
+    elif isinstance(one, Results | Spectrum | Distribution | PhaseDiagram):
         same(vars(one), vars(other))
     elif isinstance(one, dict):
         assert list(one) == list(other)

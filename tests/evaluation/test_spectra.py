@@ -8,7 +8,7 @@ import torch
 
 from utils.evaluation import spectra
 from utils.evaluation.results import Spectrum
-from utils.evaluation.spectra import Shells
+from utils.evaluation.spectra import KShells
 
 # Even and odd sides. In no case is a mode exactly between two shells, where rounding would decide.
 SHAPES = [(16, 16, 16), (9, 16, 15), (24, 6, 7)]
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def measured(predicted: np.ndarray, target: np.ndarray, cell: float = 1.0) -> Spectrum:
-    shells = Shells(predicted.shape, cell, CPU)
+    shells = KShells(predicted.shape, cell, CPU)
     return shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
 
 
@@ -82,7 +82,7 @@ def test_processing_a_few_planes_at_a_time_changes_nothing(monkeypatch: pytest.M
 def test_a_constant_field_has_no_power_and_fields_are_not_modified() -> None:
     fields = [torch.full((8, 8, 8), 3.0), torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0))]
     before = [field.clone() for field in fields]
-    shells = Shells((8, 8, 8), 1.0, CPU)
+    shells = KShells((8, 8, 8), 1.0, CPU)
     found = shells.spectrum(shells.sums(*fields))
     assert (found.predicted == 0).all()
     assert (found.ratio == 0).all()

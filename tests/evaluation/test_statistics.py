@@ -11,16 +11,16 @@ import torch
 from processes import run_ranks
 from volume_files import smooth_field
 
-from utils.config import Transform
+from utils.config import TransformConfig
 from utils.distributed.world import Launch, World
 from utils.evaluation.results import Results
-from utils.evaluation.spectra import Shells
-from utils.evaluation.statistics import Evaluation
+from utils.evaluation.spectra import KShells
+from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import Channel, input_channels, target_channels
 
 CPU = torch.device("cpu")
 ONE = World(Launch("test"), CPU)
-GAS = target_channels(5, Transform())
+GAS = target_channels(5, TransformConfig())
 SHAPE = (12, 10, 8)
 ALL_SPECTRA = ["density", "log density", "velocity", "divergence", "log temperature"]
 
@@ -47,7 +47,7 @@ def evaluated(
     backwards: bool = False,
 ) -> Results:
     shape = target.shape[1:]
-    evaluation = Evaluation(channels, input_channels(4, Transform()), shape, cell, world, vectors)
+    evaluation = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world, vectors)
     starts = range(0, shape[0], thickness)
     for start in reversed(starts) if backwards else starts:
         slab = slice(start, start + thickness)
@@ -68,7 +68,7 @@ def physical(values: np.ndarray, channels: Sequence[Channel] = GAS) -> list[np.n
 
 def power(predicted: np.ndarray, target: np.ndarray, cell: float = 0.5) -> np.ndarray:
     """[3, shells] of two fields; tests/evaluation/test_spectra.py tests the shells themselves."""
-    shells = Shells(target.shape, cell, CPU)
+    shells = KShells(target.shape, cell, CPU)
     found = shells.spectrum(shells.sums(*(torch.tensor(field, dtype=torch.float32) for field in (predicted, target))))
     return np.stack([found.predicted, found.target, found.cross])
 
@@ -211,7 +211,7 @@ def test_slabs_may_have_any_thickness_and_order(found: Results) -> None:
 
 def on_ranks(world: World) -> tuple[Results, Results]:
     """Five channels make six fields for the ranks to transform; one channel leaves ranks without any."""
-    plain = evaluated(*volumes(channels=1), target_channels(1, Transform()), world=world, vectors=())
+    plain = evaluated(*volumes(channels=1), target_channels(1, TransformConfig()), world=world, vectors=())
     return evaluated(*volumes(), world=world), plain
 
 
@@ -241,7 +241,7 @@ def test_a_gpu_finds_what_the_cpu_finds() -> None:
 
 def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
     predicted, target = volumes(channels=7)
-    found = evaluated(predicted, target, target_channels(7, Transform()), vectors=((0, 1, 2), (4, 5, 6)))
+    found = evaluated(predicted, target, target_channels(7, TransformConfig()), vectors=((0, 1, 2), (4, 5, 6)))
     names = [f"channel {number}" for number in range(7)]
     assert list(found.spectra) == list(found.distributions) == names
     for number, name in enumerate(names):
@@ -260,7 +260,7 @@ def test_one_unknown_transform_leaves_the_other_measurements() -> None:
         ("velocity_scale_km_s", ["density", "log density", "log temperature", *(f"gas velocity {a}" for a in "xyz")]),
         ("density_log_scale", ["velocity", "divergence", "log temperature", "gas density"]),
     ):
-        found = evaluated(*volumes(), target_channels(5, Transform(**{unknown: None})))
+        found = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
         assert list(found.spectra) == spectra
         assert (found.plane is None) == (unknown == "density_log_scale")
         assert np.isnan(found.divergence_r2) == ("divergence" not in spectra)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from utils.config import Transform
+from utils.config import TransformConfig
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 
-KNOWN = target_channels(5, Transform())
-UNKNOWN = Transform(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)
+KNOWN = target_channels(5, TransformConfig())
+UNKNOWN = TransformConfig(density_log_scale=None, velocity_scale_km_s=None, temperature_log10_scale=None)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_channels_are_those_of_the_simulation(
     np.testing.assert_allclose(channel.from_physical(physical), to_channel(physical), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(channel.to_physical(to_channel(physical)), physical, rtol=1e-5)
     written = gas.attributes()
-    assert Transform().model_dump() == {key: written[key] for key in Transform.model_fields}
+    assert TransformConfig().model_dump() == {key: written[key] for key in TransformConfig.model_fields}
 
 
 def test_names_units_and_formulas() -> None:
@@ -39,19 +39,19 @@ def test_names_units_and_formulas() -> None:
     assert [channel.unit for channel in KNOWN] == ["mean density", "km/s", "km/s", "km/s", "K"]
     formulas = ("ln(value / mean density) / 14", "value / (1000 km/s)", "(log10(value / K) - 5) / 2.5")
     assert tuple(KNOWN[number].formula() for number in (0, 1, 4)) == formulas
-    dark = input_channels(4, Transform())
+    dark = input_channels(4, TransformConfig())
     assert [channel.name for channel in dark] == [f"dark-matter {name.removeprefix('gas ')}" for name in names[:4]]
     assert [channel.to_physical(1.0) for channel in dark] == [channel.to_physical(1.0) for channel in KNOWN[:4]]
-    other = Transform(density_log_scale=2.0, temperature_log10_center=4.0, temperature_log10_scale=1.0)
+    other = TransformConfig(density_log_scale=2.0, temperature_log10_center=4.0, temperature_log10_scale=1.0)
     assert target_channels(5, other)[0].to_physical(np.float64(0.5)) == pytest.approx(np.e)
     assert target_channels(5, other)[4].from_physical(np.float64(1e6)) == pytest.approx(2)
 
 
 def test_channels_without_a_known_transform_have_names_only() -> None:
-    for found in (input_channels(3, Transform()), target_channels(4, Transform())):
+    for found in (input_channels(3, TransformConfig()), target_channels(4, TransformConfig())):
         assert [channel.name for channel in found] == [f"channel {number}" for number in range(len(found))]
-    for found in (input_channels(3, Transform()), input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
+    for found in (input_channels(3, TransformConfig()), input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
         assert {(channel.unit, channel.formula()) for channel in found} == {(None, "unknown")}
     assert target_channels(5, UNKNOWN)[4].name == "temperature"
-    partly = target_channels(5, Transform(density_log_scale=None))
+    partly = target_channels(5, TransformConfig(density_log_scale=None))
     assert [channel.unit is None for channel in partly] == [True, False, False, False, False]

@@ -15,8 +15,8 @@ from torch import nn
 from networks.unet import UNet
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.inference.sliding_window import Painter, Predict, Slab
-from utils.inference.window_grid import tile_volume
+from utils.inference.sliding_window import Predict, Slab, SlidingWindowPredictor
+from utils.inference.window_grid import build_window_grid
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SHAPES = [  # X, Y, Z, tile, step, periodic
@@ -48,19 +48,21 @@ def build_painter(
     batch_size: int = 3,
     world: World = ALONE,
     out_channels: int = 5,
-) -> Painter:
-    tiling = tile_volume(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
+) -> SlidingWindowPredictor:
+    tiling = build_window_grid(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
     channels = (len(field), out_channels)
-    return Painter(predict, lambda start, stop: field[:, start:stop], tiling, channels, batch_size, world)
+    return SlidingWindowPredictor(
+        predict, lambda start, stop: field[:, start:stop], tiling, channels, batch_size, world
+    )
 
 
-def collect(painter: Painter, first: int = 0) -> list[Slab]:
+def collect(painter: SlidingWindowPredictor, first: int = 0) -> list[Slab]:
     """Copies of all slabs, since a slab is valid only until the next one."""
     slabs = painter.slabs(first)
     return [slab._replace(inputs=slab.inputs.clone(), predicted=slab.predicted.clone()) for slab in slabs]
 
 
-def paint(painter: Painter) -> np.ndarray:
+def paint(painter: SlidingWindowPredictor) -> np.ndarray:
     return torch.cat([slab.predicted for slab in collect(painter)], dim=1).numpy()
 
 

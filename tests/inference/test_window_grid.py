@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.inference.window_grid import cut, pieces, tile_volume
+from utils.inference.window_grid import build_window_grid, cut, pieces
 
 CASES = [
     (size, tile, step, periodic)
@@ -76,10 +76,10 @@ def test_pieces_of_a_periodic_axis_are_in_order_and_do_not_wrap() -> None:
 
 
 def test_a_volume_is_tiled_along_each_axis_separately() -> None:
-    tiling = tile_volume((64, 24, 16), 16)
+    tiling = build_window_grid((64, 24, 16), 16)
     assert [axis.origins for axis in (tiling.x, tiling.y, tiling.z)] == [tuple(range(0, 64, 8)), (0, 8, 16), (0, 8)]
     assert tiling.shape == (64, 24, 16)
     assert (tiling.count, tiling.layer_count) == (48, 6)
     assert tiling.layer() == list(itertools.product(range(3), range(2)))
-    assert tile_volume((16, 16, 16), 16, periodic=False).count == 1
-    assert tile_volume((3, 2, 1), 1).count == 6, "the default step is at least one cell"
+    assert build_window_grid((16, 16, 16), 16, periodic=False).count == 1
+    assert build_window_grid((3, 2, 1), 1).count == 6, "the default step is at least one cell"

@@ -18,8 +18,8 @@ import train
 from networks import build_loss
 from utils import cli
 from utils import config as configs
-from utils.distributed.signals import NoSignals
-from utils.optim.ema import Average
+from utils.distributed.signals import NullSignals
+from utils.optim.ema import EMA
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER, place
@@ -45,7 +45,7 @@ def values(network: nn.Module) -> torch.Tensor:
 def test_the_mean_is_the_written_out_one(decay: float) -> None:
     """In double precision with numpy; the first updates decay faster than `decay` says. Memory formats stay."""
     network = nn.Conv3d(4, 8, 3).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    average = Average(network, decay)
+    average = EMA(network, decay)
     expected = values(network).double().numpy()
     for t in range(40):
         changed(network, t)
@@ -171,7 +171,7 @@ class RecordingStep(EagerStep):
 def run(flags: list[str]) -> EagerStep:
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    train.run(options, config, ALONE, RecordingStep, NoSignals())
+    train.run(options, config, ALONE, RecordingStep, NullSignals())
     return RecordingStep.last
 
 

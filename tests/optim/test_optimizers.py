@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import train
-from utils.config import Config, Network, Optimizer
+from utils.config import Config, NetworkConfig, OptimizerConfig
 from utils.distributed.world import Launch, World
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
 from utils.steps.eager import EagerStep
@@ -25,7 +25,7 @@ Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def by_name(name: str, rate: float = RATE, capturable: bool = False, **settings) -> Build:
-    options = Optimizer(name=name, **settings)
+    options = OptimizerConfig(name=name, **settings)
     return lambda parameters: build_optimizer(options, named(parameters), rate, capturable)
 
 
@@ -153,7 +153,9 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
 def test_enable_apex_replaces_plain_adam_alone(name: str) -> None:
     """The configs for large batches set it; another optimizer that is named on top of them is the one that trains."""
     alone = World(Launch("test"), torch.device("cpu"))
-    config = Config(enable_apex=True, optimizer=Optimizer(name=name), data_size=8, network=Network(width=4, scales=2))
+    config = Config(
+        enable_apex=True, optimizer=OptimizerConfig(name=name), data_size=8, network=NetworkConfig(width=4, scales=2)
+    )
     step = train.build_step(config, alone, train.build_model(config), train.build_objective(config), EagerStep)
     assert type(step._optimizer) is type(KINDS["apex_adam" if name == "adam" else name](start()))
     notes = [note for note in train.without_effect(config, alone) if "enable_apex" in note]

@@ -13,7 +13,7 @@ import pytest
 import train
 from utils import cli
 from utils import config as configs
-from utils.config import Config, LrSchedule
+from utils.config import Config, LrScheduleConfig
 from utils.errors import UserError
 from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, rate_scale
 
@@ -42,7 +42,7 @@ def trained(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
 
 def shaped(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
     """Epochs of ten steps; the peak of batch 256 is 2e-3."""
-    schedule = LrSchedule(**{"scaling": "linear", "start_lr": 5e-4, **settings})
+    schedule = LrScheduleConfig(**{"scaling": "linear", "start_lr": 5e-4, **settings})
     return Config(
         global_batch_size=batch, base_batch_size=64, Nsamples=10 * batch, num_epochs=epochs, lr_schedule=schedule
     )

@@ -17,7 +17,7 @@ from utils.data.loaders.synthetic import SyntheticLoader
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, Settings, read_settings
-from utils.runs.logger import SilentLogs
+from utils.runs.logger import NullLogger
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -49,11 +49,11 @@ class CountingStep:
         self._exchanging = True
 
 
-class KeptLines(SilentLogs):
+class KeptLines(NullLogger):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def line(self, text: str) -> None:
+    def info(self, text: str) -> None:
         self.lines.append(text)
 
 

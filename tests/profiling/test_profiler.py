@@ -17,18 +17,18 @@ from processes import run_ranks
 
 import train
 from utils import cli
-from utils.config import Config, Profile, load
-from utils.distributed.signals import NoSignals
+from utils.config import Config, ProfileConfig, load
+from utils.distributed.signals import NullSignals
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.profiling.profiler import NoProfiler, Nsys, TorchProfiler, WindowProfiler, annotate
+from utils.profiling.profiler import Nsys, NullProfiler, TorchProfiler, WindowProfiler, annotate
 
 TOP = Path(__file__).parent.parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RANGES = ("step", "data", "forward", "backward", "optimizer")
 
 
-def steps_annotated(profiler: NoProfiler, count: int) -> list[int]:
+def steps_annotated(profiler: NullProfiler, count: int) -> list[int]:
     """Runs `count` steps; returns those that were annotated."""
     annotated = []
     for step in range(count):
@@ -99,9 +99,9 @@ def test_nsys_captures_complete_steps_with_nvtx_ranges(calls) -> None:
     assert calls == ["wait for cuda:0", "start", "forward", "forward", "wait for cuda:0", "stop"]
 
 
-def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: int = 2, **profile) -> NoProfiler:
+def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: int = 2, **profile) -> NullProfiler:
     """build_profiler for a training of eight steps an epoch."""
-    options = {"global_batch_size": 8, "Nsamples": 64, "num_epochs": epochs, "profile": Profile(**profile)}
+    options = {"global_batch_size": 8, "Nsamples": 64, "num_epochs": epochs, "profile": ProfileConfig(**profile)}
     config = Config(enable_manual_profiling=True, **options)
     return train.build_profiler(config, World(Launch("test", rank, rank, 2), device), directory)
 
@@ -123,7 +123,7 @@ def test_window_is_thirty_steps_from_the_sixth_of_the_second_epoch_by_default(ca
 
 def test_rank_0_alone_profiles_by_default_and_every_rank_refuses_the_impossible(tmp_path) -> None:
     assert isinstance(built(tmp_path, rank=0), WindowProfiler)
-    assert type(built(tmp_path, rank=1)) is NoProfiler
+    assert type(built(tmp_path, rank=1)) is NullProfiler
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, and .* runs on cpu; use --profiler=torch"),
@@ -179,7 +179,7 @@ def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:
 def train_on_rank(world: World, flags: list[str]) -> None:
     options = cli.parse(flags)
     config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, train.EagerStep, NoSignals())
+    train.run(options, config, world, train.EagerStep, NullSignals())
 
 
 def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags, monkeypatch) -> None:

@@ -56,7 +56,7 @@ def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: P
     kept = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", *(tmp_path / "logs").iterdir())}
     assert len(kept) == 2
     benchmark = logs.open_run(config, "test", tmp_path, ALONE)
-    benchmark.line("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
+    benchmark.info("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
     benchmark.close()
     assert {path: path.read_bytes() for path in kept} == kept
     assert len(list((tmp_path / "logs").iterdir())) == 1
@@ -78,7 +78,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
 # --- records across restarts -----------------------------------------------------------------------------------------
 
 
-def record(logs_: logs.SilentLogs, steps: Any) -> None:
+def record(logs_: logs.NullLogger, steps: Any) -> None:
     for step in steps:
         logs_.scalars({"Loss/train": float(step)}, step)
 
@@ -104,8 +104,8 @@ def assert_records(directory: Path, steps: Any) -> None:
     assert shown(directory) == list(steps)
 
 
-def start(directory: Path, resumed: int | None = None) -> logs.RunLogs:
-    return logs.RunLogs(directory, resumed)
+def start(directory: Path, resumed: int | None = None) -> logs.RunLogger:
+    return logs.RunLogger(directory, resumed)
 
 
 def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
@@ -191,12 +191,12 @@ def test_scalars_survive_a_full_disk_with_one_warning(
         filler = fill(directory)
         for step in range(5, 400):
             record(run, [step])
-            run.line("a line of the log")
+            run.info("a line of the log")
             if step % 50 == 0:
                 run.flush()
         os.remove(filler)
         record(run, range(400, 425))
-        run.line("after it")
+        run.info("after it")
         run.close()
         assert "after it" in (directory / "out.log").read_text()
         again = start(directory, 424)
@@ -216,7 +216,7 @@ def test_scalars_survive_a_full_disk_with_one_warning(
         fill(directory)
         for step in range(435, 530):
             record(last, [step])
-            last.line("a line of the log")
+            last.info("a line of the log")
         last.close()
         assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 2
         assert "Traceback" not in capfd.readouterr().err

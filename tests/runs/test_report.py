@@ -10,7 +10,7 @@ import torch
 from processes import run_ranks
 
 from utils.data.files.hdf5 import open_volume
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import Launch, World
 from utils.runs.summary import baseline_losses, closing_table
@@ -24,7 +24,7 @@ def baselines(world: World, path: str) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, 16, 8, split="valid")
     volume = open_volume(path, (4, 5))
     return baseline_losses(
-        NativeLoader(volume, plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0), world
+        ThreadedCropLoader(volume, plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0), world
     )
 
 

@@ -54,7 +54,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     whole, _ = start("whole")
     with monkeypatch.context() as patch:
         if moment == "before the hyperparameters":
-            patch.setattr(logs.RunLogs, "hparams", die)
+            patch.setattr(logs.RunLogger, "hparams", die)
         else:
             patch.setattr(report, "write_summary", die)
         with pytest.raises(Killed):

@@ -8,9 +8,9 @@ import torch
 from processes import run_ranks
 
 from networks import build_loss, build_network, initialise
-from utils.config import Optimizer
+from utils.config import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.world import Launch, World
 from utils.optim.optimizers import build_optimizer
@@ -26,7 +26,7 @@ def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> E
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(3), scale=0.1)
     network.to(dtype)
-    settings = Optimizer(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
+    settings = OptimizerConfig(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
     rate = 0.02 if optimizer == "sgd" else 1e-3
     # A bucket cap far below the network's size: the exchange takes several buckets.
     step_options = StepOptions(bucket_cap_mb=0.005, **options)
@@ -40,7 +40,7 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
     volume = open_volume(path, (4, 5))
     layout = {"rank": world.rank, "world_size": world.size, "batch_size": GLOBAL_BATCH // world.size}
     plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
-    loader = NativeLoader(volume, plan, vectors=VECTORS, **layout)
+    loader = ThreadedCropLoader(volume, plan, vectors=VECTORS, **layout)
     losses, crops = [], []
     rate = 0.02 if optimizer == "sgd" else 1e-3
     for number in range(STEPS):
@@ -51,7 +51,7 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
         loss = step(inputs.to(dtype), targets.to(dtype), rate)
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
-    valid = NativeLoader(volume, SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid"), vectors=VECTORS, **layout)
+    valid = ThreadedCropLoader(volume, SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid"), vectors=VECTORS, **layout)
     mean, samples = WeightedMean(world), 0
     for inputs, targets in valid.epoch(0):
         mean.add(step.evaluate(inputs.to(dtype), targets.to(dtype)), len(inputs))

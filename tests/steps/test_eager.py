@@ -263,7 +263,7 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
     step = make_step("adam", world=world, network=small_network("batch"), ema_decay=0.9, bucket_cap_mb=0.005)
     for number in range(3):
         step(*batch(10 * world.rank + number), RATE)
-    step.share_buffers()
+    step.broadcast_buffers()
     answers["same"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99)))]
     with step.without_exchange():
         step(*batch(world.rank), RATE)

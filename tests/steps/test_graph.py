@@ -20,11 +20,11 @@ from torch import nn
 
 import train
 from networks import build_loss
-from utils.config import Optimizer
+from utils.config import OptimizerConfig
 from utils.distributed.world import Launch, World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
-from utils.side_work import Work
+from utils.pending_work import Work
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep, StepOptions
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep, obstacle
@@ -269,7 +269,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(imitated, monkeypatch, par
     """With micro-batches the noise scale needs none; otherwise several ranks do not measure it."""
     monkeypatch.setattr(eager, "_data_parallel", lambda module, world, options, probe: module)
     network = small_network()
-    built = build_optimizer(Optimizer(), network.named_parameters(), RATE, True)
+    built = build_optimizer(OptimizerConfig(), network.named_parameters(), RATE, True)
     options = StepOptions(log_noise_scale=True, accumulation_steps=parts)
     step = GraphStep(network, build_loss("l1"), built, world("cpu", size=2), options)
     assert (step.probe is not None) == (parts > 1)

@@ -31,10 +31,10 @@ from utils.training.checkpoint import (
     DIGESTS,
     TRAINING,
     WEIGHTS,
+    Checkpointer,
     DamagedCheckpoint,
-    NoSaving,
-    Position,
-    Saving,
+    NullCheckpointer,
+    TrainState,
     newest,
     place,
     read_weights,
@@ -56,13 +56,13 @@ def state(value: float, numbers: int = 40) -> dict[str, Any]:
     }
 
 
-def save(saving: NoSaving, step: int, is_best: bool = False, numbers: int = 40) -> None:
+def save(saving: NullCheckpointer, step: int, is_best: bool = False, numbers: int = 40) -> None:
     """Saves a state whose numbers are its step; it is written when this returns."""
-    saving.save(state(float(step), numbers), Position(step=step), is_best=is_best, last_chance=True)
+    saving.save(state(float(step), numbers), TrainState(step=step), is_best=is_best, last_chance=True)
 
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
-    saving = Saving(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
+    saving = Checkpointer(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
     for step in steps:
         save(saving, step)
     return tmp_path / "checkpoints"
@@ -109,10 +109,12 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_round_trip_of_tensors_config_and_position(tmp_path: Path) -> None:
     config = Config(num_epochs=3).model_dump()
-    position = Position(epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9)
+    position = TrainState(
+        epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9
+    )
     content = state(0.25)
     content["network"]["turned"] = torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
-    Saving(tmp_path, config, 2).save(content, position, is_best=True, last_chance=True)
+    Checkpointer(tmp_path, config, 2).save(content, position, is_best=True, last_chance=True)
     saved = newest(tmp_path)
     assert saved is not None
     assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
@@ -128,15 +130,15 @@ def test_round_trip_of_tensors_config_and_position(tmp_path: Path) -> None:
 
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, may_write: threading.Event) -> None:
     """The write starts only after they have changed; the next save writes the new values, in the same memory."""
-    saving, content = Saving(tmp_path, {}, 2), state(1.0)
-    saving.save(content, Position(step=1), is_best=False, last_chance=False)
+    saving, content = Checkpointer(tmp_path, {}, 2), state(1.0)
+    saving.save(content, TrainState(step=1), is_best=False, last_chance=False)
     assert saved_steps(tmp_path) == [], "it does not wait for the write"
     content["network"]["weight"] += 1
     content["optimizer"]["state"][0]["step"] += 1
     may_write.set()
     saving.close()
     assert_newest(tmp_path, 1)
-    saving.save(content, Position(step=2), is_best=False, last_chance=True)
+    saving.save(content, TrainState(step=2), is_best=False, last_chance=True)
     assert_newest(tmp_path, 2)
 
 
@@ -147,16 +149,16 @@ def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path,
 def test_non_finite_weights_are_never_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: torch.dtype
 ) -> None:
-    saving, content = Saving(tmp_path, {}, 2), state(1.0)
+    saving, content = Checkpointer(tmp_path, {}, 2), state(1.0)
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
-    saving.save(content, Position(step=1), is_best=False, last_chance=True)
+    saving.save(content, TrainState(step=1), is_best=False, last_chance=True)
     assert saved_steps(tmp_path) == [1], "large ones are finite"
     content["network"]["half"][69_999] = value
-    saving.save(content, Position(step=2), is_best=False, last_chance=True)
+    saving.save(content, TrainState(step=2), is_best=False, last_chance=True)
     assert saved_steps(tmp_path) == [1]
     assert "No checkpoint at step 2: the network's weights are not all numbers" in caplog.text
     content["network"]["half"][69_999] = 0
-    saving.save(content, Position(step=3), is_best=False, last_chance=True)
+    saving.save(content, TrainState(step=3), is_best=False, last_chance=True)
     assert saved_steps(tmp_path) == [3, 1]
 
 
@@ -364,7 +366,7 @@ def test_files_of_other_programs_are_no_weights(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
 def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, keep_last: int) -> None:
-    saving, steps = Saving(tmp_path, {}, keep_last), list(range(1, 8))
+    saving, steps = Checkpointer(tmp_path, {}, keep_last), list(range(1, 8))
     for step in steps:
         save(saving, step, is_best=step in (1, 2, 5))
         best = max(known for known in (1, 2, 5) if known <= step)
@@ -380,7 +382,7 @@ def test_a_later_checkpoint_that_was_skipped_takes_no_others_place(tmp_path: Pat
     folder = folder_of(tmp_path, (4, 8))
     flip(place(folder, 8) / WEIGHTS, 100)
     assert_newest(folder, 4)
-    saving = Saving(folder, {"seed": 0}, keep_last)
+    saving = Checkpointer(folder, {"seed": 0}, keep_last)
     for step in (5, 6, 7):
         save(saving, step)
         assert_newest(folder, step)
@@ -391,9 +393,9 @@ def test_a_later_checkpoint_that_was_skipped_takes_no_others_place(tmp_path: Pat
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     """A training that is stopped in a validation saves at the same step again and again."""
-    saving = Saving(tmp_path, {}, 2)
+    saving = Checkpointer(tmp_path, {}, 2)
     save(saving, 1, is_best=True)
-    saving.save(state(5.0), Position(step=1), is_best=False, last_chance=True)
+    saving.save(state(5.0), TrainState(step=1), is_best=False, last_chance=True)
     saved = newest(tmp_path)
     assert saved is not None
     assert saved.weights["network"]["weight"][0] == 5
@@ -432,7 +434,7 @@ def test_a_fault_of_the_disk_costs_one_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: Callable[[], Any], reason: str
 ) -> None:
     """One warning; the checkpoint before stays, and the next save succeeds."""
-    saving = Saving(tmp_path, {}, 2)
+    saving = Checkpointer(tmp_path, {}, 2)
     save(saving, 1, is_best=True)
     with fails():
         save(saving, 2, is_best=True, numbers=100_000)
@@ -452,7 +454,7 @@ def test_a_fault_of_the_disk_costs_one_checkpoint(
 def test_a_link_that_cannot_be_made_leaves_the_checkpoint_and_the_earlier_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
-    saving = Saving(tmp_path, {}, 2)
+    saving = Checkpointer(tmp_path, {}, 2)
     save(saving, 1, is_best=True)
     with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
         save(saving, 2, is_best=True)
@@ -480,15 +482,15 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     times = dict.fromkeys(("monotonic", "perf_counter"), lambda: clock.now)
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(**times))
     may_write.set()
-    saving = Saving(tmp_path, {}, 3)
+    saving = Checkpointer(tmp_path, {}, 3)
     save(saving, 1)
     may_write.clear()
-    saving.save(state(2.0), Position(step=2), is_best=False, last_chance=False)
+    saving.save(state(2.0), TrainState(step=2), is_best=False, last_chance=False)
     for _ in range(5):
-        saving.save(state(3.0), Position(step=3), is_best=False, last_chance=False)
+        saving.save(state(3.0), TrainState(step=3), is_best=False, last_chance=False)
     assert 10 <= clock.now < 10.3, "training goes on: five of them have waited 10 s, all together"
     assert caplog.text.count("No checkpoint at step 3: that of step 2 is still being written, for 10 s") == 5
-    saving.save(state(3.0), Position(step=3), is_best=True, last_chance=False)
+    saving.save(state(3.0), TrainState(step=3), is_best=True, last_chance=False)
     assert 70 <= clock.now < 71, "the best one does not come again"
     saving.close()
     assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
@@ -517,7 +519,7 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
         return real(*arguments, **keywords)
 
     setattr(os, function, die)
-    saving = Saving(Path(folder), {}, 2)
+    saving = Checkpointer(Path(folder), {}, 2)
     content = saving._copy.take(state(5.0))[1]
     content["position"] = {"step": step}
     saving._write(step, {"network": content.pop("network"), "config": {}}, content, True)
@@ -549,14 +551,14 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert saved.position.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
     assert names(folder) == sorted([BEST, *(place(folder, kept).name for kept in saved_steps(folder))]), before
-    save(Saving(folder, {}, 2), 4, is_best=True)
+    save(Checkpointer(folder, {}, 2), 4, is_best=True)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
 
 
 def test_no_memory_for_a_copy_costs_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pinning host memory fails under a tight limit; the next save is tried."""
-    saving, error = Saving(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
+    saving, error = Checkpointer(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
     with mock.patch.object(checkpoint.HostCopy, "take", side_effect=error):
         save(saving, 1)
     assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training goes on" in caplog.text

@@ -24,12 +24,12 @@ from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training
 import train
 from utils import cli
 from utils import config as configs
-from utils.distributed.signals import NoSignals
+from utils.distributed.signals import NullSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, trainer
-from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Saving, place, saved_steps
+from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Checkpointer, place, saved_steps
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -87,7 +87,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
     """Trains in this process; False if stopped: `after` this many steps, a signal comes to the last rank."""
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    signals = NoSignals()
+    signals = NullSignals()
 
     def interrupt(step: int) -> None:
         if step == after and world.rank == world.size - 1:
@@ -579,7 +579,7 @@ def test_a_save_that_hangs_ends_no_training(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", hang)
         for limit in ("CLOSING_SECONDS", "PATIENCE_SECONDS", "PATIENCE", "BEST_SECONDS"):
-            patch.setattr(Saving, limit, 0.0)
+            patch.setattr(Checkpointer, limit, 0.0)
         code, stderr = command(*flags, after=after)
     assert code == 2, "trained to the end, but the result is not on the disk"
     assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; mend that" in stderr

@@ -19,16 +19,16 @@ from trainings import CLOCKS
 
 from utils.data import Loaders
 from utils.data.loaders.prefetcher import Batch
-from utils.distributed.signals import NoSignals
+from utils.distributed.signals import NullSignals
 from utils.distributed.world import Launch, World
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import CosineSchedule
-from utils.profiling.profiler import NoProfiler
-from utils.runs.logger import SilentLogs
+from utils.profiling.profiler import NullProfiler
+from utils.runs.logger import NullLogger
 from utils.steps import Step
 from utils.training import metrics
 from utils.training import trainer as trainers
-from utils.training.checkpoint import NoSaving, Position
+from utils.training.checkpoint import NullCheckpointer, TrainState
 from utils.training.metrics import LossRecorder
 from utils.training.trainer import SaveOften, Trainer
 
@@ -97,13 +97,13 @@ class CountingLoader:
         yield from self.batches[first_batch:]
 
 
-class KeptLogs(SilentLogs):
+class KeptLogs(NullLogger):
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.warnings: list[str] = []
         self.points: list[tuple[int, dict]] = []
         self.flushed = 0  # points that were there at the last flush
-        self.line, self.warning = self.lines.append, self.warnings.append
+        self.info, self.warning = self.lines.append, self.warnings.append
 
     def scalars(self, values, step: int) -> None:
         self.points.append((step, dict(values)))
@@ -117,17 +117,17 @@ class KeptLogs(SilentLogs):
         return dict(found)
 
 
-class KeptSaving(NoSaving):
+class KeptSaving(NullCheckpointer):
     """Keeps positions as they were, and the steps of what was saved as the best and as the last chance."""
 
     def __init__(self, logs: KeptLogs) -> None:
         self.logs = logs
-        self.positions: list[Position] = []
+        self.positions: list[TrainState] = []
         self.best: list[int] = []
         self.last_chances: list[int] = []
         self.closed = False
 
-    def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
+    def save(self, state: Mapping[str, Any], position: TrainState, *, is_best: bool, last_chance: bool) -> None:
         assert self.logs.flushed == len(self.logs.points), "points reach the disk before the checkpoint after them"
         assert state["steps"] == position.step, "the state of after that step"
         self.positions.append(copy.deepcopy(position))
@@ -169,7 +169,7 @@ def make(
         world=world,
         logs=logs,
         saving=saving,
-        profiler=NoProfiler(),
+        profiler=NullProfiler(),
         num_epochs=EPOCHS,
         global_batch_size=BATCH,
         log_interval=log_interval,
@@ -314,7 +314,7 @@ def test_training_ends_at_a_non_finite_validation_loss(value: float) -> None:
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
-class SignalAtEvent(NoSignals):
+class SignalAtEvent(NullSignals):
     def receive(self, event: int, when: int) -> None:
         if event == when:
             self.received = "SIGTERM"
@@ -334,12 +334,12 @@ def record(logs: KeptLogs) -> tuple[list, list, list]:
 
 def run_in_parts(
     events: list[int], log_interval: int = 2, bad_steps: dict | None = None, **options: Any
-) -> tuple[Position, list[RecordedStep]]:
+) -> tuple[TrainState, list[RecordedStep]]:
     """A training that is stopped in the event of each number, each time in a new process, and then left to end.
 
     All of it is logged once: what an unstopped training logs.
     """
-    position, parts, steps = Position(), [], []
+    position, parts, steps = TrainState(), [], []
     for number in [*events, 0]:
         signals = SignalAtEvent()
         step = RecordedStep(bad_steps, position.step, functools.partial(signals.receive, when=number))
@@ -394,7 +394,7 @@ def test_a_training_that_is_complete_makes_no_step() -> None:
 
 
 def test_times_are_those_of_all_processes(clock: list[float]) -> None:
-    position = Position(step=7, epoch=1, batch=2, seconds=70.0, epoch_seconds=5.0, losses=[0.5, 0.5], best_loss=2.0)
+    position = TrainState(step=7, epoch=1, batch=2, seconds=70.0, epoch_seconds=5.0, losses=[0.5, 0.5], best_loss=2.0)
     step = RecordedStep(done=7, after=lambda event: clock.__setitem__(0, clock[0] + 1.0))
     trainer, _, saving, _ = make(step, position=position)
     result = trainer.fit()
@@ -406,7 +406,7 @@ def test_times_are_those_of_all_processes(clock: list[float]) -> None:
 @pytest.mark.parametrize("interval", [1, 2, 3, 4])
 def test_the_log_interval_may_change_in_mid_interval(interval: int) -> None:
     """Three steps had been made since the last line, of four; the next line comes with the next step."""
-    position = Position(step=3, batch=3, interval=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
+    position = TrainState(step=3, batch=3, interval=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
     trainer, logs, _, _ = make(RecordedStep(done=3), interval, position=position)
     trainer.fit()
     assert next(iter(logs.curve("Step/loss"))) == 4
@@ -430,7 +430,7 @@ def stop(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
             how = "complete"
         except Stopped:
             how = "stopped"
-        position = saving.positions[-1] if saving.positions else Position()
+        position = saving.positions[-1] if saving.positions else TrainState()
         answers.append((how, len(step.rates), saving.steps, position.step, position.batch, logs.lines[-1]))
     return answers
 

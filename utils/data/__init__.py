@@ -13,21 +13,21 @@ import torch
 from utils.config import Config
 from utils.data.datasets import Dataset, Labelled, find_dataset, open_dataset
 from utils.data.files.hdf5 import Volume, open_volume, stage
-from utils.data.files.npy import Twins, open_twins
+from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.page_cache import map_cached_pages, warm_page_cache
 from utils.data.files.shared_memory import room_for_copies, share_volume
 from utils.data.loaders import dali
-from utils.data.loaders.classification import LabelledLoader
+from utils.data.loaders.classification import ClassificationLoader
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import Batch
 from utils.data.loaders.synthetic import SyntheticLoader
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan, ShufflePlan
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.pending_work import PendingWork
 from utils.profiling.memory import GIB
-from utils.side_work import SideWork
 
 SPLITS = ("train", "valid")
 
@@ -72,23 +72,23 @@ def build_loaders(config: Config, world: World, training_bytes: Bytes = lambda: 
     `config` has its batch sizes resolved for the world (`Config.for_world`); `training_bytes` tells what the training
     itself will take on the device: a loader that keeps the volume there leaves that much.
     """
-    return find_loader(config.data_loader_config).build(config, world, training_bytes)
+    return get_loader(config.data_loader_config).build(config, world, training_bytes)
 
 
-def offer_next_batch(loader: Loader, beside: SideWork | None) -> None:
+def attach_pending_work(loader: Loader, beside: PendingWork | None) -> None:
     """Has a loader whose batches kernels alone make offer there what makes the next one; None: it does so itself."""
-    if isinstance(loader, ResidentLoader):
-        loader.offer_to(beside)
+    if isinstance(loader, GpuResidentLoader):
+        loader.attach(beside)
 
 
-class Kind(NamedTuple):
+class LoaderSpec(NamedTuple):
     """How loaders of one name are built, and which files they read: 'hdf5', 'npy', 'labelled' or none."""
 
     build: Callable[[Config, World, Bytes], Loaders]
     reads: str | None = "hdf5"
 
 
-def find_loader(name: str) -> Kind:
+def get_loader(name: str) -> LoaderSpec:
     """The loader `name`; UserError where there is no such."""
     if name not in LOADERS:
         known = ", ".join(LOADERS)
@@ -118,7 +118,7 @@ def open_split(config: Config, split: str) -> Volume:
 
 def open_box(config: Config, split: str) -> Volume:
     """One split's volume from whichever of its files are there, to be read as a whole."""
-    reads = find_loader(config.data_loader_config).reads
+    reads = get_loader(config.data_loader_config).reads
     if reads not in ("hdf5", "npy"):
         raise UserError(
             f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to paint; "
@@ -126,17 +126,19 @@ def open_box(config: Config, split: str) -> Volume:
         )
     source = config.train_path if split == "train" else config.val_path
     twins_alone = reads == "npy" and not os.path.exists(source)
-    return open_split_twins(config, split).volume() if twins_alone else open_split(config, split)
+    return open_split_npy(config, split).volume() if twins_alone else open_split(config, split)
 
 
-def open_split_twins(config: Config, split: str) -> Twins:
+def open_split_npy(config: Config, split: str) -> NpyVolume:
     """The `.npy` twins of one split, checked against the config and, where it is there, the HDF5 file."""
     prefix = "train" if split == "train" else "val"
     keys = (f"{prefix}_path_npy_data", f"{prefix}_path_npy_label")
     paths = (getattr(config, keys[0]), getattr(config, keys[1]))
     source = getattr(config, f"{prefix}_path")
     volume = open_split(config, split) if os.path.exists(source) else None
-    return open_twins(paths, keys, source, _channels(config), config.box_size[0 if split == "train" else 1], volume)
+    return open_npy_volume(
+        paths, keys, source, _channels(config), config.box_size[0 if split == "train" else 1], volume
+    )
 
 
 def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,16 +178,16 @@ def _inmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
 
 
 def _native(volumes: dict[str, Volume], config: Config, world: World, note: str) -> Loaders:
-    return _both(lambda split: NativeLoader(volumes[split], **_common(config, world, split)), world, note)
+    return _both(lambda split: ThreadedCropLoader(volumes[split], **_common(config, world, split)), world, note)
 
 
 def _dali_lowmem(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """Crops of `.npy` twins, turned on the device by NVIDIA DALI."""
-    with world.agreed():
+    with world.raise_together():
         dali.check_installed()
-        twins = {split: open_split_twins(config, split) for split in SPLITS}
+        twins = {split: open_split_npy(config, split) for split in SPLITS}
     if config.use_cache is not None:
-        twins = {split: _staged_twins(twins[split], config, world, split) for split in SPLITS}
+        twins = {split: _staged_npy(twins[split], config, world, split) for split in SPLITS}
     note = warm_page_cache([path for each in twins.values() for path in each.paths], world)
     for each in twins.values():
         map_cached_pages(each.paths, each.arrays)
@@ -196,12 +198,12 @@ def _resident(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """Crops from the device's own memory; without CUDA from one copy in the node's."""
     volumes = _volumes(config, world)
     if world.device.type == "cuda":
-        with world.agreed():
+        with world.raise_together():
             _check_resident(config, world, volumes, training_bytes)
     dtype = getattr(torch, config.resident_dtype)
     place = "memory" if world.device.type == "cpu" else f"the memory of {world.device}, as {config.resident_dtype}"
     loaded, note = _loaded(volumes, lambda volume: load_resident(volume, world, dtype), place)
-    return _both(lambda split: ResidentLoader(loaded[split], **_common(config, world, split)), world, note)
+    return _both(lambda split: GpuResidentLoader(loaded[split], **_common(config, world, split)), world, note)
 
 
 def _loaded(volumes: dict[str, Volume], load: Callable[[Volume], Volume], place: str) -> tuple[dict[str, Volume], str]:
@@ -247,11 +249,11 @@ def _labelled(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """Labelled samples from the device's own memory."""
     assert config.local_batch_size is not None
     batch_size = config.local_batch_size
-    with world.agreed():
+    with world.raise_together():
         dataset, splits = open_labelled(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
     return _both(
-        lambda split: LabelledLoader(
+        lambda split: ClassificationLoader(
             splits[split],
             plans[split],
             batch_size=batch_size,
@@ -284,7 +286,7 @@ def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
 def _auto(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """The fastest of the others that fits; they all give the same batches."""
     name, reason = choose(config, world, training_bytes)
-    loaders = find_loader(name).build(config, world, training_bytes)
+    loaders = get_loader(name).build(config, world, training_bytes)
     return replace(loaders, notes=(f"data_loader_config auto: {name}, {reason}", *loaders.notes))
 
 
@@ -295,7 +297,7 @@ def choose(config: Config, world: World, training_bytes: Bytes) -> tuple[str, st
     GPU and reads longer rows. On the CPU cores that turn crops are the limit: there mapped files and memory are equally
     fast (benchmarks/results/loaders.json), and only a chunked file must be unpacked first.
     """
-    with world.agreed():
+    with world.raise_together():
         volumes = {split: open_split(config, split) for split in SPLITS}
     why = []
     if world.device.type == "cuda":
@@ -318,7 +320,7 @@ def choose(config: Config, world: World, training_bytes: Bytes) -> tuple[str, st
 def _check_dali(config: Config) -> None:
     dali.check_installed()
     for split in SPLITS:
-        open_split_twins(config, split)
+        open_split_npy(config, split)
 
 
 def _fault(world: World, check: Callable[[], None]) -> str | None:
@@ -332,13 +334,13 @@ def _fault(world: World, check: Callable[[], None]) -> str | None:
 
 
 LOADERS = {
-    "lowmem": Kind(_lowmem),
-    "inmem": Kind(_inmem),
-    "dali-lowmem": Kind(_dali_lowmem, reads="npy"),
-    "resident": Kind(_resident),
-    "synthetic": Kind(_synthetic, reads=None),
-    "labelled": Kind(_labelled, reads="labelled"),
-    "auto": Kind(_auto),
+    "lowmem": LoaderSpec(_lowmem),
+    "inmem": LoaderSpec(_inmem),
+    "dali-lowmem": LoaderSpec(_dali_lowmem, reads="npy"),
+    "resident": LoaderSpec(_resident),
+    "synthetic": LoaderSpec(_synthetic, reads=None),
+    "labelled": LoaderSpec(_labelled, reads="labelled"),
+    "auto": LoaderSpec(_auto),
 }
 
 
@@ -347,7 +349,7 @@ LOADERS = {
 
 def _both(build: Callable[[str], Loader], world: World, *notes: str) -> Loaders:
     """The loaders of both splits; what fails on one rank (memory, threads) fails on all."""
-    with world.agreed():
+    with world.raise_together():
         return Loaders(build("train"), build("valid"), tuple(note for note in notes if note))
 
 
@@ -368,29 +370,29 @@ def _common(config: Config, world: World, split: str) -> dict[str, Any]:
 
 def _volumes(config: Config, world: World) -> dict[str, Volume]:
     """Both splits' volumes, staged where the config says so."""
-    with world.agreed():
+    with world.raise_together():
         volumes = {split: open_split(config, split) for split in SPLITS}
     if config.use_cache is None:
         return volumes
     copies = {split: _staged(volume.path, config.use_cache, world) for split, volume in volumes.items()}
-    with world.agreed():
+    with world.raise_together():
         return {split: open_volume(copies[split], _channels(config), volume.box) for split, volume in volumes.items()}
 
 
-def _staged_twins(twins: Twins, config: Config, world: World, split: str) -> Twins:
+def _staged_npy(twins: NpyVolume, config: Config, world: World, split: str) -> NpyVolume:
     assert config.use_cache is not None
     data, label = (_staged(path, config.use_cache, world) for path in twins.paths)
     prefix = "train" if split == "train" else "val"
     staged = config.model_copy(update={f"{prefix}_path_npy_data": data, f"{prefix}_path_npy_label": label})
-    with world.agreed():
-        return open_split_twins(staged, split)
+    with world.raise_together():
+        return open_split_npy(staged, split)
 
 
 def _staged(path: str, directory: str, world: World) -> str:
     """The path of the node's copy."""
-    with world.agreed():
+    with world.raise_together():
         if world.is_node_leader:
             stage(path, directory, silent=not world.is_root)
-    with world.agreed():
+    with world.raise_together():
         # The leader has staged it: this finds the copy, and copies nothing.
         return stage(path, directory)

@@ -117,7 +117,7 @@ def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
         drawn[repeated] = words.below(bound, len(repeated))
 
 
-def batch_rows(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:
+def rank_batches(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:
     """The rows of an epoch's plan that rank `rank` takes, one slice a batch of `batch` samples.
 
     Step s of all ranks together is rows s·batch·world … (s+1)·batch·world, whatever the world's size. Training drops

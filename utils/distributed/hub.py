@@ -36,7 +36,7 @@ PEER_GONE = re.compile(r"gloo|NCCL|TCPStore|by peer|Broken pipe|Socket closed", 
 
 
 @dataclass
-class Member:
+class RankStatus:
     """A rank as the watch sees it; its place is the step, the phase's number, and the number of its reports."""
 
     host: str
@@ -71,7 +71,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Which rank is the cause, the line to print, if any, and the exit code of all."""
 
     rank: int
@@ -80,7 +80,9 @@ class Verdict:
     hang: bool = False
 
 
-def decide(members: Mapping[int, Member], events: Sequence[Event], now: float, hang_seconds: float) -> Verdict | None:
+def decide(
+    members: Mapping[int, RankStatus], events: Sequence[Event], now: float, hang_seconds: float
+) -> Diagnosis | None:
     """The likeliest cause of what has happened, once likelier ones had their time; else the rank that hangs."""
     if not events:
         return find_hang(members, now, hang_seconds)
@@ -95,10 +97,10 @@ def decide(members: Mapping[int, Member], events: Sequence[Event], now: float, h
     # Rank 0 prints by itself what usually comes to all ranks: bad input, an interrupt.
     told = cause.kind != "died" and (not cause.text or (cause.rank == 0 and cause.code != 1))
     message = "" if told else f"error: rank {cause.rank} (host {member.host}) {what}; the others end, too"
-    return Verdict(cause.rank, message, cause.code)
+    return Diagnosis(cause.rank, message, cause.code)
 
 
-def find_hang(members: Mapping[int, Member], now: float, hang_seconds: float) -> Verdict | None:
+def find_hang(members: Mapping[int, RankStatus], now: float, hang_seconds: float) -> Diagnosis | None:
     """Where no rank has got on for hang_seconds (0: never): one that went silent, else the one furthest behind.
 
     A single rank that waits for another says nothing: the other may be where it may take its time, or just be back.
@@ -117,7 +119,7 @@ def find_hang(members: Mapping[int, Member], now: float, hang_seconds: float) ->
         others = ", and so do all others"
     why = "it does not answer: stopped, or its machine is gone" if rank in silent else "its stacks are above"
     what = f"rank {rank} (host {member.host}) hangs at {member} for {hang_seconds:g} s"
-    return Verdict(rank, f"error: {what}{others}; {why}; exit code {EXIT_HANG}", EXIT_HANG, hang=True)
+    return Diagnosis(rank, f"error: {what}{others}; {why}; exit code {EXIT_HANG}", EXIT_HANG, hang=True)
 
 
 def describe(error: BaseException) -> tuple[str, str, int]:
@@ -155,7 +157,7 @@ class Hub:
     ) -> None:
         self._listener, self._token, self._size = listener, token, size
         self._hang_seconds, self._join_seconds = hang_seconds, join_seconds
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RankStatus] = {}
         self._events: list[Event] = []
         self._peers: list[Peer] = []
         self._started = self._looked = self._told = time.monotonic()
@@ -237,7 +239,7 @@ class Hub:
             known = hmac.compare_digest(message["token"], self._token)
             if not known or rank not in range(self._size) or rank in self._members:
                 raise ValueError
-            peer.rank, self._members[rank] = rank, Member(message["host"], now, now)
+            peer.rank, self._members[rank] = rank, RankStatus(message["host"], now, now)
         member = self._members[peer.rank]
         member.hear(message["at"], now)
         if "failed" in message:
@@ -260,7 +262,7 @@ class Hub:
         absent = [str(rank) for rank in range(self._size) if rank not in self._members]
         if absent and verdict is None and now - self._started > self._join_seconds:
             what = f"of {self._size} ranks, {', '.join(absent)} did not come within {self._join_seconds:g} s"
-            verdict = Verdict(-1, f"error: {what}; see what they say, or whether they were started", EXIT_USER_ERROR)
+            verdict = Diagnosis(-1, f"error: {what}; see what they say, or whether they were started", EXIT_USER_ERROR)
         if verdict is not None:
             self._tell(verdict=astuple(verdict))
         elif not absent and now - self._told >= BEAT:

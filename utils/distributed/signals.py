@@ -31,7 +31,7 @@ INTERRUPT_SECONDS = 15.0  # for what Ctrl-C has interrupted to end by itself, a 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
-class Wish(enum.IntEnum):
+class Request(enum.IntEnum):
     """What a rank wants to happen after this step; the greatest of all ranks' happens."""
 
     GO_ON = 0
@@ -107,7 +107,7 @@ class StopSignals:
             log.info("%s: it will save what there is and stop; the same signal once more ends it at once", name)
 
 
-class NoSignals(StopSignals):
+class NullSignals(StopSignals):
     """Catches nothing: signals do what they do by themselves."""
 
     def __enter__(self) -> StopSignals:
@@ -117,7 +117,7 @@ class NoSignals(StopSignals):
         pass
 
 
-class Agreement:
+class StopCoordinator:
     """The ranks' wishes, exchanged without making them wait: an answer is about the wishes of some steps before.
 
     Of the step before on few ranks; gloo hands a number around all ranks twice, one after another, and on many ranks
@@ -128,19 +128,19 @@ class Agreement:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._every, self._calls, self._wish = max(1, world.size // self.RANKS_A_STEP), 0, Wish.GO_ON
+        self._every, self._calls, self._wish = max(1, world.size // self.RANKS_A_STEP), 0, Request.GO_ON
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
-    def ask(self, wish: Wish) -> Wish:
+    def ask(self, wish: Request) -> Request:
         """Every rank calls it at the same moments; the same answer on all of them."""
         if self._world.size == 1:
             return wish
         self._wish, self._calls = max(self._wish, wish), self._calls + 1
         if self._calls % self._every:
-            return Wish.GO_ON
-        wish, self._wish = self._wish, Wish.GO_ON
+            return Request.GO_ON
+        wish, self._wish = self._wish, Request.GO_ON
         answer = self._answer()
-        if answer is Wish.STOP:
+        if answer is Request.STOP:
             return answer
         wishes = torch.tensor(int(wish))
         work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
@@ -148,12 +148,12 @@ class Agreement:
         self._asked = (wishes, work)
         return answer
 
-    def _answer(self) -> Wish:
+    def _answer(self) -> Request:
         if self._asked is None:
-            return Wish.GO_ON
+            return Request.GO_ON
         (wishes, work), self._asked = self._asked, None
         work.wait()
-        return Wish(int(wishes))
+        return Request(int(wishes))
 
     def close(self) -> None:
         """Waits for what is still under way; not after an error, when the others may never answer."""

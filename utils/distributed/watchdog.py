@@ -32,10 +32,10 @@ from utils.distributed.hub import (
     TICK,
     UNTIMED,
     WAITS,
+    Diagnosis,
     Event,
     Hub,
-    Member,
-    Verdict,
+    RankStatus,
     decide,
     describe,
     find_hang,
@@ -46,12 +46,12 @@ TELLING_SECONDS = 15.0  # for the cause to print its own account
 LEAVING_SECONDS = 10.0  # that rank 0 waits for the last rank at a regular end
 
 
-class Watch:
+class Watchdog:
     """The lone rank's: notices when it hangs."""
 
     def __init__(self, hang_seconds: float, rank: int = 0) -> None:
         self.rank, self.hang_seconds = rank, hang_seconds
-        self.verdict: Verdict | None = None
+        self.verdict: Diagnosis | None = None
         self._place = (0, 0, 0)
         self._over = threading.Event()  # a verdict, or all have left
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -78,7 +78,7 @@ class Watch:
 
     def _run(self) -> None:
         looked = time.monotonic()
-        member = Member(socket.gethostname(), looked, looked)
+        member = RankStatus(socket.gethostname(), looked, looked)
         while not self._over.wait(TICK):
             now = time.monotonic()
             if now - looked > GAP:
@@ -89,7 +89,7 @@ class Watch:
             if verdict is not None:
                 self._end(verdict, speaks=True)
 
-    def _end(self, verdict: Verdict, speaks: bool) -> None:
+    def _end(self, verdict: Diagnosis, speaks: bool) -> None:
         """Ends the process, from this thread, since the main thread may never come back from a collective."""
         self.verdict, guilty = verdict, verdict.rank == self.rank
         if verdict.hang and guilty:
@@ -132,7 +132,7 @@ def flush() -> None:
             stream.flush()
 
 
-class RankWatch(Watch):
+class ProcessGroupWatchdog(Watchdog):
     """That of one of several ranks: tells the hub where it is, and carries out the verdict."""
 
     def __init__(self, connection: socket.socket, hang_seconds: float, rank: int, hub: Hub | None, host: str) -> None:
@@ -172,7 +172,7 @@ class RankWatch(Watch):
 
     def _run(self) -> None:
         now = looked = sent = time.monotonic()
-        root, rest = Member(self._root_host, now, now), b""
+        root, rest = RankStatus(self._root_host, now, now), b""
         data: bytes | None = None
         while data != b"":
             try:
@@ -197,16 +197,16 @@ class RankWatch(Watch):
         self._follow(decide({0: root}, [Event("died", 0, now)], now, 0))
         self._socket.close()
 
-    def _follow(self, verdict: Verdict | None) -> None:
+    def _follow(self, verdict: Diagnosis | None) -> None:
         """What this rank finds out about rank 0 by itself."""
         if verdict is not None and not self._over.is_set():
             self._end(verdict, self.rank == self._speaker)
 
-    def _hear(self, message: dict[str, Any], root: Member, now: float) -> None:
+    def _hear(self, message: dict[str, Any], root: RankStatus, now: float) -> None:
         if "closing" in message:
             self._over.set()
         elif "verdict" in message and not self._over.is_set():
-            self._end(Verdict(*message["verdict"]), self.rank == 0)
+            self._end(Diagnosis(*message["verdict"]), self.rank == 0)
         elif "at" in message:
             self._speaker = message["speaker"]
             root.hear(message["at"], now)
@@ -220,13 +220,13 @@ def join(
     store: dist.Store | None,
     hang_seconds: float,
     join_seconds: float = 600,
-) -> Watch:
+) -> Watchdog:
     """This rank's watch, once all ranks have theirs; for several ranks, `store` is that of their rendezvous.
 
     A main thread that reports no progress for `hang_seconds` hangs; 0 switches that off.
     """
     if world_size == 1:
-        alone = Watch(hang_seconds)
+        alone = Watchdog(hang_seconds)
         alone.start()
         return alone
     hub = None
@@ -244,7 +244,7 @@ def join(
             f"rank {rank} of {world_size} could not reach rank 0's watch ({str(error).splitlines()[0]}); check that "
             f"MASTER_ADDR {master_addr} is the first node, and that nodes may open TCP connections to each other"
         ) from None
-    watch = RankWatch(connection, hang_seconds, rank, hub, host)
+    watch = ProcessGroupWatchdog(connection, hang_seconds, rank, hub, host)
     watch.send(rank=rank, token=token, host=socket.gethostname())
     watch.start()
     if not watch.joined.wait(join_seconds + 10):

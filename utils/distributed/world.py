@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from utils.distributed.watchdog import Watch, join
+from utils.distributed.watchdog import Watchdog, join
 from utils.errors import LocalError, Stopped, UserError
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -130,7 +130,7 @@ class World:
 
     launch: Launch
     device: torch.device
-    watch: Watch = field(default_factory=lambda: Watch(0), compare=False)  # one that is not started sees nothing
+    watch: Watchdog = field(default_factory=lambda: Watchdog(0), compare=False)  # one that is not started sees nothing
 
     @property
     def rank(self) -> int:
@@ -204,7 +204,7 @@ class World:
         return tensor
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
+    def raise_together(self) -> Iterator[None]:
         """What fails on one rank fails on all of them, with the same line, instead of leaving the rest waiting.
 
         Every rank enters and leaves the block; collectives inside it are only safe in blocks that cannot
@@ -378,7 +378,7 @@ def _leaving_group() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(watch: Watch) -> Iterator[None]:
+def _watched(watch: Watchdog) -> Iterator[None]:
     """This rank ends in order, or says what it ends of; where another rank is the cause, it does not come back."""
     try:
         yield

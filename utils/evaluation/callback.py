@@ -20,26 +20,26 @@ from utils.evaluation import figures
 from utils.evaluation import html_report as page
 from utils.evaluation import results as kept
 from utils.evaluation.results import Results
-from utils.evaluation.statistics import Evaluation
+from utils.evaluation.statistics import VolumeStatistics
 from utils.files import recover
-from utils.inference.sliding_window import Painter, ReadPlanes, Slab
+from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.profiling.memory import out_of_memory_for_users
-from utils.runs.logger import SilentLogs, read_records
-from utils.training.checkpoint import Position
+from utils.runs.logger import NullLogger, read_records
+from utils.training.checkpoint import TrainState
 
 FOLDER = "evaluation"
 MEMORY_REMEDY = "take more ranks, a smaller evaluation.tile, or go on with --set evaluation.every_epochs=0"
 
 
-class NoEvaluation:
+class NullEvaluation:
     """Judges nothing: what a training has that does not ask for it."""
 
-    def after_epoch(self, at: Position, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
+    def after_epoch(self, at: TrainState, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
         """What to record of this moment; every rank calls it, and `between` as often as work allows."""
         return {}
 
 
-class BoxEvaluation(NoEvaluation):
+class VolumeEvaluation(NullEvaluation):
     """Paints a box every `every_epochs` epochs, within a budget, and keeps what it finds in `folder`.
 
     All evaluations together take at most `budget` of the training's time, as far as the last one's time tells; one that
@@ -48,16 +48,16 @@ class BoxEvaluation(NoEvaluation):
 
     def __init__(
         self,
-        painter: Painter,
+        painter: SlidingWindowPredictor,
         target: ReadPlanes,
-        start: Callable[[], Evaluation],
+        start: Callable[[], VolumeStatistics],
         *,
         every_epochs: int,
         budget: float,
         num_epochs: int,
         folder: Path,
         world: World,
-        logs: SilentLogs,
+        logs: NullLogger,
         about: dict[str, Any],
     ) -> None:
         """`target(start, stop)` are planes [C, n, Y, Z] of the truth; `start` gives a new, empty evaluation."""
@@ -65,7 +65,7 @@ class BoxEvaluation(NoEvaluation):
         self._every_epochs, self._budget, self._num_epochs = every_epochs, budget, num_epochs
         self._folder, self._world, self._logs, self._about = folder, world, logs, about
 
-    def after_epoch(self, at: Position, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
+    def after_epoch(self, at: TrainState, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
         epoch = at.epoch + 1  # the one that ends now
         if epoch % self._every_epochs and epoch < self._num_epochs:
             return {}
@@ -73,7 +73,7 @@ class BoxEvaluation(NoEvaluation):
         wanted = at.evaluation_seconds + at.last_evaluation_seconds
         put_off = at.last_evaluation_seconds > 0 and wanted > allowed and epoch < self._num_epochs
         if self._world.gather_objects(put_off)[0]:  # clocks differ: the first rank's decides
-            self._logs.line(
+            self._logs.info(
                 f"  Evaluation put off: with it they would take {wanted:.1f} sec, more than evaluation.budget "
                 f"{self._budget:g} allows, {allowed:.1f}"
             )
@@ -88,9 +88,9 @@ class BoxEvaluation(NoEvaluation):
             self._show(found, at.step)
         at.last_evaluation_seconds = time.perf_counter() - started
         at.evaluation_seconds += at.last_evaluation_seconds
-        self._logs.line(f"  Evaluation, {self._painter.tiling.count} tiles: {at.last_evaluation_seconds:.3f} sec")
+        self._logs.info(f"  Evaluation, {self._painter.tiling.count} tiles: {at.last_evaluation_seconds:.3f} sec")
         for line in in_words(found):
-            self._logs.line(f"  {line}")
+            self._logs.info(f"  {line}")
         return found.scalars()
 
     def _show(self, found: Results, step: int) -> None:
@@ -111,7 +111,7 @@ class BoxEvaluation(NoEvaluation):
 def judge(
     slabs: Iterable[Slab],
     target: ReadPlanes,
-    evaluation: Evaluation,
+    evaluation: VolumeStatistics,
     about: Mapping[str, Any],
     world: World,
     see: Callable[[Slab, torch.Tensor], Any] = lambda slab, truth: None,
@@ -121,7 +121,7 @@ def judge(
     `see` is given each slab, with the truth [C, n, Y, Z] on the device, in passing.
     """
     for slab in slabs:
-        with world.agreed():
+        with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
         truth = torch.from_numpy(planes).to(world.device)
         evaluation.add(slab.start, slab.inputs, slab.predicted, truth)

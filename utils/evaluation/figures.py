@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from utils.evaluation.results import Results, telling_wavenumbers
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def movie(history: Sequence[Results], path: Path) -> None:
     """Writes `encoded_movie`, whole or not at all."""
     content = encoded_movie(history)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         partial.write_bytes(content)
 
 

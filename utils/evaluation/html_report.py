@@ -14,7 +14,7 @@ import numpy as np
 
 from utils.evaluation import figures
 from utils.evaluation.results import Results, Spectrum, telling_wavenumbers
-from utils.files import appearing_whole
+from utils.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def write(
     ]
     content = _page(title, parts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with appearing_whole([path]) as (partial,):
+    with atomic_write([path]) as (partial,):
         partial.write_text(content, encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.inference.channels import Channel
 
 
@@ -61,7 +61,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Plane:
+class PhaseDiagram:
     """Counts [n, m] of cells by log10 of density (in units of the mean) and of temperature (K)."""
 
     density_edges: np.ndarray
@@ -82,7 +82,7 @@ class Results:
     spectra: dict[str, Spectrum]  # by field: "density", "log density", "velocity", "divergence", "log temperature" …
     length_unit: str  # of 1/k: "Mpc/h", or "cells"
     distributions: dict[str, Distribution]  # by channel name, and "velocity divergence"
-    plane: Plane | None  # None where density or temperature have no physical units
+    plane: PhaseDiagram | None  # None where density or temperature have no physical units
     divergence_r2: float  # of the velocity's divergence; NaN where there is no velocity
     slices: dict[str, np.ndarray]  # "input" [C_in, Y, Z], "target" [C, Y, Z], "predicted" [C, Y, Z]: the middle plane
     about: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, checkpoint, input, tiling …: plain values
@@ -138,7 +138,7 @@ def save(results: Results, path: Path) -> None:
         arrays |= {f"plane {name}": value for name, value in vars(results.plane).items()}
     arrays |= {f"slice {name}": value.astype(np.float32) for name, value in results.slices.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with appearing_whole([path]) as (partial,), open(partial, "wb") as file:
+    with atomic_write([path]) as (partial,), open(partial, "wb") as file:
         np.savez_compressed(file, text=np.array(json.dumps(text)), **arrays)  # type: ignore[arg-type]
 
 
@@ -168,7 +168,7 @@ def load(path: Path) -> Results:
             spectra=spectra,
             length_unit=text["length_unit"],
             distributions=distributions,
-            plane=Plane(**plane) if plane else None,
+            plane=PhaseDiagram(**plane) if plane else None,
             divergence_r2=text["divergence_r2"],
             slices={name[6:]: value for name, value in arrays.items() if name.startswith("slice ")},
             about=text["about"],

@@ -27,7 +27,7 @@ class _Modes(NamedTuple):
     shell: Tensor  # [modes] of these planes in one row: 0 within half a fundamental, `number` + 1 beyond the last shell
 
 
-class Shells:
+class KShells:
     """Spherical shells, each as wide as the fundamental wave of the longest side.
 
     Shell m = 1 … `number` is centred on m fundamentals; the last one is the one around Nyquist's wavenumber π / cell,

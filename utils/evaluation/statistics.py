@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from utils.distributed.world import World
-from utils.evaluation.results import Distribution, Plane, Results
-from utils.evaluation.spectra import Shells
+from utils.evaluation.results import Distribution, PhaseDiagram, Results
+from utils.evaluation.spectra import KShells
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
 # Bins are fixed before the first slab is seen: log10 from the emptiest voids to clusters, and of the gas in both.
@@ -51,7 +51,7 @@ class _Bins(NamedTuple):
         return len(self.edges) - 1
 
 
-class Evaluation:
+class VolumeStatistics:
     """Gathers a predicted volume slab by slab and measures it against the target; every rank calls every method alike.
 
     Spectra are of density and of ln(density), of ln(temperature), of the velocity (its components' powers added up) and
@@ -139,7 +139,7 @@ class Evaluation:
         """
         assert self._planes_seen == self._shape[0]
         total, device, cells = self._world.sum, self._world.device, math.prod(self._shape)
-        shells = Shells(self._shape, self._cell or 1.0, device)
+        shells = KShells(self._shape, self._cell or 1.0, device)
         names = sorted(set(self._spectra), key=[*SPECTRA, *self._spectra].index)
         sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
         divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
@@ -157,7 +157,7 @@ class Evaluation:
         plane = None
         if self._plane:
             counts = total(self._plane_counts).cpu().numpy()
-            plane = Plane(*(self._bins[channel].edges for channel in self._plane), *counts)
+            plane = PhaseDiagram(*(self._bins[channel].edges for channel in self._plane), *counts)
         divergence_r2 = math.nan
         if DIVERGENCE in names:
             divergence_r2, edge, *found = total(divergence).tolist()

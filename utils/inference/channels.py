@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config import Transform
+from utils.config import TransformConfig
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
 
@@ -53,14 +53,14 @@ class Channel:
         return f"(log10(value / {self.unit}) - {self.center / ten:.10g}) / {self.scale / ten:.10g}"
 
 
-def input_channels(count: int, transform: Transform) -> tuple[Channel, ...]:
+def input_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
     """Of `Nbody`: dark-matter density and velocity; of another number of channels nothing is known."""
     if count != 4:
         return _unknown(count)
     return (_density("dark-matter density", transform), *_velocity("dark-matter velocity", transform))
 
 
-def target_channels(count: int, transform: Transform) -> tuple[Channel, ...]:
+def target_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
     """Of `Hydro`: gas density, velocity and temperature; of another number of channels nothing is known."""
     if count != 5:
         return _unknown(count)
@@ -76,12 +76,12 @@ def _unknown(count: int) -> tuple[Channel, ...]:
     return tuple(Channel(f"channel {number}") for number in range(count))
 
 
-def _density(name: str, transform: Transform) -> Channel:
+def _density(name: str, transform: TransformConfig) -> Channel:
     scale = transform.density_log_scale
     return Channel(name) if scale is None else Channel(name, DENSITY_UNIT, scale, is_log=True)
 
 
-def _velocity(name: str, transform: Transform) -> tuple[Channel, ...]:
+def _velocity(name: str, transform: TransformConfig) -> tuple[Channel, ...]:
     scale = transform.velocity_scale_km_s
     names = (f"{name} {axis}" for axis in "xyz")
     return tuple(Channel(each) if scale is None else Channel(each, VELOCITY_UNIT, scale) for each in names)

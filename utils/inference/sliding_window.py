@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from utils.distributed.world import World
-from utils.inference.window_grid import Piece, Tiling, pieces
+from utils.inference.window_grid import Piece, WindowGrid, pieces
 
 # Input planes [C, n, Y, Z], float32, from `start` on; they never go beyond the volume's end.
 ReadPlanes = Callable[[int, int], np.ndarray]
@@ -32,12 +32,12 @@ class Slab(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Painter:
+class SlidingWindowPredictor:
     """What it takes to go over a volume; `read` may raise UserErrors, which all ranks then fail with."""
 
     predict: Predict  # [N, C_in, T, T, T] -> [N, C_out, T, T, T], on the world's device
     read: ReadPlanes
-    tiling: Tiling
+    tiling: WindowGrid
     channels: tuple[int, int]  # C_in, C_out
     batch_size: int  # tiles at once on each rank
     world: World
@@ -64,7 +64,7 @@ class Painter:
         )
         known = 0  # planes of `inputs` that are there
         for index, (origin, number) in enumerate(todo):
-            with self.world.agreed():
+            with self.world.raise_together():
                 self._read(origin + known, inputs[:, known:])
             self.world.watch.at("prediction")  # of ranks that have no tiles, too
             self._add_layer(number, inputs, total, advance)
@@ -117,7 +117,7 @@ class Painter:
         return itertools.product(along_y, along_z)
 
 
-def layers(tiling: Tiling, first: int = 0) -> list[tuple[int, int]]:
+def layers(tiling: WindowGrid, first: int = 0) -> list[tuple[int, int]]:
     """The layers of tiles that slabs from number `first` on are made of, in order: first plane, and number.
 
     Those that begin before that slab and reach into it come first, for its sake alone; from behind the end, where the

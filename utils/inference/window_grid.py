@@ -74,7 +74,7 @@ def pieces(start: int, length: int, size: int) -> Iterator[Piece]:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class WindowGrid:
     """Tiles of a volume: each axis by itself, all combinations of their tiles."""
 
     x: Axis
@@ -120,7 +120,9 @@ class Tiling:
         return [(y, z) for y in range(len(self.y.origins)) for z in range(len(self.z.origins))]
 
 
-def tile_volume(shape: tuple[int, int, int], tile: int, step: int | None = None, periodic: bool = True) -> Tiling:
+def build_window_grid(
+    shape: tuple[int, int, int], tile: int, step: int | None = None, periodic: bool = True
+) -> WindowGrid:
     """Cubic tiles of `tile` cells a side, at most `step` apart (half a tile); UserError where they do not fit."""
     step = max(tile // 2, 1) if step is None else step
-    return Tiling(*(cut(size, tile, step, periodic) for size in shape))
+    return WindowGrid(*(cut(size, tile, step, periodic) for size in shape))

@@ -16,7 +16,7 @@ from torch import nn
 AVERAGE = "average"  # the key in a step's state
 
 
-class NoAverage:
+class NullEMA:
     """The weights as they are trained."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -36,7 +36,7 @@ class NoAverage:
         """Goes on from a state that has "network" and what `state` gave, unless it was made without an average."""
 
 
-class Average(NoAverage):
+class EMA(NullEMA):
     """`network` is a copy of the trained one, with the running mean of its parameters, and its own running statistics.
 
     The t-th update, counted from 0, keeps min(decay, (1 + t) / (10 + t)) of the mean, so that the first weights are

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from utils.config import Optimizer
+from utils.config import OptimizerConfig
 from utils.optim.lamb import Lamb
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ Parameters = dict[str, torch.nn.Parameter]
 
 
 def build_optimizer(
-    options: Optimizer,
+    options: OptimizerConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     rate: float,
     capturable: bool = False,
@@ -78,7 +78,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _adam(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     """torch's Adam, as one fused kernel where this build and device have it (Kingma & Ba 2015)."""
     return torch.optim.Adam(
         parameters.values(),
@@ -91,7 +91,9 @@ def _adam(options: Optimizer, parameters: Parameters, rate: float, capturable: b
     )
 
 
-def _fused_adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _fused_adam(
+    options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool
+) -> torch.optim.Optimizer:
     """The same, but for the kernel: rather an error than another one."""
     if not _has_fused(parameters):
         kinds = sorted({f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters.values()})
@@ -99,7 +101,9 @@ def _fused_adam(options: Optimizer, parameters: Parameters, rate: float, captura
     return _adam(options, parameters, rate, capturable)
 
 
-def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _apex_adam(
+    options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool
+) -> torch.optim.Optimizer:
     """apex's FusedAdam with plain Adam's weight decay; torch's fused Adam where it cannot be had."""
     if capturable:
         log.info("apex's fused Adam cannot leave an update out inside a CUDA graph: it is replaced by torch's")
@@ -120,7 +124,7 @@ def _apex_adam(options: Optimizer, parameters: Parameters, rate: float, capturab
     )
 
 
-def _sgd(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _sgd(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
         parameters.values(),
         lr=_rate(parameters, rate, capturable),
@@ -171,7 +175,7 @@ class NAdam(torch.optim.NAdam):
             torch.where(found_inf > 0, old, tensor, out=tensor)
 
 
-def _nadam(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _nadam(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     """Adam with Nesterov's momentum (Dozat 2016), its momentum warmed up as torch and Keras do (decay 0.004)."""
     # Its counts must be on the device for it to decide there; torch has it so on CUDA alone, and otherwise warns of it.
     on_device = all(parameter.is_cuda for parameter in parameters.values())
@@ -187,7 +191,7 @@ def _nadam(options: Optimizer, parameters: Parameters, rate: float, capturable: 
     )
 
 
-def _lamb(options: Optimizer, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _lamb(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
     return Lamb(
         parameters.items(),
         lr=_rate(parameters, rate, capturable),
@@ -214,7 +218,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> str:
     return f"{'' if owner == 'utils' else owner + ' '}{type(optimizer).__name__}{fused}"
 
 
-OPTIMIZERS: dict[str, Callable[[Optimizer, Parameters, float, bool], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Parameters, float, bool], torch.optim.Optimizer]] = {
     "adam": _adam,
     "fused_adam": _fused_adam,
     "apex_adam": _apex_adam,

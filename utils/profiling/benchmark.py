@@ -24,10 +24,10 @@ from utils.data import Loader
 from utils.data.loaders.prefetcher import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.profiling.flops import counted, matmul_peak
 from utils.progress import Progress
-from utils.runs.logger import SilentLogs
+from utils.runs.logger import NullLogger
 from utils.steps import Step
 
 DEFAULT_SETTINGS = Path(__file__).parent.parent.parent / "benchy-conf.yaml"
@@ -56,7 +56,7 @@ def read_settings(world: World) -> Settings:
     Every rank calls it; UserError, too, where the first one could not write the output in the end.
     """
     settings = _read()
-    with world.agreed():
+    with world.raise_together():
         if world.is_root:
             path = Path(settings.output)
             if path.is_dir() or settings.output.endswith("/"):
@@ -96,7 +96,7 @@ class Benchmark:
         step: Step,
         loader: Loader,
         world: World,
-        logs: SilentLogs,
+        logs: NullLogger,
         rate: float,
         global_batch_size: int,
         settings: Settings,
@@ -146,36 +146,36 @@ class Benchmark:
                     results[name]["share of matmul peak"] = teraflops / peak["TFLOP/s"]
         endless.close()
         for line in self._step.describe():
-            self._logs.line(line)
+            self._logs.info(line)
         for name in plan:
             self._tell(name, results[name])
         if "NO-COMM" in plan:
             lost = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
             results["communication overhead"] = lost
-            self._logs.line(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
+            self._logs.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
         self._write(results)
         return results
 
     def _tell(self, name: str, result: dict[str, Any]) -> None:
         line = f"BENCHY::SUMMARY::{name}"
         mean, spread = result["mean"], result["stdev"]
-        self._logs.line(f"{line} average trial throughput: {mean:.3f} +/- {spread:.3f}")
+        self._logs.info(f"{line} average trial throughput: {mean:.3f} +/- {spread:.3f}")
         text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
         if "TFLOP/s a rank" in result:
             share = 100 * result["share of matmul peak"]
             text += f"; {result['TFLOP/s a rank']:.3g} TFLOP/s a rank, {share:.1f} % of the matmul peak"
-        self._logs.line(f"{line} {text}")
+        self._logs.info(f"{line} {text}")
 
     def _write(self, results: dict[str, Any]) -> None:
         path = self._settings.output
-        with self._world.agreed():
+        with self._world.raise_together():
             if self._world.is_root:
                 try:
-                    with appearing_whole([Path(path)]) as (partial,):
+                    with atomic_write([Path(path)]) as (partial,):
                         partial.write_text(json.dumps(results, indent=2) + "\n")
                 except OSError as error:
                     raise UserError(f"cannot write {path}: {error.strerror}; set BENCHY_OUTPUT") from None
-        self._logs.line(f"Benchmark results: {path}")
+        self._logs.info(f"Benchmark results: {path}")
 
     def _measure_peak(self) -> dict[str, Any]:
         """TFLOP/s of a matrix product on each rank's device, of all ranks at once, and their mean."""
@@ -186,7 +186,7 @@ class Benchmark:
         if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
             name = "float32 as TF32"
         mean = statistics.fmean(peaks)
-        self._logs.line(f"Matmul peak, {name}: {mean:.4g} TFLOP/s a rank")
+        self._logs.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s a rank")
         return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
 
     def _trials(self, name: str, trials: Trials, action: Callable[[], object], progress: Progress) -> list[float]:

@@ -18,17 +18,17 @@ from utils.data import (
     SPLITS,
     batch_like,
     choose,
-    find_loader,
+    get_loader,
     open_labelled,
     open_split,
-    open_split_twins,
+    open_split_npy,
     shuffle_plan,
 )
 from utils.data.files.hdf5 import Volume, first_nonfinite
 from utils.data.loaders.dali import check_installed
 from utils.distributed.world import Launch, World, choose_device
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
@@ -66,13 +66,13 @@ def report(
     if config.data_loader_config == "auto":
         here = World(Launch("preflight"), choose_device(config.device, 0))
         yield "data_loader_config auto: on this machine {}, {}".format(*choose(config, here, lambda: memory.reserve))
-    reads = find_loader(config.data_loader_config).reads
+    reads = get_loader(config.data_loader_config).reads
     if reads is None:
         yield f"data: {config.data_loader_config}, no files are read"
     elif reads == "npy":
         check_installed()
         for split in SPLITS:
-            yield _data(open_split_twins(config, split).volume(), split)
+            yield _data(open_split_npy(config, split).volume(), split)
     elif reads == "labelled":
         for split, data in open_labelled(config)[1].items():
             plan = shuffle_plan(config, split, len(data.labels))
@@ -142,7 +142,7 @@ def plot_rates(config: Config, name: str, file: Path) -> str:
     axes.legend()
     axes.grid(alpha=0.3)
     try:
-        with appearing_whole([file]) as (whole,):
+        with atomic_write([file]) as (whole,):
             figure.savefig(whole, format="png", dpi=150)
     except OSError as error:
         raise UserError(f"--plot={file}: cannot write it: {error.strerror or error}; give another file") from None

@@ -103,7 +103,7 @@ def _is_whole(trace: Path) -> bool:
         return file.read() == b"}"
 
 
-class NoProfiler:
+class NullProfiler:
     """Profiles nothing."""
 
     def before_step(self, step: int) -> None:
@@ -113,7 +113,7 @@ class NoProfiler:
         pass
 
 
-class WindowProfiler(NoProfiler):
+class WindowProfiler(NullProfiler):
     """Profiles steps first … first + length − 1, counted from the start of training, or up to its end."""
 
     def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:

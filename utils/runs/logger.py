@@ -24,7 +24,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.distributed.world import World, hostnames, restarted
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 
 RESTART_SECONDS = 60.0
 LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
@@ -65,10 +65,10 @@ def configure_logging(is_root: bool) -> None:
     root.setLevel(logging.INFO if is_root else logging.WARNING)
 
 
-class SilentLogs:
+class NullLogger:
     """Records nothing: for ranks other than 0."""
 
-    def line(self, text: str) -> None:
+    def info(self, text: str) -> None:
         pass
 
     def warning(self, text: str) -> None:
@@ -90,7 +90,7 @@ class SilentLogs:
         pass
 
 
-class RunLogs(SilentLogs):
+class RunLogger(NullLogger):
     """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
 
     The last two go on after step `resumed`, whatever an earlier process had recorded beyond it; with None they replace
@@ -121,11 +121,11 @@ class RunLogs(SilentLogs):
     def _metrics(self) -> IO[str]:
         path = self._directory / "metrics.jsonl"
         kept = [line for line in _lines(path) if line.endswith("\n") and _step(line) <= self._keep]
-        with appearing_whole([path]) as (partial,):
+        with atomic_write([path]) as (partial,):
             partial.write_text("".join(kept), encoding="utf-8")
         return open(path, "a", buffering=1, encoding="utf-8")
 
-    def line(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """One log line."""
         logging.getLogger().info(text)
 
@@ -251,19 +251,19 @@ def run_directory(config: Config, name: str, run_num: str, world_size: int) -> P
 
 def open_run(
     config: Config, name: str, directory: Path, world: World, resumed: int | None = None, complete: bool = False
-) -> SilentLogs:
+) -> NullLogger:
     """Makes the run directory with config.yaml and provenance.json, and opens the logs; UserError where it cannot.
 
     `resumed`: the step after which the training resumes; `complete`: nothing is left to train, so the files of the
     process that trained stay.
     """
     record = provenance(world)
-    logs = SilentLogs()
-    with world.agreed():
+    logs = NullLogger()
+    with world.raise_together():
         if world.is_root:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                logs = RunLogs(directory, resumed)
+                logs = RunLogger(directory, resumed)
                 if complete and (directory / "provenance.json").exists():  # not so where --resume named another run
                     return logs
                 # The global batch says it all: on another number of ranks, the local one would change it.

@@ -16,9 +16,9 @@ from utils.data import Loader
 from utils.data.files.hdf5 import CHANNEL_NAMES
 from utils.distributed.world import World
 from utils.evaluation import figures
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import format_duration
-from utils.runs.logger import SilentLogs, read_records
+from utils.runs.logger import NullLogger, read_records
 from utils.steps import Step
 from utils.training.trainer import FitResult
 
@@ -38,10 +38,10 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     return bool(world.gather_objects(written)[0])
 
 
-def write_summary(directory: Path, result: FitResult, logs: SilentLogs) -> None:
+def write_summary(directory: Path, result: FitResult, logs: NullLogger) -> None:
     """Writes summary.json, the last file of a run: a run that is started again without it writes its summary again."""
     try:
-        with appearing_whole([directory / SUMMARY]) as (partial,):
+        with atomic_write([directory / SUMMARY]) as (partial,):
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         logs.warning(f"Cannot write {directory / SUMMARY}: {error.strerror or error}")
@@ -129,10 +129,10 @@ def closing_table(
     return lines
 
 
-def draw(step: Step, loader: Loader, directory: Path, logs: SilentLogs, steps: int, labelled: bool) -> list[Path]:
+def draw(step: Step, loader: Loader, directory: Path, logs: NullLogger, steps: int, labelled: bool) -> list[Path]:
     """Writes loss_curves.png and, of volumes, slices.png; the slices go to TensorBoard too."""
     if importlib.util.find_spec("matplotlib") is None:
-        logs.line("matplotlib is not installed (pip install matplotlib): no pictures")
+        logs.info("matplotlib is not installed (pip install matplotlib): no pictures")
         return []
     curves, slices = directory / "loss_curves.png", directory / "slices.png"
     records = read_records(directory / "metrics.jsonl")

@@ -26,7 +26,7 @@ import numpy as np
 from colossus.cosmology import cosmology as colossus
 
 from utils.errors import UserError, one_line_errors
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import Progress
 from utils.simulation import gas
 from utils.simulation.fourier import forward, multiplied
@@ -238,7 +238,7 @@ def write(
     check_output(path, overwrite, nbody.nbytes + hydro.nbytes)
     target = Path(path)
     try:
-        with appearing_whole([target]) as (partial,), h5py.File(partial, "w") as file:
+        with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
             for name, data in (("Nbody", nbody), ("Hydro", hydro)):
                 file.create_dataset(name, data=data, dtype=np.float32)
             file.attrs.update(attributes)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from utils.steps.probe import PartProbe
+from utils.steps.probe import GradientNormProbe
 
 
 class Step(Protocol):
@@ -17,7 +17,7 @@ class Step(Protocol):
 
     network: nn.Module  # the bare network as it is used: validated and saved, with averaged weights where that is asked
     gradient_norm: torch.Tensor  # of the last step, before clipping; a scalar on the device
-    probe: PartProbe | None  # the gradient of a part of the batch, where that is measured
+    probe: GradientNormProbe | None  # the gradient of a part of the batch, where that is measured
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
         """Trains on one local batch at the given learning rate; returns its loss, on the device, detached."""
@@ -46,7 +46,7 @@ class Step(Protocol):
     def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss and the metrics, without training: [1 + metrics]."""
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Before ranks measure together: all have the same running statistics. Every rank calls it."""
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
-from utils.optim.ema import Average, NoAverage, trained_weights
+from utils.optim.ema import EMA, NullEMA, trained_weights
 from utils.optim.optimizers import load_state, saved_state, update
+from utils.pending_work import PendingWork
 from utils.profiling.profiler import annotate
-from utils.side_work import SideWork
 from utils.steps.compile import Compiled, Traced
 from utils.steps.manual import ManualDataParallel
-from utils.steps.probe import PartProbe
+from utils.steps.probe import GradientNormProbe
 
 # torch 2.13 gives the option a new name.
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -54,7 +54,7 @@ class StepOptions:
     ema_decay: float | None = None
 
 
-class Objective(nn.Module):
+class NetworkWithLoss(nn.Module):
     """Network and loss as one module: DDP and the compiler see the whole forward pass."""
 
     def __init__(self, network: nn.Module, loss: nn.Module) -> None:
@@ -71,7 +71,7 @@ class EagerStep:
     # Whether the optimizer must keep all it changes on the device, the learning rate too.
     capturable: ClassVar[bool] = False
     # Where others may leave work for the step to take along.
-    beside: SideWork | None = None
+    beside: PendingWork | None = None
 
     @classmethod
     def check(cls, world: World, noddp: bool) -> None:
@@ -87,7 +87,7 @@ class EagerStep:
         metrics: Sequence[Metric] = (),
     ) -> None:
         self.gradient_norm = torch.zeros((), device=world.device)
-        self.probe: PartProbe | None = None
+        self.probe: GradientNormProbe | None = None
         self._metrics = metrics
         self._options = options = options or StepOptions()
         self._device = world.device
@@ -98,7 +98,7 @@ class EagerStep:
         scaled = options.enable_amp and options.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
         self._exchanging = True
-        self._bare = Objective(network, loss)
+        self._bare = NetworkWithLoss(network, loss)
         compiler = options.compiler if options.enable_jit else "none"
         self._compiler: Compiled | Traced | None = None
         self._objective: nn.Module = self._bare
@@ -107,7 +107,7 @@ class EagerStep:
         exchanges = world.size > 1 and not options.noddp
         parts = options.accumulation_steps * (world.size if exchanges else 1)
         if options.log_noise_scale and parts > 1:
-            self.probe = PartProbe(parts, world.device)
+            self.probe = GradientNormProbe(parts, world.device)
         # With micro-batches the first one is the part; else it is the rank's batch, seen on its way to the others.
         self._first_is_part = self.probe is not None and options.accumulation_steps > 1
         passing = None if self._first_is_part else self.probe
@@ -120,7 +120,7 @@ class EagerStep:
         if compiler == "inductor":
             self._forward = self._compiler = Compiled(self._objective)
         # Last: DistributedDataParallel may have changed the weights.
-        self._average = NoAverage(network) if options.ema_decay is None else Average(network, options.ema_decay)
+        self._average = NullEMA(network) if options.ema_decay is None else EMA(network, options.ema_decay)
         self.network = self._average.network
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
@@ -242,7 +242,7 @@ class EagerStep:
             loss = self._bare.loss(outputs, targets)
             return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._metrics)])
 
-    def share_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Every rank takes over rank 0's running statistics, as all do in the next step anyway. Every rank calls it."""
         if self._buffers_differ:
             for buffer in self.network.buffers():
@@ -296,7 +296,7 @@ class EagerStep:
 
 
 def _data_parallel(
-    module: nn.Module, world: World, options: StepOptions, probe: PartProbe | None
+    module: nn.Module, world: World, options: StepOptions, probe: GradientNormProbe | None
 ) -> DistributedDataParallel | ManualDataParallel:
     if options.ddp == "manual":
         return ManualDataParallel(module, probe, not options.disable_broadcast_buffers)

@@ -21,8 +21,8 @@ from torch import nn
 
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
+from utils.pending_work import PendingWork, Work
 from utils.profiling.profiler import annotate
-from utils.side_work import SideWork, Work
 from utils.steps.eager import EagerStep, Metric, StepOptions
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class GraphStep(EagerStep):
         self._stream = torch.cuda.Stream(world.device)
         with self._on_stream():
             super().__init__(network, loss, optimizer, world, options, metrics)
-        self.beside = SideWork()
+        self.beside = PendingWork()
         self._branch = torch.cuda.Stream(world.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, Recorded] = {}

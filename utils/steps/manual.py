@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.steps.probe import PartProbe
+from utils.steps.probe import GradientNormProbe
 
 
 class ManualDataParallel(nn.Module):
@@ -23,7 +23,7 @@ class ManualDataParallel(nn.Module):
     `probe`, if given, is shown the rank's own gradients first.
     """
 
-    def __init__(self, module: nn.Module, probe: PartProbe | None = None, share_buffers: bool = True) -> None:
+    def __init__(self, module: nn.Module, probe: GradientNormProbe | None = None, share_buffers: bool = True) -> None:
         super().__init__()
         self.module, self._probe, self._shares_buffers = module, probe, share_buffers
         self._exchanging = True

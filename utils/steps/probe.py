@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class PartProbe:
+class GradientNormProbe:
     """The squared norm of a part's gradient, in one tensor on the device, the same one in every step."""
 
     def __init__(self, parts: int, device: torch.device) -> None:

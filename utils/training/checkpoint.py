@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from utils.errors import UserError
-from utils.files import directory_appearing_whole
+from utils.files import atomic_directory
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's,
 
 
 @dataclass
-class Position:
+class TrainState:
     """How far a training has come: plain numbers, the same on every rank."""
 
     epoch: int = 0  # epochs done
@@ -68,7 +68,7 @@ class DamagedCheckpoint(Exception):
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
     """Both files and their digests, whole or not at all; raises OSError where the disk does not take them."""
-    with directory_appearing_whole(target) as partial:
+    with atomic_directory(target) as partial:
         digests = ""
         for name, content in ((WEIGHTS, weights), (TRAINING, training)):
             with open(partial / name, "wb") as file:
@@ -180,16 +180,16 @@ def place(folder: Path, step: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Checkpoint:
     """A checkpoint that has been found whole."""
 
     path: Path
     weights: dict[str, Any]
     training: dict[str, Any]
-    position: Position
+    position: TrainState
 
 
-def load(path: Path, digests: bool = True) -> Saved:
+def load(path: Path, digests: bool = True) -> Checkpoint:
     """A checkpoint's content, on the CPU; raises DamagedCheckpoint unless it is what was written.
 
     Without `digests` that is only looked at as far as it shows: another rank has made sure.
@@ -202,13 +202,13 @@ def load(path: Path, digests: bool = True) -> Saved:
         if missing:
             raise DamagedCheckpoint(f"{name} has no {missing[0]}")
     try:
-        position = Position(**training["position"])
+        position = TrainState(**training["position"])
     except TypeError as error:
         raise DamagedCheckpoint(f"{TRAINING}: {error}") from None
-    return Saved(path, weights, training, position)
+    return Checkpoint(path, weights, training, position)
 
 
-def newest(folder: Path) -> Saved | None:
+def newest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole; those skipped are named; UserError where there are only others."""
     skipped = []
     for step in saved_steps(folder):
@@ -229,19 +229,19 @@ def newest(folder: Path) -> Saved | None:
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
-class NoSaving:
+class NullCheckpointer:
     """Saves nothing: for ranks other than 0, and for measurements."""
 
     fault: str | None = None  # why the newest state of all that were to be saved is not on the disk
 
-    def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
+    def save(self, state: Mapping[str, Any], position: TrainState, *, is_best: bool, last_chance: bool) -> None:
         """Takes a copy of the state's tensors, and has it written."""
 
     def close(self) -> None:
         """Waits for what is being written."""
 
 
-class Saving(NoSaving):
+class Checkpointer(NullCheckpointer):
     """Writes checkpoints in a thread of its own, from a copy in host memory; keeps the last ones and the best.
 
     A disk that is full, read-only or gone costs a warning and the one checkpoint: training goes on, what has been saved
@@ -260,7 +260,7 @@ class Saving(NoSaving):
         self._step, self._asked, self._waited = 0, 0, 0.0  # steps of the last one begun, and of the last one asked for
         self._began = self._started = time.monotonic()
 
-    def save(self, state: Mapping[str, Any], position: Position, *, is_best: bool, last_chance: bool) -> None:
+    def save(self, state: Mapping[str, Any], position: TrainState, *, is_best: bool, last_chance: bool) -> None:
         """`state` has the network's under "network"; with `last_chance` it waits until all of it is written."""
         self._asked = position.step
         patience = self.PATIENCE_SECONDS + self.PATIENCE * (time.monotonic() - self._started) - self._waited

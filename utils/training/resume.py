@@ -16,7 +16,7 @@ from utils.errors import UserError
 from utils.files import recover
 from utils.runs.logger import lock
 from utils.training import checkpoint
-from utils.training.checkpoint import FOLDER, DamagedCheckpoint, Saved
+from utils.training.checkpoint import FOLDER, Checkpoint, DamagedCheckpoint
 
 # What decides which samples a step sees: a position in another order of samples means nothing.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
@@ -32,10 +32,10 @@ def starts_anew(resume: str) -> bool:
     return resume == "no" and not restarted()
 
 
-def find(directory: Path, resume: str, world: World) -> Saved | None:
+def find(directory: Path, resume: str, world: World) -> Checkpoint | None:
     """What a training in `directory` goes on from, the same on every rank; `resume` is auto, no or another run."""
-    found: Saved | None = None
-    with world.agreed():
+    found: Checkpoint | None = None
+    with world.raise_together():
         if world.is_root:
             anew = directory / FOLDER / ANEW
             if starts_anew(resume):
@@ -44,7 +44,7 @@ def find(directory: Path, resume: str, world: World) -> Saved | None:
             elif resume != "no" or not anew.exists():
                 found = _newest(directory, None if resume in ("auto", "no") else Path(resume))
     path = world.gather_objects(found and str(found.path))[0]
-    with world.agreed():
+    with world.raise_together():
         if path is not None and found is None:
             try:
                 found = checkpoint.load(Path(path), digests=False)
@@ -58,7 +58,7 @@ def find(directory: Path, resume: str, world: World) -> Saved | None:
     return found
 
 
-def _newest(directory: Path, elsewhere: Path | None) -> Saved | None:
+def _newest(directory: Path, elsewhere: Path | None) -> Checkpoint | None:
     if (directory / FOLDER).is_dir():
         with contextlib.suppress(OSError), lock(directory):  # a directory that cannot be written to is told of later
             recover(directory / FOLDER)
@@ -79,7 +79,7 @@ def comparable(config: Config) -> dict[str, Any]:
     return {**config.model_dump(), "local_batch_size": None}
 
 
-def changes(saved: Saved, config: Config) -> list[str]:
+def changes(saved: Checkpoint, config: Config) -> list[str]:
     """What has changed since, for the log; UserError where a step would now see other samples."""
     before, now = saved.weights["config"], comparable(config)
     for key in ORDER_KEYS:
@@ -96,7 +96,7 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def restore_random(saved: Saved, world: World) -> None:
+def restore_random(saved: Checkpoint, world: World) -> None:
     """Each rank draws on where it stopped; on another number of ranks, or kind of device, there is no such place."""
     states = saved.training["random"]
     if len(states) != world.size or len(states[world.rank]) != len(random_state(world.device)):

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 from utils.data import Loaders
 from utils.data.loaders.prefetcher import Batch
-from utils.distributed.signals import Agreement, NoSignals, StopSignals, Wish
+from utils.distributed.signals import NullSignals, Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.evaluation.callback import NoEvaluation
+from utils.evaluation.callback import NullEvaluation
 from utils.profiling.flops import counted
-from utils.profiling.profiler import NoProfiler, annotate
+from utils.profiling.profiler import NullProfiler, annotate
 from utils.progress import Progress, format_duration
-from utils.runs.logger import SilentLogs
+from utils.runs.logger import NullLogger
 from utils.steps import Step
-from utils.training.checkpoint import NoSaving, Position
+from utils.training.checkpoint import NullCheckpointer, TrainState
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_state
@@ -57,31 +57,31 @@ class Trainer:
         loaders: Loaders,
         schedule: Callable[[int], float],
         world: World,
-        logs: SilentLogs,
-        saving: NoSaving,
-        profiler: NoProfiler,
+        logs: NullLogger,
+        saving: NullCheckpointer,
+        profiler: NullProfiler,
         num_epochs: int,
         global_batch_size: int,
         log_interval: int,
         signals: StopSignals | None = None,
-        position: Position | None = None,
+        position: TrainState | None = None,
         save_often: SaveOften | None = None,
         max_skipped_updates: int = 10,
         metrics: Sequence[str] = (),
-        evaluation: NoEvaluation | None = None,
+        evaluation: NullEvaluation | None = None,
     ) -> None:
         """`metrics` are the names of what `step.measure` gives beside the loss."""
         self.step, self.loaders, self.schedule = step, loaders, schedule
         self.world, self.logs, self.saving, self.profiler = world, logs, saving, profiler
         self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
-        self.signals, self.save_often = signals or NoSignals(), save_often or SaveOften()
+        self.signals, self.save_often = signals or NullSignals(), save_often or SaveOften()
         self.max_skipped_updates = max_skipped_updates
-        self.at = position or Position()
-        self.metrics, self.evaluation = metrics, evaluation or NoEvaluation()
+        self.at = position or TrainState()
+        self.metrics, self.evaluation = metrics, evaluation or NullEvaluation()
         probe = step.probe
         self._noise = NoiseScale(global_batch_size / probe.parts, global_batch_size, self.at.noise) if probe else None
         self._recorder = LossRecorder(log_interval, world)
-        self._agreement = Agreement(world)
+        self._agreement = StopCoordinator(world)
         self._rate = 0.0
         self._teraflops = 0.0  # of training on one sample
         self._described = False
@@ -130,11 +130,11 @@ class Trainer:
             self.step.warm_up(*batch)
             self.world.barrier()  # a rank's compiler may take longer than another's
             seconds = time.perf_counter() - started
-            self.logs.line(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
+            self.logs.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
 
     def _measure_untrained(self, train: WeightedMean) -> None:
         """Both losses before the first update."""
-        self.logs.line("Before training:")
+        self.logs.info("Before training:")
         at = self.at
         at.initial_loss = at.final_loss = at.best_loss = self._validate()
         losses = {"Loss/train": train.results()[0], "Loss/valid": at.initial_loss, **self._valid_metrics()}
@@ -181,20 +181,20 @@ class Trainer:
         """Between two steps is where ranks stop and save, all of them between the same two."""
         wish = self._agree()
         due = self.save_often.every_steps is not None and self.at.step % self.save_often.every_steps == 0
-        if (due or wish is Wish.SAVE) and not ends_epoch:  # then it follows, with the validation's loss
+        if (due or wish is Request.SAVE) and not ends_epoch:  # then it follows, with the validation's loss
             self._save()
 
-    def _agree(self) -> Wish:
+    def _agree(self) -> Request:
         """What all ranks do now; does not return if that is to stop."""
-        wish, minutes = Wish.GO_ON, self.save_often.every_minutes
+        wish, minutes = Request.GO_ON, self.save_often.every_minutes
         if self.signals.received:
-            wish = Wish.STOP
+            wish = Request.STOP
         elif self.world.is_root and minutes is not None and time.perf_counter() - self._saved > 60 * minutes:
-            wish, self._saved = Wish.SAVE, time.perf_counter()
+            wish, self._saved = Request.SAVE, time.perf_counter()
         answer = self._agreement.ask(wish)
-        if answer is Wish.STOP:
+        if answer is Request.STOP:
             why = self.signals.received or "a signal to another rank"
-            self.logs.line(f"Stopping after step {self.at.step}: {why}")
+            self.logs.info(f"Stopping after step {self.at.step}: {why}")
             if self.at.step > 0:
                 self._save(last_chance=True)
             self.world.barrier()  # a launcher that sees one rank end may stop the one that still writes
@@ -271,7 +271,7 @@ class Trainer:
         at.losses += losses
         if not self._described:
             for line in self.step.describe():
-                self.logs.line(line)
+                self.logs.info(line)
             self._described = True
         speed = interval.steps * self.global_batch_size / interval.seconds()
         teraflops = speed * self._teraflops / self.world.size
@@ -279,7 +279,7 @@ class Trainer:
         wait = interval.wait_fraction()
         rest = self.num_epochs * len(self.loaders.train) - at.step
         remaining = rest / (at.step - self._first_step) * (time.perf_counter() - self._started)
-        self.logs.line(
+        self.logs.info(
             f"{title}: loss {mean:.6f}, {speed:.1f} samples/s, {teraflops:.3g} TFLOP/s a rank, "
             f"rate {self._rate:.2e}, gradient norm {norm:.3g}, data wait {100 * wait:.0f} %, "
             f"{format_duration(remaining)} left"
@@ -305,7 +305,7 @@ class Trainer:
         """
         started = time.perf_counter()
         mean = WeightedMean(self.world, 1 + len(self.metrics))
-        self.step.share_buffers()
+        self.step.broadcast_buffers()
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_objects(len(valid)))):  # some ranks may have one batch less
@@ -318,8 +318,8 @@ class Trainer:
         self.at.metrics = dict(zip(self.metrics, metrics, strict=True))
         told = [f"  Avg val {name.replace('_', ' ')}={value:.4f}" for name, value in self.at.metrics.items()]
         for line in (*told_before, f"  Avg val loss={loss:.6f}", *told):
-            self.logs.line(line)
-        self.logs.line(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
+            self.logs.info(line)
+        self.logs.info(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
         if not math.isfinite(loss):
             raise UserError(
                 f"the validation loss is {loss} after step {self.at.step}, learning rate "

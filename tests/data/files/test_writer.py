@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from utils.data.files import writer as growing
-from utils.data.files.writer import GrowingVolume
+from utils.data.files.writer import ResumableHDF5Writer
 from utils.errors import UserError
 
 SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5)}
@@ -31,11 +31,11 @@ def values() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def begin(target: Path, made_of: dict[str, Any] = MADE_OF, overwrite: bool = False) -> GrowingVolume:
-    return GrowingVolume(target, SHAPES, ABOUT, made_of, overwrite)
+def begin(target: Path, made_of: dict[str, Any] = MADE_OF, overwrite: bool = False) -> ResumableHDF5Writer:
+    return ResumableHDF5Writer(target, SHAPES, ABOUT, made_of, overwrite)
 
 
-def write_slabs(volume: GrowingVolume, until: int = 10) -> None:
+def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
     """Writes what is missing, up to plane `until`."""
     for start, end in itertools.pairwise(STARTS):
         if volume.done <= start and end <= until:

@@ -13,7 +13,7 @@ import torch
 from reference_samples import rank_batches
 
 from utils.data.datasets import Labelled
-from utils.data.loaders.classification import LabelledLoader
+from utils.data.loaders.classification import ClassificationLoader
 from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError
@@ -41,8 +41,8 @@ def batch_of(data: Labelled, rows: list[int], scale: float = 1 / 255) -> tuple[n
     return values, data.labels[rows]
 
 
-def loader_of(data: Labelled, plan: ShufflePlan, **changed: Any) -> LabelledLoader:
-    return LabelledLoader(data, plan, **({"batch_size": 4, "scale": 1 / 255} | changed))
+def loader_of(data: Labelled, plan: ShufflePlan, **changed: Any) -> ClassificationLoader:
+    return ClassificationLoader(data, plan, **({"batch_size": 4, "scale": 1 / 255} | changed))
 
 
 def kept(batches: Iterator[Batch]) -> Arrays:

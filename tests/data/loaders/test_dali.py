@@ -18,7 +18,7 @@ from reference_samples import VolumeFile
 from utils.convert_to_npy import convert
 from utils.data import symmetry
 from utils.data.files.hdf5 import open_volume
-from utils.data.files.npy import Twins, open_twins
+from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.loaders import dali
 from utils.data.loaders.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
 from utils.data.plan import SamplePlan
@@ -50,8 +50,8 @@ def paths_of(source: Path) -> tuple[str, str]:
     return (str(source.with_name(f"{source.stem}_data.npy")), str(source.with_name(f"{source.stem}_label.npy")))
 
 
-def opened(source: Path) -> Twins:
-    return open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
+def opened(source: Path) -> NpyVolume:
+    return open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
 
 
 def training_plan() -> SamplePlan:
@@ -143,16 +143,16 @@ def test_npy_files_of_another_box_and_ones_that_are_not_named(volume_file: Volum
     small, large = volume_file(tmp_path / "small.h5", box=8), volume_file(tmp_path / "large.h5", box=BOX)
     convert(small)
     with pytest.raises(UserError, match=r"small_data\.npy is \(8, 8, 8, 4\), its HDF5 file .*large\.h5 \(4, 12,"):
-        open_twins(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
+        open_npy_volume(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
     with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy -i box\.h5"):
-        open_twins((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)
+        open_npy_volume((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)
 
 
 def read_while_it_shrinks(folder: Path) -> None:
     """Runs as a process of its own, which ends whether a check or the read itself meets the shorter file."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     source = folder / "box.h5"
-    twins = open_twins(paths_of(source), KEYS, str(source), (4, 5), BOX)
+    twins = open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX)
     with one_line_errors(), closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
         batches = loader.epoch(0)
         next(batches)

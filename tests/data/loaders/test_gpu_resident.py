@@ -20,13 +20,13 @@ from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches,
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.loaders import crop_kernels as gather
 from utils.data.loaders import gpu_resident as resident
-from utils.data.loaders.gpu_resident import ResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import Batch, Fills, memory_format
 from utils.data.plan import SamplePlan
 from utils.distributed import world as distributed
 from utils.distributed.world import Launch, World
 from utils.errors import UserError
-from utils.side_work import SideWork
+from utils.pending_work import PendingWork
 
 BOX, CROP = 8, 3
 ALONE = World(Launch("single process"), torch.device("cpu"))
@@ -90,7 +90,7 @@ def test_on_a_device_batches_match_the_definition(
     plan = a_plan(11, split=split)
     layout: dict[str, Any] = {"vectors": VECTORS, "symmetry_mode": mode, "channels_last": True}
     for rank in range(size):
-        loader = ResidentLoader(
+        loader = GpuResidentLoader(
             in_memory(fields), plan, batch_size=4 // size, rank=rank, world_size=size, device=cuda, **layout
         )
         for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
@@ -101,8 +101,8 @@ def test_on_a_device_batches_match_the_definition(
             assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
             assert part.is_contiguous(memory_format=torch.channels_last_3d)
-        place = SideWork()
-        loader.offer_to(place)
+        place = PendingWork()
+        loader.attach(place)
         assert loader._feeder.beside is place
         loader.close()
 
@@ -114,7 +114,7 @@ def test_float16_storage_gives_the_rounded_volumes_batches(
     plan, device = a_plan(4), request.getfixturevalue("cuda") if on == "cuda" else torch.device("cpu")
     rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
     volume = in_memory(fields, torch.float16)
-    with closing(ResidentLoader(volume, plan, batch_size=4, vectors=VECTORS, device=device)) as loader:
+    with closing(GpuResidentLoader(volume, plan, batch_size=4, vectors=VECTORS, device=device)) as loader:
         batch = next(loader.epoch(0))
         assert all(part.is_contiguous() for part in batch)
         assert batch.inputs.dtype == batch.targets.dtype == torch.float32
@@ -124,7 +124,7 @@ def test_float16_storage_gives_the_rounded_volumes_batches(
 def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
     """As share_volume gives them: one copy per node remains one."""
     field = fields[0].copy()
-    with closing(ResidentLoader(Volume("box.h5", field, fields[1]), a_plan(8), batch_size=8)) as loader:
+    with closing(GpuResidentLoader(Volume("box.h5", field, fields[1]), a_plan(8), batch_size=8)) as loader:
         before = next(loader.epoch(0)).inputs.clone()
         field += 1
         assert torch.equal(next(loader.epoch(0)).inputs, before + 1)

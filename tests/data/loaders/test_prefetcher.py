@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from utils.data.loaders import prefetcher as feeder
-from utils.data.loaders.prefetcher import Batch, Fills, StreamFeeder, copies
-from utils.side_work import SideWork
+from utils.data.loaders.prefetcher import Batch, CudaPrefetcher, Fills, copies
+from utils.pending_work import PendingWork
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as the native loader has them
@@ -188,7 +188,7 @@ OFFERS += [("gathers", taken_at) for taken_at in ((), range(7), range(2, 7), ran
 
 
 def consume(
-    device: Device, fed: StreamFeeder, loader: HostLoader | DeviceLoader, left_after: int, taken_at: Sequence[int]
+    device: Device, fed: CudaPrefetcher, loader: HostLoader | DeviceLoader, left_after: int, taken_at: Sequence[int]
 ) -> None:
     """Reads three epochs, the first only up to `left_after`; a kernel that is queued with each batch checks it."""
     read: list[tuple[int, int, bool]] = []
@@ -231,8 +231,8 @@ def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, sched
     for (loaded, taker), left_after in itertools.product(OFFERS, (1, 2, 3, 4, 7)):
         device = Device(*schedule)
         monkeypatch.setattr(feeder, "torch", device.torch())
-        fed = StreamFeeder("cuda", [SHAPE, SHAPE])
-        fed.beside = None if taker is None else SideWork()
+        fed = CudaPrefetcher("cuda", [SHAPE, SHAPE])
+        fed.beside = None if taker is None else PendingWork()
         consume(device, fed, LOADERS[loaded](device), left_after, taker or ())
 
 
@@ -241,7 +241,7 @@ def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.Mon
     """The host gets three batches before any of their kernels has run."""
     device = Device(consumer=0, copier=1)
     monkeypatch.setattr(feeder, "torch", device.torch())
-    batches = StreamFeeder("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
+    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
     run: list[int] = []
     for number in range(3):
         next(batches)
@@ -254,7 +254,7 @@ def test_a_fill_that_fails_ends_its_epoch_alone(monkeypatch: pytest.MonkeyPatch)
     """As a kernel does that cannot be compiled."""
     device = Device(consumer=0, copier=0)
     monkeypatch.setattr(feeder, "torch", device.torch())
-    fed, loader = StreamFeeder("cuda", [SHAPE, SHAPE]), HostLoader(device)
+    fed, loader = CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device)
 
     def fail(_: Batch) -> None:
         raise ZeroDivisionError

@@ -14,7 +14,7 @@ from processes import wait_until
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loaders.threaded import NativeLoader
+from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.errors import UserError
 
@@ -56,14 +56,14 @@ def test_every_storage_format_and_number_of_threads_gives_the_same_bits(
     assert set(plan.epoch(0).symmetries) == set(range(48))
     expected = batches_of(fields, plan, 0, 16)
     for threads in (0, 1, 3):
-        with closing(NativeLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
+        with closing(ThreadedCropLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
             assert [digest(batch) for batch in loader.epoch(0)] == expected, f"{threads} threads"
 
 
 def test_channels_last_has_its_strides_with_a_single_channel_too(volume_file: VolumeFile, tmp_path: Path) -> None:
     """A single channel would fit both formats; PyTorch then chooses its kernels by the strides."""
     volume = open_volume(volume_file(tmp_path / "box.h5", box=BOX, channels=(1, 2)), (1, 2))
-    with closing(NativeLoader(volume, training_plan(), batch_size=4, channels_last=True)) as loader:
+    with closing(ThreadedCropLoader(volume, training_plan(), batch_size=4, channels_last=True)) as loader:
         for part, count in zip(next(loader.epoch(0)), (1, 2), strict=True):
             assert part.stride() == (count * CROP**3, 1, count * CROP**2, count * CROP, count)
 
@@ -114,7 +114,7 @@ def test_one_batch_is_assembled_ahead_and_the_last_two_stay_as_they_are(fields: 
     volume, field = counted_volume(fields)
     expected = batches_of(fields, plan, 0)
     given = []
-    with closing(NativeLoader(volume, plan, batch_size=4, threads=2, vectors=VECTORS)) as loader:
+    with closing(ThreadedCropLoader(volume, plan, batch_size=4, threads=2, vectors=VECTORS)) as loader:
         for number, batch in enumerate(loader.epoch(0)):
             given.append(batch)
             ahead = min(20, 4 * (number + 2))
@@ -128,7 +128,7 @@ def test_one_batch_is_assembled_ahead_and_the_last_two_stay_as_they_are(fields: 
 def test_an_epoch_left_early_does_not_disturb_the_next(fields: Fields, leave_after: int) -> None:
     plan = training_plan()
     volume, field = counted_volume(fields, seconds=0.01)
-    with closing(NativeLoader(volume, plan, batch_size=4, threads=3, vectors=VECTORS)) as loader:
+    with closing(ThreadedCropLoader(volume, plan, batch_size=4, threads=3, vectors=VECTORS)) as loader:
         for number, _ in enumerate(loader.epoch(0), start=1):
             if number == leave_after:
                 break
@@ -145,7 +145,7 @@ def test_after_a_read_error_in_one_line_no_thread_writes_and_the_loader_works_ag
     """The other tasks of the failed batch were once not waited for."""
     plan = training_plan(samples=32)
     volume, field = counted_volume(fields, seconds=0.01, fail=1, error=OSError("filter returned failure"))
-    with closing(NativeLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
+    with closing(ThreadedCropLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
         with pytest.raises(UserError, match=r"^cannot read slow\.h5: filter returned failure$"):
             next(loader.epoch(0))
         assert field.active == 0
@@ -156,7 +156,7 @@ def test_after_a_read_error_in_one_line_no_thread_writes_and_the_loader_works_ag
 
 def test_another_error_in_a_thread_reaches_the_consumer_unchanged(fields: Fields) -> None:
     volume, _ = counted_volume(fields, fail=5, error=ZeroDivisionError("bug"))
-    loader = NativeLoader(volume, training_plan(), batch_size=4, threads=2, vectors=VECTORS)
+    loader = ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=2, vectors=VECTORS)
     with closing(loader), pytest.raises(ZeroDivisionError, match="bug"):
         list(loader.epoch(0))
 
@@ -165,7 +165,7 @@ def test_close_leaves_no_threads(fields: Fields) -> None:
     """In the middle of an epoch, and a second time; without threads none is started."""
     before = loader_threads()
     volume, field = counted_volume(fields, seconds=0.01)
-    loader = NativeLoader(volume, training_plan(), batch_size=4, threads=3, vectors=VECTORS)
+    loader = ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=3, vectors=VECTORS)
     batches = loader.epoch(0)
     next(batches)
     assert loader_threads() - before
@@ -173,6 +173,6 @@ def test_close_leaves_no_threads(fields: Fields) -> None:
     assert loader_threads() == before
     assert field.active == 0
     loader.close()
-    with closing(NativeLoader(volume, training_plan(), batch_size=4, threads=0)) as loader:
+    with closing(ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=0)) as loader:
         assert next(loader.epoch(0)).inputs.device == torch.device("cpu")
         assert loader_threads() == before

@@ -16,11 +16,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.config import Transform
+from utils.config import TransformConfig
 from utils.data.files.file_guard import FileGuard
 from utils.data.files.page_cache import read_ahead
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 from utils.progress import Progress
 
 DATASETS = ("Nbody", "Hydro")
@@ -73,7 +73,7 @@ class Volume:
 class Fields:
     """One dataset [C, X, Y, Z] of a file, of any three sides, read in planes along x."""
 
-    def __init__(self, path: str, name: str, channels: int, transform: Transform) -> None:
+    def __init__(self, path: str, name: str, channels: int, transform: TransformConfig) -> None:
         """UserError with one line where it is not what the config says."""
         file = open_file(path)
         dataset = checked_dataset(file, path, name, channels, is_cube=False)
@@ -116,7 +116,7 @@ def open_volume(
     path: str | os.PathLike[str],
     channels: tuple[int, int],
     box: int | None = None,
-    transform: Transform | None = None,
+    transform: TransformConfig | None = None,
 ) -> Volume:
     """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
     path = str(path)
@@ -177,7 +177,7 @@ def checked_dataset(
     return dataset
 
 
-def check_transform(attributes: Mapping[str, Any], transform: Transform, path: str) -> None:
+def check_transform(attributes: Mapping[str, Any], transform: TransformConfig, path: str) -> None:
     """UserError where a file says that its channels were made otherwise than the config says; most say nothing."""
     for key, expected in transform.model_dump().items():
         said = _number(attributes, key, path)
@@ -244,7 +244,7 @@ def stage(path: str, directory: str, silent: bool = False) -> str:
             if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with appearing_whole([target]) as (partial,):
+        with atomic_write([target]) as (partial,):
             _copy(source, partial, f"staging {source.name} in {directory}", silent)
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
     except OSError as error:

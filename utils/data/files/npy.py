@@ -17,7 +17,7 @@ FIELDS = ("data", "label")  # as utils/convert_to_npy.py names them
 
 
 @dataclass(frozen=True)
-class Twins:
+class NpyVolume:
     """The inputs' and the targets' file, checked and mapped: arrays [L, L, L, C]."""
 
     paths: tuple[str, str]
@@ -29,14 +29,14 @@ class Twins:
         return Volume(" and ".join(self.paths), inputs, targets, self.paths)
 
 
-def open_twins(
+def open_npy_volume(
     paths: tuple[str | None, str | None],
     keys: tuple[str, str],
     source: str,
     channels: tuple[int, int],
     box: int,
     volume: Volume | None = None,
-) -> Twins:
+) -> NpyVolume:
     """Checks both files, and that they hold what `volume` does, where that is given.
 
     `keys` are the config's names of the paths, `source` is the HDF5 file that they are made from. Raises UserError
@@ -60,7 +60,7 @@ def open_twins(
                     f"{path} holds other values than its HDF5 file {volume.path}: they are no twins; {remedy} "
                     f"--overwrite"
                 )
-    return Twins((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
+    return NpyVolume((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
 
 
 def _open(path: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:

@@ -38,7 +38,7 @@ def warm_page_cache(paths: Sequence[str], world: World) -> str:
     training will read: they have to fit together.
     """
     told = ""
-    with world.agreed():
+    with world.raise_together():
         if world.is_node_leader:
             told = _warm(list(dict.fromkeys(paths)), silent=not world.is_root)
     return told

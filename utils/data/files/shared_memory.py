@@ -78,7 +78,7 @@ def _fields(memory: mmap.mmap, volume: Volume) -> list[np.ndarray]:
 
 def _share(volume: Volume, world: World, directory: str) -> Volume:
     size = volume.bytes
-    with world.agreed():
+    with world.raise_together():
         if world.is_node_leader:
             available = _free_in(directory)
             if available < size:
@@ -91,11 +91,11 @@ def _share(volume: Volume, world: World, directory: str) -> Volume:
     path = Path(directory) / f"volume-{token}"
     with contextlib.ExitStack() as opened:
         try:
-            with world.agreed(), _one_line(volume, directory):
+            with world.raise_together(), _one_line(volume, directory):
                 if world.is_node_leader:
                     with open(path, "xb") as created:
                         created.truncate(size)
-            with world.agreed(), _one_line(volume, directory):
+            with world.raise_together(), _one_line(volume, directory):
                 file = open(path, "r+b")  # noqa: SIM115
                 opened.callback(file.close)
                 memory = mmap.mmap(file.fileno(), size)
@@ -104,7 +104,7 @@ def _share(volume: Volume, world: World, directory: str) -> Volume:
             if world.is_node_leader:
                 path.unlink(missing_ok=True)
         fields = _fields(memory, volume)
-        with world.agreed(), _one_line(volume, directory):
+        with world.raise_together(), _one_line(volume, directory):
             if world.is_node_leader:
                 if hasattr(os, "posix_fallocate"):
                     # Reserved now: what is taken while it is filled would end the process, without a word.

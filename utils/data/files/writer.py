@@ -22,10 +22,10 @@ import h5py
 import numpy as np
 
 from utils.errors import UserError
-from utils.files import appearing_whole
+from utils.files import atomic_write
 
 
-class GrowingVolume:
+class ResumableHDF5Writer:
     """Datasets [C, X, Y, Z], float32, of one file; planes along x come in their order."""
 
     def __init__(
@@ -161,7 +161,7 @@ class GrowingVolume:
 
     def _note(self, planes: int) -> None:
         record = {"planes": planes, "bytes": self._partial.stat().st_size, "made_of": self._made_of}
-        with appearing_whole([self._journal]) as (partial,):
+        with atomic_write([self._journal]) as (partial,):
             partial.write_text(json.dumps(record), encoding="utf-8")
 
     @contextlib.contextmanager

@@ -11,10 +11,10 @@ import torch
 
 from utils.data.datasets import Labelled
 from utils.data.loaders.prefetcher import Batch
-from utils.data.plan import ShufflePlan, batch_rows
+from utils.data.plan import ShufflePlan, rank_batches
 
 
-class LabelledLoader:
+class ClassificationLoader:
     """Carries out this rank's part of a plan: images as float32 times `scale`, or int64 word indices; int64 labels.
 
     A batch is valid until the next one is asked for: its memory is used again. All work is queued on the stream that
@@ -36,7 +36,7 @@ class LabelledLoader:
         assert plan.available == len(data.inputs) == len(data.labels)
         self.plan = plan
         self._scale = scale
-        self._batches = batch_rows(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
+        self._batches = rank_batches(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
         self._mine = slice(rank, None, world_size)
         self._inputs = torch.from_numpy(data.inputs).to(device)
         self._labels = torch.from_numpy(data.labels).to(device)

@@ -29,9 +29,9 @@ import torch
 
 from utils.data import symmetry
 from utils.data.files.file_guard import FileGuard
-from utils.data.files.npy import FIELDS, Twins
+from utils.data.files.npy import FIELDS, NpyVolume
 from utils.data.loaders.prefetcher import Batch
-from utils.data.plan import EpochPlan, SamplePlan, batch_rows
+from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 from utils.errors import LocalError, UserError
 
 INSTALL = 'pip install -e ".[dali]"'
@@ -62,7 +62,7 @@ class DaliLoader:
 
     def __init__(
         self,
-        twins: Twins,
+        twins: NpyVolume,
         plan: SamplePlan,
         *,
         batch_size: int,
@@ -77,7 +77,7 @@ class DaliLoader:
         self.twins, self.plan = twins, plan
         self._device = device or torch.device("cpu")
         self._batch_size, self._channels_last = batch_size, channels_last
-        self._batches = batch_rows(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
+        self._batches = rank_batches(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
         self._tables = [
             _Table(array.shape[-1], field_vectors, symmetry_mode, plan.crop)
             for array, field_vectors in zip(twins.arrays, vectors, strict=True)

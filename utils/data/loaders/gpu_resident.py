@@ -18,20 +18,20 @@ from utils.data.files.file_guard import FileGuard
 from utils.data.files.hdf5 import DATASETS, Volume, prefetch
 from utils.data.files.shared_memory import share_volume
 from utils.data.loaders.crop_kernels import TorchCopier, TritonGather, device_plan
-from utils.data.loaders.prefetcher import Batch, Fills, StreamFeeder
-from utils.data.loaders.threaded import NativeLoader
-from utils.data.plan import EpochPlan, SamplePlan, batch_rows
+from utils.data.loaders.prefetcher import Batch, CudaPrefetcher, Fills
+from utils.data.loaders.threaded import ThreadedCropLoader
+from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.pending_work import PendingWork
 from utils.profiling.memory import GIB
 from utils.progress import Progress
-from utils.side_work import SideWork
 
 SLAB_VALUES = 2**22  # 16 MB as float32: what is read and broadcast at once
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
-class ResidentLoader:
+class GpuResidentLoader:
     """Carries out this rank's part of a sample plan; `epoch(e)` iterates over its batches, in float32.
 
     A batch is valid until the next one is asked for: its memory is used again.
@@ -55,10 +55,10 @@ class ResidentLoader:
         device = device or torch.device("cpu")
         fields = [torch.as_tensor(field) for field in (volume.inputs, volume.targets)]
         self.plan = plan
-        self._batches = batch_rows(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
-        self._host: NativeLoader | None = None
+        self._batches = rank_batches(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
+        self._host: ThreadedCropLoader | None = None
         if device.type != "cuda":
-            self._host = NativeLoader(
+            self._host = ThreadedCropLoader(
                 dataclasses.replace(volume, inputs=fields[0], targets=fields[1]),
                 plan,
                 batch_size=batch_size,
@@ -80,7 +80,7 @@ class ResidentLoader:
         self._next = torch.zeros((), dtype=torch.int64, device=fields[0].device)
         self._step, self._advance = world_size, batch_size * world_size
         shapes: list[tuple[int, ...]] = [(batch_size, field.shape[0], *(plan.crop,) * 3) for field in fields]
-        self._feeder = StreamFeeder(device, shapes, channels_last)
+        self._feeder = CudaPrefetcher(device, shapes, channels_last)
 
     def __len__(self) -> int:
         """Batches an epoch on this rank."""
@@ -96,7 +96,7 @@ class ResidentLoader:
         if self._host is not None:
             self._host.close()
 
-    def offer_to(self, beside: SideWork | None) -> None:
+    def attach(self, beside: PendingWork | None) -> None:
         """Offers there, from the next epoch on, what fills the next batch; without CUDA there is nothing to offer."""
         if self._host is None:
             self._feeder.beside = beside
@@ -149,18 +149,18 @@ def _load(volume: Volume, world: World, dtype: torch.dtype) -> list[torch.Tensor
     sources = (volume.inputs, volume.targets)
     on_gpu = world.device.type == "cuda"
     thickness = min(max(1, SLAB_VALUES // volume.box**2), volume.box)
-    with world.agreed():
+    with world.raise_together():
         free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else 0
         try:
             fields = [torch.empty(source.shape, dtype=dtype, device=world.device) for source in sources]
         except torch.OutOfMemoryError:
             raise _too_large(volume.bytes, dtype, free, 0) from None
     reads = world.node.source == world.rank
-    with world.agreed():
+    with world.raise_together():
         # Reading through pinned memory is twice as fast as from pages that may move.
         staging = torch.empty((thickness, volume.box, volume.box), pin_memory=on_gpu) if reads else None
         guard = FileGuard(volume.files if reads else ())
-    with world.agreed(), closing(guard):
+    with world.raise_together(), closing(guard):
         failure: Exception | None = None
         name = f"reading {os.path.basename(volume.path)} into {'device ' if on_gpu else ''}memory"
         slabs = list(_slabs(volume, thickness))

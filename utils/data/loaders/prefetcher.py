@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from utils.side_work import SideWork, Work
+from utils.pending_work import PendingWork, Work
 
 # The batch in use, the one being filled, and one whose kernels may still run: the host need not wait for them.
 DEVICE_SLOTS = 3
@@ -32,7 +32,7 @@ def memory_format(channels_last: bool) -> torch.memory_format:
     return torch.channels_last_3d if channels_last else torch.contiguous_format
 
 
-class StreamFeeder:
+class CudaPrefetcher:
     """Has slots on the device filled on a stream of its own, one batch ahead of the consumer.
 
     With `beside` set, a batch's fill is offered there with the batch before, and left to whoever takes it: work on the
@@ -40,7 +40,7 @@ class StreamFeeder:
     """
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool = False) -> None:
-        self.beside: SideWork | None = None
+        self.beside: PendingWork | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)
         form = memory_format(channels_last)

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import torch
 
 from utils.data.loaders.prefetcher import Batch, memory_format
-from utils.data.plan import batch_rows
+from utils.data.plan import rank_batches
 
 
 class SyntheticLoader:
@@ -30,7 +30,7 @@ class SyntheticLoader:
         device: torch.device | None = None,
         channels_last: bool = False,
     ) -> None:
-        self._batches = batch_rows(samples, batch_size, rank, world_size, drop_last)
+        self._batches = rank_batches(samples, batch_size, rank, world_size, drop_last)
         self._spans = [len(range(samples)[rows]) for rows in self._batches]
         generator = torch.Generator().manual_seed((seed * 1_000_003 + rank) % 2**63)
         values = [2 * torch.rand((batch_size, count, *(crop,) * 3), generator=generator) - 1 for count in channels]

@@ -17,8 +17,8 @@ import torch
 from utils.data.files.file_guard import FileGuard
 from utils.data.files.hdf5 import Volume
 from utils.data.loaders.crops import CropCopier
-from utils.data.loaders.prefetcher import Batch, StreamFeeder, copies, memory_format
-from utils.data.plan import EpochPlan, SamplePlan, batch_rows
+from utils.data.loaders.prefetcher import Batch, CudaPrefetcher, copies, memory_format
+from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 from utils.errors import LocalError
 
 BATCHES_AHEAD = 2
@@ -30,7 +30,7 @@ class Copier(Protocol):
     def copy(self, origin: np.ndarray, index: int, out: np.ndarray) -> None: ...
 
 
-class NativeLoader:
+class ThreadedCropLoader:
     """Carries out this rank's part of a sample plan; `epoch(e)` iterates over its batches.
 
     A batch is valid until the next one is asked for: its memory is used again.
@@ -53,7 +53,7 @@ class NativeLoader:
     ) -> None:
         self.volume, self.plan = volume, plan
         self._device = device or torch.device("cpu")
-        self._batches = batch_rows(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
+        self._batches = rank_batches(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
         self._copiers = tuple(
             copier(field, plan.crop, field_vectors, symmetry_mode)
             for field, field_vectors in zip((volume.inputs, volume.targets), vectors, strict=True)
@@ -70,7 +70,7 @@ class NativeLoader:
             Batch(*(torch.empty(shape, pin_memory=pinned, memory_format=form).zero_() for shape in shapes))
             for _ in range(BATCHES_AHEAD + 1)
         ]
-        self._feeder = StreamFeeder(self._device, shapes, channels_last) if pinned else None
+        self._feeder = CudaPrefetcher(self._device, shapes, channels_last) if pinned else None
 
     def __len__(self) -> int:
         """Batches an epoch on this rank."""

@@ -13,7 +13,7 @@ class Work(NamedTuple):
     enqueue: Callable[[], None]
 
 
-class SideWork:
+class PendingWork:
     """A place for one piece of work between who has it done and who may do it.
 
     A loader offers, with each batch, the work that fills the next one. A step that records CUDA graphs takes it into
