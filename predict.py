@@ -66,12 +66,12 @@ def load_trained(checkpoint: str, device: torch.device) -> Trained:
     if "config" not in content:
         raise UserError(f"{checkpoint} does not say of which network it is; give weights that train.py has written")
     config = configs.validate(content["config"], checkpoint)
-    if config.labelled:
+    if config.is_classification:
         raise UserError(f"{checkpoint} is of a classifier ({config.network.name}); give one trained on volumes")
     # How a layer computes is of no account here, and neither is how large a rank's batch was.
     bare = {
         "fused_pointwise": False,
-        "network": config.network.model_copy(update={"rewritten": []}),
+        "network": config.network.model_copy(update={"space_to_depth": []}),
         "accumulation_steps": 1,
         "local_batch_size": ghost_batch(config.network.norm) or 1,
     }

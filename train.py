@@ -78,7 +78,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
     torch.manual_seed(config.seed)  # for weights that are torch's own choice, the same on every rank
     with value_errors_for_users():
         network, loss = build_model(config), build_objective(config)
-        metrics = build_metrics(config.metrics, config.labelled)
+        metrics = build_metrics(config.metrics, config.is_classification)
     with world.raise_together():
         evaluated = plan_evaluation(config)
     directory = logs.run_directory(config, options.config, options.run_num, world.size)
@@ -155,7 +155,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                     signals=signals,
                     position=position,
                     save_often=SaveOften(config.checkpoint.every_steps, config.checkpoint.every_minutes),
-                    max_skipped_updates=config.max_skipped_updates,
+                    max_consecutive_skips=config.max_consecutive_skips,
                     metrics=config.metrics,
                     evaluation=evaluation,
                 )
@@ -163,7 +163,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                 final = {"hparam/final loss": result.final_loss, "hparam/best loss": result.best_loss}
                 final |= {f"hparam/{name}": value for name, value in result.metrics.items()}
                 run_logs.hparams(config, final, result.steps + 1)
-                find_baselines = report.label_baselines if config.labelled else report.baseline_losses
+                find_baselines = report.label_baselines if config.is_classification else report.baseline_losses
                 baselines = find_baselines(loaders.valid, world) if config.report_baselines else {}
                 with world.raise_together():
                     if world.is_root:
@@ -171,7 +171,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
                         try:
                             if config.report_pictures:
                                 pictures = report.draw(
-                                    step, loaders.valid, directory, run_logs, result.steps, config.labelled
+                                    step, loaders.valid, directory, run_logs, result.steps, config.is_classification
                                 )
                                 pictures += during.draw(directory)
                         except OSError as error:  # what counts is done
@@ -339,7 +339,7 @@ def build_model(config: Config) -> nn.Module:
             "out_channels": config.N_out_channels,
             "width": config.network.width,
             "scales": config.scales,
-            "rewritten": config.network.rewritten,
+            "space_to_depth": config.network.space_to_depth,
             "fused": config.fused_pointwise,
         }
     else:
@@ -358,8 +358,8 @@ def build_model(config: Config) -> nn.Module:
 
 def build_objective(config: Config) -> nn.Module:
     """The loss."""
-    options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.loss_weights}
-    return build_loss(config.loss, config.labelled, **options)
+    options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
+    return build_loss(config.loss, config.is_classification, **options)
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> profiling.NullProfiler:

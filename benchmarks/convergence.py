@@ -120,7 +120,7 @@ def _quality() -> Study:
     twice, four = ({"lr_schedule.start_lr": rate} for rate in (4e-3, 8e-3))
     constant, mean = {"lr_schedule.shape": "constant"}, {"ema_decay": 0.98}
     default = {"weight_init.conv_init": "default"}
-    weighted = {"loss_weights": [1.0, 1.0, 1.0, 1.0, 3.0]}
+    weighted = {"channel_weights": [1.0, 1.0, 1.0, 1.0, 3.0]}
 
     return Study(
         (

@@ -227,12 +227,12 @@ def weighted(rows: Sequence[Row], dtype: str | None = None, format: str | None =
 def totals(rows: Sequence[Row], dtypes: Iterable[str], formats: Iterable[str], layers: int) -> list[Row]:
     """`weighted` for each dtype and format, for the best choices in each dtype, and for the best of all."""
     formats = list(formats)
-    rewritten = any(row["version"] == "rewritten" for row in rows)
+    space_to_depth = any(row["version"] == "rewritten" for row in rows)
     found = []
     for dtype in dtypes:
         for format in formats:
             found.append({"of": f"{dtype} {format}", **weighted(rows, dtype, format)})
-            if rewritten:
+            if space_to_depth:
                 name = f"{dtype} {format}, rewritten where faster"
                 found.append({"of": name, **weighted(rows, dtype, format, rewrites=True)})
         found.append({"of": f"{dtype}, the best choice a layer", **weighted(rows, dtype, rewrites=True)})

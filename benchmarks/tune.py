@@ -258,8 +258,8 @@ def _rewrites(space: Space, setting: Setting) -> list[Setting]:
     if space.config.network.name != "unet":
         return []
     choices = [list(names) for count in range(len(REWRITES), -1, -1) for names in combinations(REWRITES, count)]
-    now = set(space.now(setting, "network.rewritten"))
-    return [setting.change({"network.rewritten": names}) for names in choices if set(names) != now]
+    now = set(space.now(setting, "network.space_to_depth"))
+    return [setting.change({"network.space_to_depth": names}) for names in choices if set(names) != now]
 
 
 def _fused(space: Space, setting: Setting) -> list[Setting]:

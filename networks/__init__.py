@@ -65,18 +65,18 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     return network(**options)
 
 
-def build_loss(name: str, labelled: bool = False, **options: Any) -> nn.Module:
+def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
     """The loss `name`, of volumes or of labelled samples; ValueError where it is of the others."""
-    loss, fitting = _choose(LOSSES, "loss", name), LABEL_LOSSES if labelled else VOLUME_LOSSES
+    loss, fitting = _choose(LOSSES, "loss", name), LABEL_LOSSES if is_classification else VOLUME_LOSSES
     if name not in fitting:
-        samples = "labelled samples" if labelled else "volumes"
+        samples = "labelled samples" if is_classification else "volumes"
         raise ValueError(f"loss {name} does not take {samples}; choose one of {', '.join(fitting)}")
     return loss(**options)
 
 
-def build_metrics(names: Sequence[str], labelled: bool = True) -> list[Metric]:
+def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[Metric]:
     """The metrics of these names; they are all of labelled samples."""
-    if names and not labelled:
+    if names and not is_classification:
         raise ValueError(f"metrics {', '.join(names)} do not take volumes; set metrics=[]")
     return [_choose(METRICS, "metric", name) for name in names]
 

@@ -27,7 +27,7 @@ class L1Loss(nn.Module):
     def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
         super().__init__()
         if fused and weights is not None:
-            raise ValueError("fused_pointwise has no kernel for a loss with loss_weights; leave one of them out")
+            raise ValueError("fused_pointwise has no kernel for a loss with channel_weights; leave one of them out")
         self.lambda_rho = lambda_rho
         self.fused = fused
         # Numbers, not a tensor, which would have to be on the device; equal ones are none.
@@ -62,7 +62,9 @@ class CrossEntropyLoss(nn.Module):
         if fused:
             raise ValueError("loss cross_entropy has no kernel of its own; leave fused_pointwise off")
         if weights is not None:
-            raise ValueError("loss_weights are of fields' channels, which loss cross_entropy has not; leave them out")
+            raise ValueError(
+                "channel_weights are of fields' channels, which loss cross_entropy has not; leave them out"
+            )
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.is_floating_point():

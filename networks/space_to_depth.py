@@ -53,9 +53,9 @@ class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
 def _check(layer: nn.Conv3d | nn.ConvTranspose3d) -> None:
     geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding
     if geometry != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3) or layer.groups != 1:
-        raise ValueError(f"{layer} cannot be rewritten: kernel 4, stride 2, padding 1, dilation 1, one group can")
+        raise ValueError(f"{layer} cannot be space_to_depth: kernel 4, stride 2, padding 1, dilation 1, one group can")
     if layer.padding_mode != "zeros":
-        raise ValueError(f"{layer} cannot be rewritten: only padding with zeros can")
+        raise ValueError(f"{layer} cannot be space_to_depth: only padding with zeros can")
 
 
 def _channels_last(x: torch.Tensor) -> bool:

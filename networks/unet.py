@@ -15,7 +15,7 @@ from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthCon
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# The layers with few channels, whose convolutions may be rewritten as others; see rewrites.py.
+# The layers with few channels, whose convolutions may be rewritten as others; see space_to_depth.py.
 REWRITES: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
 MAX_WIDENING = 8  # the channels double with each scale up to this many times the first width
 
@@ -24,7 +24,7 @@ class UNet(nn.Module):
     """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D] in (-1, 1); D is a multiple of 2**scales.
 
     Each scale halves the grid on the way down (`down1`, `down2`, …) and doubles it on the way up (…, `up2`, `last`),
-    where the output of the same scale's way down is concatenated. The layers in `rewritten` and, if `fused`, all that
+    where the output of the same scale's way down is concatenated. The layers in `space_to_depth` and, if `fused`, all that
     is not convolution compute the same in other ways; parameters and their names stay.
 
     A `norm`, see norms.py, stands between each convolution, the first included, and its activation; the last has none.
@@ -37,7 +37,7 @@ class UNet(nn.Module):
         out_channels: int = 5,
         width: int = 64,
         scales: int = 6,
-        rewritten: Sequence[str] = (),
+        space_to_depth: Sequence[str] = (),
         fused: bool = False,
         norm: str = "none",
         crop: int | None = None,
@@ -51,9 +51,9 @@ class UNet(nn.Module):
             )
         if fused and norm != "none":
             raise ValueError(f"fused_pointwise leaves no place for norm {norm}; leave one of them out")
-        for name in rewritten:
+        for name in space_to_depth:
             if name not in REWRITES:
-                raise ValueError(f"network.rewritten: {name} cannot be rewritten, only {', '.join(REWRITES)} can")
+                raise ValueError(f"network.space_to_depth: {name} cannot be rewritten, only {', '.join(REWRITES)} can")
         self.scales = scales
         self.fused = fused
         self.norm = norm
@@ -61,7 +61,7 @@ class UNet(nn.Module):
         for scale in range(1, scales + 1):
             before = in_channels if scale == 1 else channels[scale - 2]
             name = f"down{scale}"
-            kind = REWRITES[name] if name in rewritten else Conv3d
+            kind = REWRITES[name] if name in space_to_depth else Conv3d
             self.add_module(name, kind(before, channels[scale - 1], 4, stride=2, padding=1))
             self._add_norm(name, channels[scale - 1])
         for scale in range(scales, 0, -1):
@@ -70,7 +70,7 @@ class UNet(nn.Module):
             after = out_channels if scale == 1 else channels[scale - 2]
             name = "last" if scale == 1 else f"up{scale}"
             plain = OutputConvTranspose3d if name == "last" else ConvTranspose3d
-            kind = REWRITES[name] if name in rewritten else plain
+            kind = REWRITES[name] if name in space_to_depth else plain
             self.add_module(name, kind(before, after, 4, stride=2, padding=1))
             if name != "last":
                 self._add_norm(name, after)

@@ -222,7 +222,7 @@ def volume_with_a_nan(path: Path, volume_file: Any) -> int:
 def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The training continues to its end, or stops after max_skipped_updates; nobody asked for pictures."""
+    """The training continues to its end, or stops after max_consecutive_skips; nobody asked for pictures."""
     monkeypatch.chdir(TOP)
     path = tmp_path / "nan.h5"
     step = volume_with_a_nan(path, volume_file)
@@ -242,7 +242,7 @@ def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
     assert not list(directory.rglob("*.png"))
     # Where one such step is one too many:
     flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'stopped'}", "--set=checkpoint.every_steps=1"]
-    output = stopped_training(capsys, [*data_flags, *flags, "--set=max_skipped_updates=1"])
+    output = stopped_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
     says = f"no update for 1 steps in a row, the last is {spoilt}training stops; "
     check_error(output, says, "check the data with --preflight")
     saved = newest(tmp_path / "stopped/test/1GPU/00/checkpoints")

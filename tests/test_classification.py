@@ -135,7 +135,7 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=loss=l1"], "loss l1 does not take labelled samples; choose one of cross_entr"),
-        (["--config=test", "--set=data_loader_config=labelled"], "go together"),
+        (["--config=test", "--set=data_loader_config=classification"], "go together"),
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy does not take volumes; choose one of l1"),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy do not take volumes"),
         (["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"], "cannot be had with ddp manual"),

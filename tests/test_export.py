@@ -186,7 +186,7 @@ def test_norms_and_rewritten_layers_are_exported_as_plain_operations(tmp_path: P
     network = {"width": 4, "norm": "ghost(2)"}
     config = config_of(network=network, local_batch_size=2)
     plain = network_of(config)
-    fast = {"network": {**network, "rewritten": ["down1", "last"]}, "fused_pointwise": True, "channels_last": True}
+    fast = {"network": {**network, "space_to_depth": ["down1", "last"]}, "fused_pointwise": True, "channels_last": True}
     save(tmp_path / "run", config_of(**fast, local_batch_size=2), plain)
     export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}"])
     paint = load(tmp_path / "gas.pt2")

@@ -318,7 +318,7 @@ def refuse(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 CLASSIFIER = {
     "dataset": {"name": "digits"},
-    "data_loader_config": "labelled",
+    "data_loader_config": "classification",
     "loss": "cross_entropy",
     "network": {"name": "mnist_cnn"},
 }

@@ -75,7 +75,7 @@ SWITCHES = {
     "noddp": "do not exchange gradients",
 }
 VALUES: dict[str, tuple[type, str]] = {
-    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic, auto or labelled"),
+    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic, auto or classification"),
     "local_batch_size": (int, "samples a step a rank; the global batch is this times the ranks"),
     "num_epochs": (int, "epochs to train"),
     "num_data_workers": (int, "loader threads a rank"),

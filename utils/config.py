@@ -57,7 +57,7 @@ class NetworkConfig(Section):
     name: str = "unet"
     width: Positive = 64
     scales: Positive | None = None
-    rewritten: list[
+    space_to_depth: list[
         Literal["down1", "last"]
     ] = []  # layers as exact smaller convolutions; see networks/space_to_depth.py
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
@@ -186,7 +186,7 @@ class Config(Section):
     clip_grad_norm: PositiveFloat | None = None
     log_noise_scale: bool = False  # on several ranks it adds a Python hook on every gradient bucket
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the weights' running mean, which is what is used
-    loss_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
+    channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
     vector_channels: VectorChannelsConfig = VectorChannelsConfig()
     transform: TransformConfig = TransformConfig()
     symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
@@ -202,13 +202,15 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     # Beside SIGTERM: save, and end with exit code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
-    max_skipped_updates: Positive = 10  # in a row, of steps whose loss or gradient is no number, before training stops
+    max_consecutive_skips: Positive = (
+        10  # in a row, of steps whose loss or gradient is no number, before training stops
+    )
     timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # end with the losses of simple predictors beside the network's
     report_pictures: bool = True  # end with loss curves, slices and evaluations as pictures, where matplotlib is there
 
     @property
-    def labelled(self) -> bool:
+    def is_classification(self) -> bool:
         """Whether samples come with a label each, and not as pairs of volumes."""
         return self.dataset.name is not None
 
@@ -317,14 +319,14 @@ class Config(Section):
                 f"evaluation.tile {self.evaluation.tile} is not a multiple of {block}, by which the network divides "
                 f"the grid"
             )
-        if self.loss_weights is not None and len(self.loss_weights) != self.N_out_channels:
+        if self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels:
             raise ValueError(
-                f"loss_weights {self.loss_weights} must be one for each of the {self.N_out_channels} target channels"
+                f"channel_weights {self.channel_weights} must be one for each of the {self.N_out_channels} target channels"
             )
-        if len(set(self.network.rewritten)) < len(self.network.rewritten):
-            raise ValueError(f"network.rewritten {self.network.rewritten} names a layer twice")
-        if (self.dataset.name is None) == (self.data_loader_config == "labelled"):
-            raise ValueError("data_loader_config labelled and dataset.name go together; give both or neither")
+        if len(set(self.network.space_to_depth)) < len(self.network.space_to_depth):
+            raise ValueError(f"network.space_to_depth {self.network.space_to_depth} names a layer twice")
+        if (self.dataset.name is None) == (self.data_loader_config == "classification"):
+            raise ValueError("data_loader_config classification and dataset.name go together; give both or neither")
         if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
             raise ValueError("static_graph and gradient_compression are torch's; they cannot be had with ddp manual")
         if self.static_graph and self.accumulation_steps > 1:
@@ -480,7 +482,12 @@ def _with(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> 
 
 
 # Keys of configs that earlier versions wrote.
-RENAMED_KEYS = {"noise_scale": "log_noise_scale"}
+RENAMED_KEYS = {
+    "noise_scale": "log_noise_scale",
+    "network.rewritten": "network.space_to_depth",
+    "loss_weights": "channel_weights",
+    "max_skipped_updates": "max_consecutive_skips",
+}
 
 
 def _fault(fault: Any) -> str:

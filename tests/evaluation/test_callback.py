@@ -175,5 +175,5 @@ def test_a_training_without_volumes_is_not_changed_by_a_refused_evaluation(tmp_p
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     capfd.readouterr()
     line = refused(capfd, flags, tmp_path, "--config=digits_naive", "--set=evaluation.every_epochs=1")
-    assert "data_loader_config labelled reads no volumes to paint" in line
+    assert "data_loader_config classification reads no volumes to paint" in line
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -125,7 +125,7 @@ def test_norms_are_refused_where_a_classifier_has_no_place_for_them_or_nobody_kn
 
 TEXTS = {"shape": (300,), "vocabulary": 50}
 LABELLED = {"shape": (1, 28, 28), "vocabulary": None, "norm": "none"}
-VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2, "rewritten": ()}
+VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2, "space_to_depth": ()}
 VOLUMES |= {"fused": False, "norm": "none"}
 
 

@@ -407,7 +407,7 @@ def assert_trains_as_the_plain_one(
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("scales", "options"),
-    [(1, {}), (3, {}), (2, {"rewritten": ["down1", "last"]}), (2, {"form": torch.contiguous_format})],
+    [(1, {}), (3, {}), (2, {"space_to_depth": ["down1", "last"]}), (2, {"form": torch.contiguous_format})],
     ids=str,
 )
 def test_a_fused_network_trains_as_the_plain_one(
@@ -479,7 +479,7 @@ def test_the_kernels_compile_for_a_gpu(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}], ids=["plain", "rewritten"])
+@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}], ids=["plain", "rewritten"])
 def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
     plain, fused = small_networks("cuda", **options)
     x, targets = batch("cuda")

@@ -61,11 +61,19 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_sta
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("l1", {"fused": True, "weights": [2.0, 1.0]}, "^fused_pointwise has no kernel for a loss with loss_weights"),
-        ("l1", {"labelled": True}, "loss l1 does not take labelled samples; choose one of cross_entropy"),
-        ("cross_entropy", {"labelled": True, "lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"),
-        ("cross_entropy", {"labelled": True, "fused": True}, "leave fused_pointwise off"),
-        ("cross_entropy", {"labelled": True, "weights": [1.0, 2.0]}, "loss_weights are of fields' channels"),
+        (
+            "l1",
+            {"fused": True, "weights": [2.0, 1.0]},
+            "^fused_pointwise has no kernel for a loss with channel_weights",
+        ),
+        ("l1", {"is_classification": True}, "loss l1 does not take labelled samples; choose one of cross_entropy"),
+        ("cross_entropy", {"is_classification": True, "lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"),
+        ("cross_entropy", {"is_classification": True, "fused": True}, "leave fused_pointwise off"),
+        (
+            "cross_entropy",
+            {"is_classification": True, "weights": [1.0, 2.0]},
+            "channel_weights are of fields' channels",
+        ),
         ("cross_entropy", {}, "loss cross_entropy does not take volumes; choose one of l1"),
         ("l2", {}, "unknown loss l2; known: l1"),
     ],
@@ -77,7 +85,7 @@ def test_a_loss_refuses_the_options_of_another(name: str, options: dict[str, Any
 
 def test_cross_entropy_refuses_fields_which_torch_would_take_for_probabilities() -> None:
     with pytest.raises(ValueError, match="choose loss l1 for volumes"):
-        build_loss("cross_entropy", labelled=True)(fields(0.1, 0.2), fields(0.3, 0.4))
+        build_loss("cross_entropy", is_classification=True)(fields(0.1, 0.2), fields(0.3, 0.4))
 
 
 # --- classes ---------------------------------------------------------------------------------------------------------
@@ -92,7 +100,7 @@ def cross_entropy_by_hand(rows: list[list[float]], classes: list[int]) -> float:
 
 
 def test_cross_entropy_is_the_mean_over_the_batch_in_float32_also_of_half_precision_logits() -> None:
-    cross_entropy = build_loss("cross_entropy", labelled=True, lambda_rho=0.0, fused=False)
+    cross_entropy = build_loss("cross_entropy", is_classification=True, lambda_rho=0.0, fused=False)
     loss = cross_entropy(LOGITS, CLASSES)
     assert loss.shape == ()
     assert float(loss) == pytest.approx(cross_entropy_by_hand(LOGITS.tolist(), CLASSES.tolist()), rel=1e-6)
@@ -126,4 +134,4 @@ def test_metrics_are_float32_scalars_in_the_order_asked_for() -> None:
     with pytest.raises(ValueError, match="unknown metric recall; known: accuracy, top5_accuracy"):
         build_metrics(["accuracy", "recall"])
     with pytest.raises(ValueError, match="metrics accuracy do not take volumes"):
-        build_metrics(["accuracy"], labelled=False)
+        build_metrics(["accuracy"], is_classification=False)

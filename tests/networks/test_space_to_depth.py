@@ -18,11 +18,11 @@ FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channe
 
 
 def pair(
-    plain: type[Layer], rewritten: type[Layer], channels: tuple[int, int] = (4, 6), bias: bool = True
+    plain: type[Layer], space_to_depth: type[Layer], channels: tuple[int, int] = (4, 6), bias: bool = True
 ) -> tuple[Layer, Layer]:
     """Both layers with the same weights."""
     torch.manual_seed(1)
-    layers = [kind(*channels, 4, stride=2, padding=1, bias=bias) for kind in (plain, rewritten)]
+    layers = [kind(*channels, 4, stride=2, padding=1, bias=bias) for kind in (plain, space_to_depth)]
     layers[1].load_state_dict(layers[0].state_dict())
     return layers[0], layers[1]
 
@@ -47,12 +47,12 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 @FORMATS
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
 def test_parameters_outputs_and_gradients_are_those_of_the_plain_layer(
-    plain: type[Layer], rewritten: type[Layer], form: torch.memory_format, dtype: torch.dtype, error: float
+    plain: type[Layer], space_to_depth: type[Layer], form: torch.memory_format, dtype: torch.dtype, error: float
 ) -> None:
     """Over channels, grids and with or without bias; the memory format stays where the plain layer keeps it."""
     shapes = [((4, 6), (8, 8, 8)), ((3, 5), (6, 4, 10)), ((1, 7), (2, 2, 2)), ((5, 1), (7, 5, 4))]
     for (channels, size), bias in itertools.product(shapes, (True, False)):
-        layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(plain, rewritten, channels, bias)]
+        layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(plain, space_to_depth, channels, bias)]
         assert list(layers[0].state_dict()) == list(layers[1].state_dict())
         x = random(2, channels[0], *size, dtype=dtype).contiguous(memory_format=form)
         expected, got = (results(layer, x) for layer in layers)
@@ -65,22 +65,26 @@ def test_parameters_outputs_and_gradients_are_those_of_the_plain_layer(
 
 @KINDS
 @FORMATS
-def test_autocast_computes_in_bfloat16(plain: type[Layer], rewritten: type[Layer], form: torch.memory_format) -> None:
-    exact, layer = (layer.to(memory_format=form) for layer in pair(plain, rewritten))
+def test_autocast_computes_in_bfloat16(
+    plain: type[Layer], space_to_depth: type[Layer], form: torch.memory_format
+) -> None:
+    exact, layer = (layer.to(memory_format=form) for layer in pair(plain, space_to_depth))
     x = random(2, 4, 8, 8, 8).contiguous(memory_format=form)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = results(layer, x)
     # The way up ends the network: its result is float32, see test_layers.py.
-    result = torch.bfloat16 if rewritten is SpaceToDepthConv3d else torch.float32
+    result = torch.bfloat16 if space_to_depth is SpaceToDepthConv3d else torch.float32
     assert [part.dtype for part in got] == [result, *[torch.float32] * 3]
     assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(got, results(exact, x), strict=True))
 
 
 def test_other_geometries_and_paddings_are_refused() -> None:
     others: list[tuple[int, dict[str, int]]] = [(3, {}), (4, {"stride": 1}), (4, {"padding": 0}), (4, {"groups": 2})]
-    for (kernel, options), rewritten in itertools.product(others, (SpaceToDepthConv3d, DepthToSpaceConvTranspose3d)):
-        with pytest.raises(ValueError, match=r"cannot be rewritten: kernel 4, stride 2, padding 1"):
-            rewritten(4, 6, kernel, **{"stride": 2, "padding": 1, **options})
+    for (kernel, options), space_to_depth in itertools.product(
+        others, (SpaceToDepthConv3d, DepthToSpaceConvTranspose3d)
+    ):
+        with pytest.raises(ValueError, match=r"cannot be space_to_depth: kernel 4, stride 2, padding 1"):
+            space_to_depth(4, 6, kernel, **{"stride": 2, "padding": 1, **options})
     with pytest.raises(ValueError, match="only padding with zeros"):
         SpaceToDepthConv3d(4, 6, 4, stride=2, padding=1, padding_mode="circular")
     with pytest.raises(ValueError, match="kernel 4"):

@@ -83,7 +83,7 @@ def gradients(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
 
-@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}, {"fused": True}], ids=str)
 @FORMATS
 def test_options_change_neither_parameters_nor_results(options: dict[str, Any], form: torch.memory_format) -> None:
     plain, network = small(), small(**options).to(memory_format=form)
@@ -98,7 +98,7 @@ def test_options_change_neither_parameters_nor_results(options: dict[str, Any], 
         assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("options", [{}, {"rewritten": ["down1", "last"]}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}, {"fused": True}], ids=str)
 def test_compiler_and_tracer_see_one_graph(options: dict[str, Any]) -> None:
     """Compiled forward and backward under bfloat16 autocast, where the result is float32; traced without."""
     torch._dynamo.reset()
@@ -119,7 +119,11 @@ def test_compiler_and_tracer_see_one_graph(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("unet", {"rewritten": ["last", "up2"]}, r"network\.rewritten: up2 cannot be rewritten, only down1, last can"),
+        (
+            "unet",
+            {"space_to_depth": ["last", "up2"]},
+            r"network\.space_to_depth: up2 cannot be rewritten, only down1, last can",
+        ),
         ("unet", {"crop": 12}, "data_size 12 is not a multiple of 8"),
         ("unet", {"scales": 0}, "needs at least one scale, not 0"),
         ("unet", {"fused": True, "norm": "group"}, "fused_pointwise leaves no place for norm group; leave one of them"),
@@ -142,7 +146,7 @@ def test_a_norm_keeps_the_convolutions_weights_and_works_with_rewritten_layers(
 ) -> None:
     # In float64: a norm makes up for how small the deepest activations are, and rounding would grow with them.
     plain = small(norm=norm).double()
-    network = small(norm=norm, rewritten=["down1", "last"]).double().to(memory_format=form)
+    network = small(norm=norm, space_to_depth=["down1", "last"]).double().to(memory_format=form)
     weights, without = network.state_dict(), small().state_dict()
     assert all(torch.equal(weights[name], value.double()) for name, value in without.items())
     ones, zeros = (".weight", ".running_var"), (".bias", ".running_mean", ".num_batches_tracked")

@@ -43,7 +43,7 @@ def test_the_count_is_that_of_pytorchs_counter() -> None:
 
 def test_rewritten_and_fused_networks_count_as_the_plain_one() -> None:
     counts = []
-    for options in ({}, {"rewritten": ["down1", "last"]}, {"fused": True}):
+    for options in ({}, {"space_to_depth": ["down1", "last"]}, {"fused": True}):
         network = build_network("unet", 16, width=4, scales=3, **options)
         with counted(network) as flops, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             network(torch.rand(1, 4, 16, 16, 16))

@@ -122,13 +122,13 @@ def test_a_compiled_step_skips_an_update_with_nan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("rewritten", [(), ("down1", "last")], ids=str)
-def test_a_compiled_step_on_the_device_follows_the_plain_one(rewritten: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("space_to_depth", [(), ("down1", "last")], ids=str)
+def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tuple[str, ...]) -> None:
     """As the _opt configs train: bfloat16, channels last."""
     torch._dynamo.reset()
     curves = []
     for compiled in (False, True):
-        network = build_network("unet", 16, width=8, scales=3, rewritten=rewritten)
+        network = build_network("unet", 16, width=8, scales=3, space_to_depth=space_to_depth)
         initialise(network, torch.Generator().manual_seed(0), scale=0.1)
         network.cuda().to(memory_format=torch.channels_last_3d)
         world = World(Launch("test"), torch.device("cuda", 0))

@@ -48,7 +48,7 @@ CASES: dict[str, list[str]] = {
     "sync_batch": ["--set=network.norm=sync_batch"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
     "labelled samples, dropout": [
-        "--set=data_loader_config=labelled",
+        "--set=data_loader_config=classification",
         "--set=dataset.name=digits",
         "--set=network.name=mnist_cnn",
         "--set=loss=cross_entropy",

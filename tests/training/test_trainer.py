@@ -438,7 +438,7 @@ def stop(world: World, cases: list[tuple[int, int]]) -> list[tuple]:
 def skip(world: World) -> tuple:
     """Rank 1 has a bad loss at steps 3, 6, 7, 8."""
     step = RecordedStep(left_out(3, 6, 7, 8) if world.rank == 1 else None)
-    trainer, logs, saving, _ = make(step, world=world, max_skipped_updates=3)
+    trainer, logs, saving, _ = make(step, world=world, max_consecutive_skips=3)
     with pytest.raises(UserError) as caught:
         trainer.fit()
     return str(caught.value), logs.warnings, saving.steps, trainer.at.skipped, len(step.rates)
@@ -517,7 +517,7 @@ def test_an_epoch_without_any_update_has_no_mean() -> None:
 @pytest.mark.parametrize(("first", "taken"), [(1, 4), (4, 7), (13, 15)])
 def test_training_ends_after_too_many_steps_in_a_row_without_an_update(first: int, taken: int) -> None:
     step = RecordedStep(left_out(first - 2, *range(first, 20)))
-    trainer, logs, saving, _ = make(step, max_skipped_updates=3)
+    trainer, logs, saving, _ = make(step, max_consecutive_skips=3)
     with pytest.raises(
         UserError, match=f"^no update for 3 steps in a row, the last is step {first + 2}: loss nan on ra"
     ):
@@ -532,7 +532,7 @@ def test_training_ends_after_too_many_steps_in_a_row_without_an_update(first: in
 def test_skipped_updates_are_counted_across_a_resume(events: list[int]) -> None:
     """Steps 2, 3 and 5 to 8, stopped in between: the same warnings and records, and the same limit."""
     bad = left_out(2, 3, 5, 6, 7, 8)
-    position, _ = run_in_parts(events, 4, bad, max_skipped_updates=5)
+    position, _ = run_in_parts(events, 4, bad, max_consecutive_skips=5)
     assert position.skipped == 6
     with pytest.raises(UserError, match=r"^no update for 4 steps in a row, the last is step 8"):
-        run_in_parts(events, 4, bad, max_skipped_updates=4)
+        run_in_parts(events, 4, bad, max_consecutive_skips=4)

@@ -82,7 +82,7 @@ def attach_pending_work(loader: Loader, beside: PendingWork | None) -> None:
 
 
 class LoaderSpec(NamedTuple):
-    """How loaders of one name are built, and which files they read: 'hdf5', 'npy', 'labelled' or none."""
+    """How loaders of one name are built, and which files they read: 'hdf5', 'npy', 'classification' or none."""
 
     build: Callable[[Config, World, Bytes], Loaders]
     reads: str | None = "hdf5"
@@ -245,7 +245,7 @@ def _synthetic(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     )
 
 
-def _labelled(config: Config, world: World, training_bytes: Bytes) -> Loaders:
+def _classification(config: Config, world: World, training_bytes: Bytes) -> Loaders:
     """Labelled samples from the device's own memory."""
     assert config.local_batch_size is not None
     batch_size = config.local_batch_size
@@ -339,7 +339,7 @@ LOADERS = {
     "dali-lowmem": LoaderSpec(_dali_lowmem, reads="npy"),
     "resident": LoaderSpec(_resident),
     "synthetic": LoaderSpec(_synthetic, reads=None),
-    "labelled": LoaderSpec(_labelled, reads="labelled"),
+    "classification": LoaderSpec(_classification, reads="classification"),
     "auto": LoaderSpec(_auto),
 }
 

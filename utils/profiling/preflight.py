@@ -73,7 +73,7 @@ def report(
         check_installed()
         for split in SPLITS:
             yield _data(open_split_npy(config, split).volume(), split)
-    elif reads == "labelled":
+    elif reads == "classification":
         for split, data in open_labelled(config)[1].items():
             plan = shuffle_plan(config, split, len(data.labels))
             used = f"{plan.samples} of {plan.available} samples"

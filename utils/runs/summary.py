@@ -129,16 +129,18 @@ def closing_table(
     return lines
 
 
-def draw(step: Step, loader: Loader, directory: Path, logs: NullLogger, steps: int, labelled: bool) -> list[Path]:
+def draw(
+    step: Step, loader: Loader, directory: Path, logs: NullLogger, steps: int, is_classification: bool
+) -> list[Path]:
     """Writes loss_curves.png and, of volumes, slices.png; the slices go to TensorBoard too."""
     if importlib.util.find_spec("matplotlib") is None:
         logs.info("matplotlib is not installed (pip install matplotlib): no pictures")
         return []
     curves, slices = directory / "loss_curves.png", directory / "slices.png"
     records = read_records(directory / "metrics.jsonl")
-    figure = figures.loss_curves(records, "cross-entropy" if labelled else "mean absolute error")
+    figure = figures.loss_curves(records, "cross-entropy" if is_classification else "mean absolute error")
     figure.savefig(curves, dpi=120)
-    if labelled:
+    if is_classification:
         return [curves]
     batches = loader.epoch(0)
     inputs, targets = (part[:1] for part in next(batches))

@@ -66,7 +66,7 @@ class Trainer:
         signals: StopSignals | None = None,
         position: TrainState | None = None,
         save_often: SaveOften | None = None,
-        max_skipped_updates: int = 10,
+        max_consecutive_skips: int = 10,
         metrics: Sequence[str] = (),
         evaluation: NullEvaluation | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class Trainer:
         self.world, self.logs, self.saving, self.profiler = world, logs, saving, profiler
         self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
         self.signals, self.save_often = signals or NullSignals(), save_often or SaveOften()
-        self.max_skipped_updates = max_skipped_updates
+        self.max_consecutive_skips = max_consecutive_skips
         self.at = position or TrainState()
         self.metrics, self.evaluation = metrics, evaluation or NullEvaluation()
         probe = step.probe
@@ -255,7 +255,7 @@ class Trainer:
                 f"learning rate {self.schedule(number - 1):.3e}"
             )
             self.logs.warning(f"Step {number}: {what}: no update (left out so far: {at.skipped})")
-            if at.skipped_in_a_row >= self.max_skipped_updates:
+            if at.skipped_in_a_row >= self.max_consecutive_skips:
                 raise UserError(
                     f"no update for {at.skipped_in_a_row} steps in a row, the last is step {number}: {what}: training "
                     f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
