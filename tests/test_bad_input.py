@@ -78,9 +78,9 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config=shrt"], "unknown config shrt in ./config/UNet.yaml and beside it; known: base, short, "),
+        (["--config=shrt"], "unknown config shrt in ./config/UNet.yaml and the other YAML files of its directory; known: base"),
         (["--set=num_epoch=3"], "unknown key num_epoch; did you mean num_epochs?"),
-        (["--set=num_epochs.x=1"], "num_epochs has no keys of its own, so num_epochs.x cannot be set"),
+        (["--set=num_epochs.x=1"], "num_epochs is not a section, so num_epochs.x cannot be set"),
         (["--num_epochs=-1"], "num_epochs: Input should be greater than or equal to 1, not -1"),
         (["--set=data_size=6"], "data_size 6 is not a multiple of 4"),
         (["--set=Nsamples=7"], "Nsamples 7 is less than global_batch_size 8"),

@@ -1,4 +1,4 @@
-"""Reading, typing, checking and settling a config."""
+"""Tests of utils.config: reading, types, checks, and batch sizes for a number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from utils.config import RENAMED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import REMOVED_KEYS, RENAMED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.errors import UserError
 
 
@@ -23,8 +23,8 @@ def write(folder: Path, text: str) -> str:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_yaml_values_mean_what_they_look_like() -> None:
-    """1e-4 is a number; on, yes and 1:30 are words; None is none."""
+def test_yaml_values_are_parsed_as_yaml_1_2() -> None:
+    """1e-4 is a number; on, yes and 1:30 are strings; None is null."""
     numbers = {"1e-4": 1e-4, "2.E-4": 2e-4, "+1E3": 1000.0, "0.": 0.0, ".5": 0.5, "-1.5": -1.5, ".inf": math.inf}
     numbers |= {"7": 7, "-3": -3, "0": 0}
     constants = {"True": True, "false": False, "None": None, "null": None, "~": None, "": None, "'None'": None}
@@ -41,7 +41,7 @@ def test_yaml_values_mean_what_they_look_like() -> None:
     assert math.isnan(parse_value(".nan"))
 
 
-def test_merges_and_overrides_inherit_keys_and_change_some(tmp_path: Path) -> None:
+def test_merge_keys_and_overrides_change_single_keys(tmp_path: Path) -> None:
     text = """
 base: &base
   num_epochs: 7
@@ -55,17 +55,17 @@ short:
     short = load(write(tmp_path, text), "short")
     assert (short.num_epochs, short.enable_amp, short.use_cache) == (2, True, None)
     assert (short.lr_schedule.scaling, short.lr_schedule.start_lr) == ("linear", 1e-3)
-    assert short.global_batch_size == Config().global_batch_size, "keys that are not named keep their defaults"
+    assert short.global_batch_size == Config().global_batch_size, "missing keys have their defaults"
     path = str(tmp_path / "configs.yaml")
     config = load(path, "short", {"lr_schedule.start_lr": 0.5, "optimizer.name": "sgd", "seed": 9})
     assert (config.lr_schedule.start_lr, config.lr_schedule.warmup_steps) == (0.5, 3)
     assert (config.optimizer.name, config.optimizer.betas, config.seed) == ("sgd", [0.9, 0.999], 9)
     replaced = load(path, "short", {"lr_schedule": {"start_lr": 0.5}}).lr_schedule
-    assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0), "a section that is set replaces the file's"
+    assert (replaced.start_lr, replaced.warmup_steps) == (0.5, 0), "an override of a section replaces the whole section"
 
 
 def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
-    """Including words that look like numbers, and what PyYAML itself writes, such as 1.0e-10."""
+    """Includes strings that look like numbers, and numbers as PyYAML writes them, such as 1.0e-10."""
     values: dict[str, Any] = {
         "expdir": "None-such: 'quoted' # words",
         "train_path": "1e-4",
@@ -79,12 +79,12 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
     config = validate(values, "test")
     for name in ("run one", "1e4", "2"):
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
-    values["train_path"] = "data"  # PyYAML leaves 1e-4 unquoted: to it, that is a word
+    values["train_path"] = "data"  # PyYAML reads 1e-4 as a string and does not quote it
     assert load(write(tmp_path, yaml.safe_dump({"test": values})), "test") == validate(values, "test")
 
 
-def test_config_may_be_in_another_file_of_the_same_folder(tmp_path: Path) -> None:
-    """The file that was asked for comes first, then a file of the config's name, then the only one that holds it."""
+def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> None:
+    """Search order: the given file, a file named like the config, the only other file that contains it."""
     path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
     (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}\ndigits: {seed: 6}")
     (tmp_path / "test.yaml").write_text("test: {seed: 4}\nboth: {seed: 7}")
@@ -94,22 +94,24 @@ def test_config_may_be_in_another_file_of_the_same_folder(tmp_path: Path) -> Non
     assert load(path, "tuned", {"seed": 5, "lr_schedule.start_lr": 1.0}).seed == 5
     assert load(path, "digits").seed == 6
     assert load(str(tmp_path / "tuned.yaml"), "test").seed == 4
-    with pytest.raises(UserError, match=r"^config both is in .*other.yaml and in .*test.yaml; say which"):
+    with pytest.raises(
+        UserError, match=r"^config both is in .*other.yaml and in .*test.yaml; choose one with --yaml_config"
+    ):
         load(path, "both")
 
 
-def test_unknown_config_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_error_for_an_unknown_config_lists_the_known_ones(tmp_path: Path) -> None:
     path = write(tmp_path, "base: {}\nshort: {}")
     (tmp_path / "tuned.yaml").write_text("tuned: {}")
     (tmp_path / "compose.yaml").write_text("services: {}")
     (tmp_path / "broken.yaml").write_text("[")
     (tmp_path / "folder.yaml").mkdir()
     for name in ("tunde", "configs", "../tuned", ""):
-        says = f"^unknown config {name} in {re.escape(path)} and beside it; known: base, short, .*tuned"
+        says = f"^unknown config {name} in {re.escape(path)} and the other YAML files .*; known: base, short, .*tuned"
         with pytest.raises(UserError, match=says) as caught:
             load(path, name)
         assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
-    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml: it holds services$"):
+    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml, which holds services$"):
         load(path, "compose")
     with pytest.raises(UserError, match=r"^cannot read .*broken\.yaml: "):
         load(path, "broken")
@@ -119,15 +121,15 @@ def test_unknown_config_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("test:", "must hold named configs"),
-        ("test: {num_epochs: 1, num_epochs: 2}", "line 1: the key num_epochs stands there twice"),
-        ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: the key end_lr stands there twice"),
+        ("test: {num_epochs: 1, num_epochs: 2}", "line 1: duplicate key num_epochs"),
+        ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: duplicate key end_lr"),
         ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
         ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
         ("test: {seed: !!int word}", "cannot read .*invalid literal"),
         ("test: &loop {seed: *loop}", "cannot read .*recursion"),
     ],
 )
-def test_text_that_holds_no_configs_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(UserError, match=says) as caught:
         read_file(path)
@@ -146,7 +148,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 # --- checking --------------------------------------------------------------------------------------------------------
 
 
-def test_all_faults_are_named_in_one_line() -> None:
+def test_all_faults_are_reported_in_one_line() -> None:
     with pytest.raises(UserError) as caught:
         validate({"num_epoch": 3, "seed": "x", "lr_schedule": {"strat_lr": 1.0}, "optimizer": {"eps": 0.0}}, "test")
     message = str(caught.value)
@@ -169,21 +171,25 @@ OPTIONAL_NUMBERS = {
 }
 
 
-def test_renamed_keys_are_refused_with_the_new_name() -> None:
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """The nested mapping with this value at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def test_renamed_and_removed_keys_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RENAMED_KEYS
-    for old, new in RENAMED_KEYS.items():
-        values: dict[str, Any] = {}
-        section = values
-        *sections, key = old.split(".")
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[key] = 1
-        with pytest.raises(UserError, match=f"unknown key {old}; its name is now {new}"):
-            validate(values, "c")
+    monkeypatch.setitem(REMOVED_KEYS, "network.old", "use network.new")
+    messages = {old: f"it is now called {new}" for old, new in RENAMED_KEYS.items()}
+    messages |= {old: f"it was removed: {remedy}" for old, remedy in REMOVED_KEYS.items()}
+    for key, message in messages.items():
+        with pytest.raises(UserError, match=re.escape(f"unknown key {key}; {message}")):
+            validate(nested(key, 1), "c")
 
 
-def test_numbers_and_switches_accept_no_other_types() -> None:
-    """Every number of a config refuses words, truth values, NaN and infinity; every switch, all but true and false."""
+def test_numbers_and_booleans_accept_no_other_types() -> None:
+    """Numbers refuse strings, booleans, NaN and infinity; booleans refuse everything but true and false."""
     checked = 0
     for key, default in flatten(Config()).items():
         if type(default) not in (int, float, bool):
@@ -192,30 +198,27 @@ def test_numbers_and_switches_accept_no_other_types() -> None:
         if key not in OPTIONAL_NUMBERS:
             wrong.append(None)
         for value in wrong:
-            values: Any = value
-            for part in reversed(key.split(".")):
-                values = {part: values}
             with pytest.raises(UserError, match=f"^config 'test': {key}: "):
-                validate(values, "test")
+                validate(nested(key, value), "test")
         checked += 1
     assert checked > 40
 
 
-# --- settling for a number of ranks ----------------------------------------------------------------------------------
+# --- batch sizes for a number of ranks -------------------------------------------------------------------------------
 
 
-def test_batches_are_settled_for_the_number_of_ranks() -> None:
-    """The global batch is divided among the ranks; a local batch sets the global one and with it the steps."""
+def test_batch_sizes_are_resolved_for_the_number_of_ranks() -> None:
+    """The global batch is divided among the ranks; a local batch size sets the global one, and so the steps."""
     for ranks, local in ((1, 64), (8, 8), (64, 1)):
-        settled = Config(global_batch_size=64).for_world(ranks)
-        assert (settled.local_batch_size, settled.global_batch_size) == (local, 64)
-        assert settled.for_world(ranks) == settled
-    settled = Config(local_batch_size=16, global_batch_size=64, Nsamples=1024, num_epochs=3).for_world(8)
-    assert (settled.local_batch_size, settled.global_batch_size) == (16, 128)
-    assert (settled.steps_per_epoch, settled.total_steps) == (8, 24)
+        resolved = Config(global_batch_size=64).for_world(ranks)
+        assert (resolved.local_batch_size, resolved.global_batch_size) == (local, 64)
+        assert resolved.for_world(ranks) == resolved
+    resolved = Config(local_batch_size=16, global_batch_size=64, Nsamples=1024, num_epochs=3).for_world(8)
+    assert (resolved.local_batch_size, resolved.global_batch_size) == (16, 128)
+    assert (resolved.steps_per_epoch, resolved.total_steps) == (8, 24)
 
 
-def test_global_batch_of_the_command_line_replaces_a_local_one_of_the_file(tmp_path: Path) -> None:
+def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "test: {local_batch_size: 32}")
     assert load(path, "test", {"global_batch_size": 48}).for_world(2).local_batch_size == 24
     assert load(path, "test", {"global_batch_size": 48, "local_batch_size": 8}).for_world(2).global_batch_size == 16
@@ -248,11 +251,11 @@ def test_contradictions_are_refused_with_a_remedy(values: dict[str, Any], ranks:
         validate(values, "test").for_world(ranks)
 
 
-def test_long_warm_up_does_not_matter_for_the_base_batch() -> None:
+def test_warmup_longer_than_the_run_is_ignored_at_the_base_batch_size() -> None:
     config = Config(Nsamples=64, lr_schedule={"scaling": "sqrt", "warmup_steps": 1000})
     assert not config.for_world(1).warms_up
 
 
-def test_full_scale_sets_the_scales_unless_they_are_given() -> None:
+def test_full_scale_sets_the_number_of_scales_unless_network_scales_is_set() -> None:
     for full, scales, found in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
         assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found

@@ -1,0 +1,78 @@
+"""YAML without PyYAML's surprises: 1e-4 is a number; `on` and 1:30 are strings; duplicate keys are errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from utils.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with YAML 1.2's booleans and numbers; raises UserError for a duplicate key."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # The constructor refuses a list or a mapping as a key.
+            if key.value in seen:
+                raise UserError(f"{self.name}, line {key.start_mark.line + 1}: duplicate key {key.value}; remove one")
+            seen.add(key.value)
+        return node
+
+
+_FLOAT, _BOOL, _INT, _DATE = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "bool", "int", "timestamp"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _BOOL, _INT, _DATE)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
+_FLOAT_PATTERN = re.compile(
+    r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
+)
+_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; also quotes strings that this module's loader would read as numbers."""
+
+
+_Dumper.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
+
+
+def parse_value(text: str, name: str = "a value") -> Any:
+    """One YAML value; the string None means null, as in the original's configs. Errors mention `name`."""
+    try:
+        return _none_words_to_null(_read(text, name))
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # PyYAML raises its own errors, and lets others through for a wrong tag (!!int word) and a value inside itself.
+        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+
+
+def dump(values: dict[str, Any]) -> str:
+    """A YAML text that `parse_value` reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
+
+
+def _read(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _none_words_to_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _none_words_to_null(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_none_words_to_null(item) for item in value]
+    return None if value == "None" else value
