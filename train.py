@@ -91,7 +91,7 @@ def run(options: cli.Options, config: Config, world: World, make_step: type[Eage
         lambda: training_memory(config, lambda: build_model(config), lambda n: batch_like(config, n)).reserve,
     ) as loaders:
         step = build_step(config, world, network, loss, make_step, metrics)
-        attach_pending_work(loaders.train, step.beside)
+        attach_pending_work(loaders.train, step.pending_work)
         schedule = build_schedule(config)
         torch.manual_seed(config.seed + world.rank)
         position = begin(step, saved, options, world)

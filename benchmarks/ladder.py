@@ -187,7 +187,7 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
     loaders = machine.loaders(config)
     network, loss = train.build_model(config), train.build_objective(config)
     step = train.build_step(config, machine.world, network, loss, GraphStep if graph else EagerStep)
-    attach_pending_work(loaders.train, step.beside)
+    attach_pending_work(loaders.train, step.pending_work)
     batches = endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))

@@ -87,8 +87,8 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(opti
         expected = mean.eval()(inputs)
     torch.testing.assert_close(step.predict(inputs), expected, rtol=1e-5, atol=1e-6)
     loss = float((expected - targets).abs().mean())
-    assert float(step.evaluate(inputs, targets)) == pytest.approx(loss, rel=1e-5)
-    assert float(plain.evaluate(inputs, targets)) != pytest.approx(loss, rel=1e-3)
+    assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-5)
+    assert float(plain.evaluate(inputs, targets)[0]) != pytest.approx(loss, rel=1e-3)
     assert torch.equal(plain(*batch(5), RATE), step(*batch(5), RATE)), "validating has changed nothing"
 
 
@@ -149,7 +149,7 @@ def test_channel_weights_count_in_training_alone() -> None:
     step.warm_up(inputs, targets)
     for _ in range(2):
         differences = (step.predict(inputs) - targets).abs().mean(dim=(0, 2, 3, 4))
-        assert float(step.evaluate(inputs, targets)) == pytest.approx(float(differences.mean()), rel=1e-6)
+        assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(float(differences.mean()), rel=1e-6)
         weighted = float((differences * torch.tensor(channel_weights)).sum() / sum(channel_weights))
         assert float(step(inputs, targets, RATE)) == pytest.approx(weighted, rel=1e-6)
         assert weighted != pytest.approx(float(differences.mean()), rel=1e-3)

@@ -94,7 +94,7 @@ def test_evaluation_changes_nothing_and_gives_the_loss_of_the_predictions() -> N
     step = make_step()
     before = flat_parameters(step)
     inputs, targets = batch()
-    loss = step.evaluate(inputs, targets)
+    loss = step.evaluate(inputs, targets)[0]
     assert float(loss) == pytest.approx(float((step.predict(inputs) - targets).abs().mean()), rel=1e-6)
     assert torch.equal(flat_parameters(step), before)
     assert all(parameter.grad is None for parameter in step.network.parameters())
@@ -264,8 +264,8 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
     for number in range(3):
         step(*batch(10 * world.rank + number), RATE)
     step.broadcast_buffers()
-    answers["same"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99)))]
-    with step.without_exchange():
+    answers["same"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99))[0])]
+    with step.no_sync():
         step(*batch(world.rank), RATE)
     answers["apart"] = flat_parameters(step).tolist()
 

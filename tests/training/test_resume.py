@@ -74,8 +74,8 @@ class HookedStep(EagerStep):
         HookedStep.after(HookedStep.made)
         return loss
 
-    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = super().measure(inputs, targets)
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = super().evaluate(inputs, targets)
         return torch.full_like(found, self.valid[self.made]) if self.valid else found
 
     @classmethod

@@ -136,7 +136,7 @@ class Benchmark:
         total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
         with Progress("benchmark", total, "trials", silent=not self._world.is_root) as progress:
             for name, (trials, action) in plan.items():
-                apart = self._step.without_exchange() if name == "NO-COMM" else contextlib.nullcontext()
+                apart = self._step.no_sync() if name == "NO-COMM" else contextlib.nullcontext()
                 with apart:
                     rates = self._trials(name, trials, action, progress)
                 results[name] = {**_summary(rates[trials.warmup_trials :]), "settings": trials.model_dump()}

@@ -34,7 +34,7 @@ class Step(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` gave; before the first step."""
 
-    def without_exchange(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ranks keep their gradients to themselves."""
 
     def describe(self) -> list[str]:

@@ -70,8 +70,8 @@ class EagerStep:
 
     # Whether the optimizer must keep all it changes on the device, the learning rate too.
     capturable: ClassVar[bool] = False
-    # Where others may leave work for the step to take along.
-    beside: PendingWork | None = None
+    # Where the loader may leave work for the step to run alongside its own kernels.
+    pending_work: PendingWork | None = None
 
     @classmethod
     def check(cls, world: World, noddp: bool) -> None:
@@ -195,7 +195,7 @@ class EagerStep:
         return self._compiler is not None and self._compiler.works is not False
 
     @contextlib.contextmanager
-    def without_exchange(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         """Each rank goes its own way meanwhile: to measure what the exchange of gradients costs."""
         self._exchanging = False
         try:
@@ -230,11 +230,7 @@ class EagerStep:
 
     @torch.no_grad()
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.measure(inputs, targets)[0]
-
-    @torch.no_grad()
-    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss and the metrics, without training: [1 + metrics]."""
+        """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
         self._bare.loss.eval()
         with self._autocast():
@@ -271,9 +267,9 @@ class EagerStep:
                     scaled = self._scaler.scale(loss)
                     scaled.backward(scaled.detach() * 0 + 1)
             if exchanges and isinstance(self._parallel, ManualDataParallel):
-                self._parallel.exchange()
+                self._parallel.all_reduce()
             if index == 0 and self._first_is_part and self.probe is not None:
-                self.probe.see(*self._gradients())
+                self.probe.add(*self._gradients())
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -316,7 +312,7 @@ def _data_parallel(
     # PyTorch reads the annotations of hooks, and not those that are strings, as all are in this file.
     def exchange(group, bucket):  # type: ignore[no-untyped-def]
         if probe is not None:
-            probe.see(bucket.buffer())
+            probe.add(bucket.buffer())
         return send(group, bucket)
 
     if compressed or probe is not None:

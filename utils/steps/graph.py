@@ -47,7 +47,7 @@ class GraphStep(EagerStep):
     """EagerStep's step, its first ones carried out as they are, the later ones replayed.
 
     Forward, loss, backward with the exchange of gradients, clipping and update are all in the graph, and beside them
-    what `beside` has to be done (the crops of the next batch); the learning rate is a tensor that the update reads.
+    what `pending_work` has to be done (the crops of the next batch); the learning rate is a tensor that the update reads.
     Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
     """
 
@@ -73,7 +73,7 @@ class GraphStep(EagerStep):
         self._stream = torch.cuda.Stream(world.device)
         with self._on_stream():
             super().__init__(network, loss, optimizer, world, options, metrics)
-        self.beside = PendingWork()
+        self.pending_work = PendingWork()
         self._branch = torch.cuda.Stream(world.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[Hashable, Recorded] = {}
@@ -116,8 +116,8 @@ class GraphStep(EagerStep):
     def _find(self, inputs: torch.Tensor, targets: torch.Tensor) -> Recorded:
         """The graph for this batch's memory and the work to be taken along, recorded at the first meeting."""
         inputs, targets = self._where_graphs_are(inputs, targets)
-        assert self.beside is not None
-        work = self.beside.take()
+        assert self.pending_work is not None
+        work = self.pending_work.take()
         key = (inputs.data_ptr(), targets.data_ptr(), self._exchanging, None if work is None else work.key)
         if key not in self._graphs:
             started = time.perf_counter()

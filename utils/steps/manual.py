@@ -23,9 +23,9 @@ class ManualDataParallel(nn.Module):
     `probe`, if given, is shown the rank's own gradients first.
     """
 
-    def __init__(self, module: nn.Module, probe: GradientNormProbe | None = None, share_buffers: bool = True) -> None:
+    def __init__(self, module: nn.Module, probe: GradientNormProbe | None = None, broadcast_buffers: bool = True) -> None:
         super().__init__()
-        self.module, self._probe, self._shares_buffers = module, probe, share_buffers
+        self.module, self._probe, self._shares_buffers = module, probe, broadcast_buffers
         self._exchanging = True
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.data, src=0)
@@ -45,12 +45,12 @@ class ManualDataParallel(nn.Module):
         finally:
             self._exchanging = True
 
-    def exchange(self) -> None:
+    def all_reduce(self) -> None:
         """After the backward pass: one all-reduce of all gradients, laid out in a row."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         if self._probe is not None:
-            self._probe.see(flat)
+            self._probe.add(flat)
         flat.div_(dist.get_world_size())  # first: a sum of many large ones might overflow
         dist.all_reduce(flat)
         for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):

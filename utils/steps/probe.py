@@ -19,7 +19,7 @@ class GradientNormProbe:
         self.square.zero_()
 
     @torch.no_grad()
-    def see(self, *gradients: torch.Tensor) -> None:
+    def add(self, *gradients: torch.Tensor) -> None:
         """Some of the part's gradients; all of them in the course of a step."""
         norms = torch.stack(torch._foreach_norm(gradients, dtype=torch.float32))
         self.square += (norms / self._factor).square().sum()

@@ -70,7 +70,7 @@ class Trainer:
         metrics: Sequence[str] = (),
         evaluation: NullEvaluation | None = None,
     ) -> None:
-        """`metrics` are the names of what `step.measure` gives beside the loss."""
+        """`metrics` are the names of what `step.evaluate` returns after the loss."""
         self.step, self.loaders, self.schedule = step, loaders, schedule
         self.world, self.logs, self.saving, self.profiler = world, logs, saving, profiler
         self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
@@ -121,7 +121,7 @@ class Trainer:
             batch = next(batches)
             train = WeightedMean(self.world)
             with counted(self.step.network) as flops:
-                train.add(self.step.evaluate(*batch), len(batch.inputs))
+                train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
             self._teraflops = flops.training / len(batch.inputs) / 1e12
             if self.at.step == 0:
                 self._measure_untrained(train)
@@ -312,7 +312,7 @@ class Trainer:
                 self.world.watch.at("validation", self.at.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
-                    mean.add(self.step.measure(inputs, targets), len(inputs))
+                    mean.add(self.step.evaluate(inputs, targets), len(inputs))
                 self._agree()
         loss, *metrics = mean.results()
         self.at.metrics = dict(zip(self.metrics, metrics, strict=True))
