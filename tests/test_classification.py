@@ -135,10 +135,13 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=loss=l1"], "loss l1 does not take labelled samples; choose one of cross_entr"),
-        (["--config=test", "--set=data_loader_config=classification"], "go together"),
+        (["--config=test", "--set=data_loader_config=classification"], "must be set together"),
         (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy does not take volumes; choose one of l1"),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy do not take volumes"),
-        (["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"], "cannot be had with ddp manual"),
+        (
+            ["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"],
+            "static_graph and gradient_compression need ddp torch",
+        ),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,16 +112,16 @@ def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_nev
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"warmup_steps": 3, "warmup_epochs": 0.5}, "warmup_steps 3 and warmup_epochs 0.5 are both given; set one"),
-        ({"warmup_epochs": 6}, "warmup_epochs 6.0 leaves nothing of the run's 60 steps; lower it or raise num_epochs"),
-        ({"warmup_steps": 60}, "warmup_steps 60 leaves nothing of the run's 60 steps; lower it or raise num_epochs"),
-        ({"drop_epochs": [3, 2]}, "drop_epochs [3, 2] do not increase; put them in order"),
-        ({"shape": "step", "drop_epochs": [2, 2]}, "drop_epochs [2, 2] do not increase; put them in order"),
-        ({"shape": "step"}, "shape is step, but there are no lr_schedule.drop_epochs; say when"),
-        ({"shape": "step", "drop_epochs": [2, 6]}, "after epoch 6 nothing is left of 6 epochs; leave it out or raise"),
+        ({"warmup_steps": 3, "warmup_epochs": 0.5}, "warmup_steps 3 and warmup_epochs 0.5 are both set; set one"),
+        ({"warmup_epochs": 6}, "warmup_epochs 6.0: the warm-up is not shorter than the run of 60 steps; lower it"),
+        ({"warmup_steps": 60}, "warmup_steps 60: the warm-up is not shorter than the run of 60 steps; lower it"),
+        ({"drop_epochs": [3, 2]}, "drop_epochs [3, 2] must increase; sort them"),
+        ({"shape": "step", "drop_epochs": [2, 2]}, "drop_epochs [2, 2] must increase; sort them"),
+        ({"shape": "step"}, "lr_schedule.shape step needs lr_schedule.drop_epochs; set"),
+        ({"shape": "step", "drop_epochs": [2, 6]}, "epoch 6 must be less than num_epochs 6; remove it or raise"),
         (
             {"shape": "step", "drop_epochs": [1], "warmup_epochs": 1},
-            "does not come after the 10 steps of warm-up",
+            "the first drop is within the 10 steps of warm-up",
         ),
     ],
 )
@@ -136,7 +136,7 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
     ("flags", "says"),
     [
         (["--set=lr_schedule.shape=linear"], "lr_schedule.shape: Input should be 'cosine', 'step' or 'constant', not "),
-        (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "after epoch 60 nothing is left of 2 epochs; "),
+        (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
         (["--set=optimizer.name=lamb2"], "unknown optimizer lamb2; known: adam, fused_adam, "),
         (["--plot"], "--plot draws what a preflight finds; add --preflight"),
         (["--preflight", "--plot=missing/rate.png"], "--plot=missing/rate.png: cannot write it: "),

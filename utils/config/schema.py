@@ -1,4 +1,4 @@
-"""Every key of a config, with its type, default and meaning; the rules that keys must obey together."""
+"""All keys of a config, with types, defaults and meaning, and the checks of their combinations."""
 
 from __future__ import annotations
 
@@ -17,48 +17,47 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Types are meant as written: a string is no number, 1 is no truth value."""
+    """Base class of all sections. Types are strict: a string is not a number, and 1 is not a boolean."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class WeightInitConfig(Section):
-    """Weights ~ N(0, conv_scale), biases constant; 'default': torch's own; 'glorot': uniform, by each layer's size."""
+    """Initial weights and biases of all layers."""
 
-    conv_init: Literal["normal", "default", "glorot"] = "normal"
-    conv_scale: PositiveFloat = 0.02
-    conv_bias: Finite = 0.0
+    conv_init: Literal["normal", "default", "glorot"] = "normal"  # normal, torch's defaults, or Glorot uniform
+    conv_scale: PositiveFloat = 0.02  # standard deviation of the normal distribution
+    conv_bias: Finite = 0.0  # initial value of all biases
 
 
 class LrScheduleConfig(Section):
-    """Learning rate: scaled start, linear warm-up, then half-cosine decay, steps or constant; see utils/optim/schedules.py."""
+    """Learning rate: scaling with the batch size, linear warm-up, then the shape; see utils/optim/schedules.py."""
 
-    shape: Literal["cosine", "step", "constant"] = "cosine"
-    scaling: Literal["none", "linear", "sqrt"] = "none"
-    start_lr: PositiveFloat = 2e-4
-    end_lr: Rate = 0.0  # cosine: of the last step
-    drop_epochs: list[Positive] = []  # step: after so many epochs each, the rate is multiplied by drop_factor
+    shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
+    scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
+    start_lr: PositiveFloat = 2e-4  # at base_batch_size
+    end_lr: Rate = 0.0  # cosine: learning rate of the last step
+    drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
     drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    warmup_steps: Count = 0
-    warmup_epochs: Rate = 0.0  # instead of warmup_steps
+    warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
+    warmup_epochs: Rate = 0.0  # alternative to warmup_steps
 
 
 class NetworkConfig(Section):
-    """`width`: channels of the first scale; `scales`: how often the crop is halved (full_scale decides if None)."""
+    """The network."""
 
-    name: str = "unet"
-    width: Positive = 64
-    scales: Positive | None = None
-    space_to_depth: list[
-        Literal["down1", "last"]
-    ] = []  # layers as exact smaller convolutions; see networks/space_to_depth.py
+    name: str = "unet"  # a name of NETWORKS in networks
+    width: Positive = 64  # unet: channels at the first scale
+    scales: Positive | None = None  # unet: number of downsamplings; None: 6, or 5 if full_scale is false
+    # unet: layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
+    space_to_depth: list[Literal["down1", "last"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
 
 class OptimizerConfig(Section):
-    """One of utils/optim/optimizers.py's OPTIMIZERS; each takes what it knows of these."""
+    """The optimizer and its options; an optimizer ignores options that it does not have."""
 
-    name: str = "adam"
+    name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     eps: PositiveFloat = 1e-8
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -66,15 +65,15 @@ class OptimizerConfig(Section):
 
 
 class DatasetConfig(Section):
-    """Labelled samples instead of volumes: one of DATASETS in utils/data/datasets, and where its files lie."""
+    """Data set of a classification task, used instead of volumes."""
 
-    name: str | None = None
-    directory: str = "./data"
-    verify: bool = True  # files must be the published ones, by their checksums
+    name: str | None = None  # a name of DATASETS in utils/data/datasets
+    directory: str = "./data"  # directory of the data set's files
+    verify: bool = True  # check the files against the published checksums
 
 
 class TransformConfig(Section):
-    """How channels are made of physical values, see utils/inference/channels.py; None: unknown, without physical units."""
+    """Transforms from physical values to channels x, see utils/inference/channels.py; None: no physical units."""
 
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
     velocity_scale_km_s: PositiveFloat | None = 1000.0  # x = velocity / scale
@@ -92,122 +91,126 @@ class EvaluationConfig(Section):
 
 
 class VectorChannelsConfig(Section):
-    """Channel triples that are the x, y, z components of a vector; all others are scalars."""
+    """Triples of channels that are the x, y and z components of a vector; all other channels are scalars."""
 
     inputs: list[list[Count]] = [[1, 2, 3]]
     targets: list[list[Count]] = [[1, 2, 3]]
 
 
 class ProfileConfig(Section):
-    """Under enable_manual_profiling: which steps, on which ranks, with what; see utils/profiling/profiler.py."""
+    """Options of enable_manual_profiling; see utils/profiling/profiler.py."""
 
-    first_step: Count | None = None  # of the whole training; None: the sixth of the second epoch
-    steps: Positive = 30
-    ranks: Literal["root", "all"] = "root"
-    profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, else torch
+    first_step: Count | None = None  # counted from 0 over the whole run; None: the sixth step of the second epoch
+    steps: Positive = 30  # number of steps
+    ranks: Literal["root", "all"] = "root"  # ranks that are profiled
+    profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, otherwise torch
 
 
 class TimeoutsConfig(Section):
-    """Seconds: `rendezvous` to find the other ranks, `collective` for one exchange, `hang` for a step (0: no limit)."""
+    """Timeouts in seconds."""
 
-    rendezvous: PositiveFloat = 600.0
-    collective: PositiveFloat = 1800.0
-    hang: Rate = 600.0
+    rendezvous: PositiveFloat = 600.0  # until all ranks are connected
+    collective: PositiveFloat = 1800.0  # for one collective operation
+    hang: Rate = 600.0  # without progress of a rank, after which the watchdog stops the run; 0: no limit
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written beside each epoch's end, and how many stay beside the best; see checkpoint.py."""
+    """Checkpoints in addition to the one at the end of each epoch; see utils/training/checkpoint.py."""
 
-    every_steps: Positive | None = None
-    every_minutes: PositiveFloat | None = 10.0
-    keep_last: Positive = 2
+    every_steps: Positive | None = None  # None: not by steps
+    every_minutes: PositiveFloat | None = 10.0  # None: not by time
+    keep_last: Positive = 2  # checkpoints to keep in addition to the best one
 
 
 class Config(Section):
-    """Every key of a config; the first block is the original's, with its names and meaning."""
+    """All keys of a config."""
 
-    # The original keys.
+    # Keys of the original, with its names and meaning.
     weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
-    full_scale: bool = True  # False leaves the sixth scale out
-    global_batch_size: Positive = 64  # samples a step over all ranks
-    base_batch_size: Positive = 64  # the batch that start_lr belongs to
-    Nsamples: Positive = 65536  # training crops an epoch
-    Nsamples_val: Positive = 8192  # validation crops
+    full_scale: bool = True  # false: five scales instead of six
+    global_batch_size: Positive = 64  # samples per step, over all ranks
+    base_batch_size: Positive = 64  # global batch size at which start_lr holds
+    Nsamples: Positive = 65536  # training samples per epoch
+    Nsamples_val: Positive = 8192  # validation samples per epoch
     num_epochs: Positive = 10
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # for optimizer.name adam: apex FusedAdam where installed, else torch's
-    enable_benchy: bool = False  # measure throughput and end
-    enable_jit: bool = False  # compile network and loss
-    expdir: str = "/logs"  # runs go to <expdir>/<config>/<ranks>GPU/<run_num>
+    enable_apex: bool = False  # with optimizer.name adam: apex's FusedAdam if installed, otherwise torch's
+    enable_benchy: bool = False  # measure the throughput, then exit
+    enable_jit: bool = False  # compile the network and the loss with torch.compile
+    expdir: str = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
-    data_loader_config: str = "lowmem"  # one of utils/data's LOADERS
-    box_size: list[Positive] = Field(default=[1024, 512], min_length=2, max_length=2)  # cells: train, validation
-    data_size: Positive = 64  # cells a side of a crop
-    num_data_workers: Count = 2  # loader threads a rank
+    data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
+    # Cells per side of the volumes: training, validation.
+    box_size: list[Positive] = Field(default=[1024, 512], min_length=2, max_length=2)
+    data_size: Positive = 64  # cells per side of a crop
+    num_data_workers: Count = 2  # loader threads per rank
     N_out_channels: Positive = 5
     train_path: str = "/data/train.h5"
     val_path: str = "/data/val.h5"
-    train_path_npy_data: str | None = None  # (L, L, L, C) twins of the HDF5 files, for DALI
+    train_path_npy_data: str | None = None  # .npy copies of the HDF5 files, shape (L, L, L, C), for DALI
     train_path_npy_label: str | None = None
     val_path_npy_data: str | None = None
     val_path_npy_label: str | None = None
-    use_cache: str | None = None  # a node-local directory to stage the files in
+    use_cache: str | None = None  # node-local directory that the data files are copied to
 
-    # Flags of the original that were no keys.
-    local_batch_size: Positive | None = None  # samples a step a rank; sets global_batch_size
-    enable_manual_profiling: bool = False
-    bucket_cap_mb: PositiveFloat = 25.0  # DDP gradient bucket, MB
-    disable_broadcast_buffers: bool = False
-    noddp: bool = False  # no gradient exchange: measures what communication costs
+    # Command-line flags of the original that had no key.
+    local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
+    enable_manual_profiling: bool = False  # profile some steps; see profile
+    bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
+    disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
+    noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
-    # What the original hard-coded.
+    # Values that the original hard-coded, and options of this project.
     N_in_channels: Positive = 4
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
-    loss: str = "l1"  # one of networks' LOSSES
-    metrics: list[str] = []  # of networks' METRICS: measured beside the validation loss
+    loss: str = "l1"  # a name of LOSSES in networks
+    metrics: list[str] = []  # names of METRICS in networks, computed along with the validation loss
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    precision: Literal["bfloat16", "float16"] = "bfloat16"  # under enable_amp; float16 takes a gradient scaler
-    tf32: bool = True  # float32 convolutions with 10 bits of mantissa on tensor cores; NVIDIA_TF32_OVERRIDE=0 wins
-    cudnn_benchmark: bool = True  # cuDNN tries its algorithms once per shape and takes the fastest
+    precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
+    tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
+    cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest
     compiler: Literal["inductor", "torchscript"] = "inductor"  # under enable_jit
-    fused_pointwise: bool = False  # bias, activation, concatenation and loss in one kernel each; needs channels_last
-    accumulation_steps: Positive = 1  # micro-batches a step
-    clip_grad_norm: PositiveFloat | None = None
-    log_noise_scale: bool = False  # on several ranks it adds a Python hook on every gradient bucket
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the weights' running mean, which is what is used
-    channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss; their mean counts as 1
+    # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
+    fused_pointwise: bool = False
+    accumulation_steps: Positive = 1  # micro-batches per step
+    clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
+    log_noise_scale: bool = False  # log the gradient noise scale; on several ranks a Python hook per gradient bucket
+    # Decay of the exponential moving average of the weights, which validation and checkpoints use; None: no average.
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss, normalized to mean 1
     vector_channels: VectorChannelsConfig = VectorChannelsConfig()
     transform: TransformConfig = TransformConfig()
-    symmetries: Literal["full", "grid", "none"] = "full"  # grid: vector components stay, as in the original
-    resident_dtype: Literal["float32", "float16"] = "float32"  # of the volume in device memory
-    channels_last: bool = False  # batches and network in memory as N, D, H, W, C
-    log_interval: Positive = 50  # steps between log lines, and between reads of the loss
-    ddp: Literal["torch", "manual"] = "torch"  # who exchanges gradients; manual: see utils/steps/manual.py
-    static_graph: bool = False  # DDP: the same parameters take part in every step
-    gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: what gradients are sent as
+    # Augmentation by rotations and reflections; grid: vector components unchanged, as in the original.
+    symmetries: Literal["full", "grid", "none"] = "full"
+    resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
+    channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
+    log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
+    ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or that of utils/steps/manual.py
+    static_graph: bool = False  # DDP: every step uses the same parameters
+    gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: type in which gradients are exchanged
     device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    # Beside SIGTERM: save, and end with exit code 75.
+    # In addition to SIGTERM: save a checkpoint and exit with code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"
-    max_consecutive_skips: Positive = (
-        10  # in a row, of steps whose loss or gradient is no number, before training stops
-    )
+    # Training stops after this many consecutive steps with a non-finite (NaN or infinite) loss or gradient.
+    max_consecutive_skips: Positive = 10
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    report_baselines: bool = False  # end with the losses of simple predictors beside the network's
-    report_pictures: bool = True  # end with loss curves, slices and evaluations as pictures, where matplotlib is there
+    report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
+    report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations, if matplotlib is installed
 
     @property
     def is_classification(self) -> bool:
-        """Whether samples come with a label each, and not as pairs of volumes."""
+        """True if the samples have labels, false if they are pairs of volumes."""
         return self.dataset.name is not None
 
     @property
     def scales(self) -> int:
+        """Number of downsamplings of the U-Net."""
         return self.network.scales or (6 if self.full_scale else 5)
 
     @property
@@ -220,18 +223,18 @@ class Config(Section):
 
     @property
     def warms_up(self) -> bool:
-        """Only a batch beyond the base one, with a scaled rate, needs a warm-up."""
+        """Warm-up is used only if the learning rate is scaled up for a large batch."""
         return self.lr_schedule.scaling != "none" and self.global_batch_size > self.base_batch_size
 
     @property
     def warmup_steps(self) -> int:
-        """Of the learning rate, however they are given; 0 where nothing needs a warm-up."""
+        """Steps of warm-up, from warmup_steps or warmup_epochs; 0 if the run has none."""
         schedule = self.lr_schedule
-        asked = schedule.warmup_steps or round(schedule.warmup_epochs * self.steps_per_epoch)
-        return asked if self.warms_up else 0
+        requested = schedule.warmup_steps or round(schedule.warmup_epochs * self.steps_per_epoch)
+        return requested if self.warms_up else 0
 
     def for_world(self, world_size: int) -> Config:
-        """The config with both batch sizes settled for this many ranks; raises UserError where they cannot be."""
+        """The config with both batch sizes set for this many ranks; raises UserError if they do not divide evenly."""
         if self.local_batch_size is not None:
             local, total = self.local_batch_size, self.local_batch_size * world_size
         else:
@@ -243,19 +246,19 @@ class Config(Section):
                 )
         if local % self.accumulation_steps:
             raise UserError(
-                f"a local batch of {local} is not divisible by accumulation_steps {self.accumulation_steps}; "
+                f"the local batch size {local} is not divisible by accumulation_steps {self.accumulation_steps}; "
                 f"global_batch_size must be a multiple of ranks × accumulation_steps = "
                 f"{world_size * self.accumulation_steps}"
             )
-        settled = self.model_copy(update={"local_batch_size": local, "global_batch_size": total})
-        settled._check_steps()
-        return settled
+        resolved = self.model_copy(update={"local_batch_size": local, "global_batch_size": total})
+        resolved._check_steps()
+        return resolved
 
     def _check_steps(self) -> None:
         if self.steps_per_epoch == 0:
             raise UserError(
-                f"Nsamples {self.Nsamples} is less than global_batch_size {self.global_batch_size}: an epoch would "
-                f"have no step; raise Nsamples or lower the batch"
+                f"Nsamples {self.Nsamples} is less than global_batch_size {self.global_batch_size}, so an epoch "
+                f"has no step; raise Nsamples or lower the batch size"
             )
         self._check_schedule()
 
@@ -264,30 +267,30 @@ class Config(Section):
         if schedule.warmup_steps and schedule.warmup_epochs:
             raise UserError(
                 f"lr_schedule.warmup_steps {schedule.warmup_steps} and warmup_epochs {schedule.warmup_epochs} are "
-                f"both given; set one of them to 0"
+                f"both set; set one of them to 0"
             )
         if self.warmup_steps and self.warmup_steps >= self.total_steps:
             key = "warmup_steps" if schedule.warmup_steps else "warmup_epochs"
             raise UserError(
-                f"lr_schedule.{key} {getattr(schedule, key)} leaves nothing of the run's "
+                f"lr_schedule.{key} {getattr(schedule, key)}: the warm-up is not shorter than the run of "
                 f"{self.total_steps} steps; lower it or raise num_epochs"
             )
         drops = schedule.drop_epochs
         if any(second <= first for first, second in pairwise(drops)):
-            raise UserError(f"lr_schedule.drop_epochs {drops} do not increase; put them in order, each once")
+            raise UserError(f"lr_schedule.drop_epochs {drops} must increase; sort them and remove duplicates")
         if schedule.shape != "step":
             return
         if not drops:
-            raise UserError("lr_schedule.shape is step, but there are no lr_schedule.drop_epochs; say when it drops")
+            raise UserError("lr_schedule.shape step needs lr_schedule.drop_epochs; set them")
         if drops[-1] >= self.num_epochs:
             raise UserError(
-                f"lr_schedule.drop_epochs {drops}: after epoch {drops[-1]} nothing is left of {self.num_epochs} "
-                f"epochs; leave it out or raise num_epochs"
+                f"lr_schedule.drop_epochs {drops}: epoch {drops[-1]} must be less than num_epochs "
+                f"{self.num_epochs}; remove it or raise num_epochs"
             )
         if drops[0] * self.steps_per_epoch <= self.warmup_steps:
             raise UserError(
-                f"lr_schedule.drop_epochs {drops}: the first drop does not come after the {self.warmup_steps} steps of "
-                f"warm-up; make it later, or the warm-up shorter"
+                f"lr_schedule.drop_epochs {drops}: the first drop is within the {self.warmup_steps} steps of "
+                f"warm-up; move it to a later epoch or shorten the warm-up"
             )
 
     @model_validator(mode="after")
@@ -302,9 +305,11 @@ class Config(Section):
         ):
             used = [channel for triple in triples for channel in triple]
             if any(len(triple) != 3 for triple in triples) or len(set(used)) != len(used):
-                raise ValueError(f"vector_channels.{name} {triples} must be triples of different channels")
+                raise ValueError(f"vector_channels.{name} {triples} must be lists of three different channels")
             if used and max(used) >= channels:
-                raise ValueError(f"vector_channels.{name} {triples} names a channel beyond the {channels} there are")
+                raise ValueError(
+                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; use 0 to {channels - 1}"
+                )
         block = 2**self.scales
         if self.evaluation.tile is not None and self.evaluation.tile % block:
             raise ValueError(
@@ -313,14 +318,16 @@ class Config(Section):
             )
         if self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels:
             raise ValueError(
-                f"channel_weights {self.channel_weights} must be one for each of the {self.N_out_channels} target channels"
+                f"channel_weights {self.channel_weights} must have {self.N_out_channels} values, one per target channel"
             )
         if len(set(self.network.space_to_depth)) < len(self.network.space_to_depth):
-            raise ValueError(f"network.space_to_depth {self.network.space_to_depth} names a layer twice")
+            raise ValueError(f"network.space_to_depth {self.network.space_to_depth} contains a layer twice; remove one")
         if (self.dataset.name is None) == (self.data_loader_config == "classification"):
-            raise ValueError("data_loader_config classification and dataset.name go together; give both or neither")
+            raise ValueError(
+                "data_loader_config classification and dataset.name must be set together; set both or neither"
+            )
         if self.ddp == "manual" and (self.static_graph or self.gradient_compression != "none"):
-            raise ValueError("static_graph and gradient_compression are torch's; they cannot be had with ddp manual")
+            raise ValueError("static_graph and gradient_compression need ddp torch; unset them or set ddp=torch")
         if self.static_graph and self.accumulation_steps > 1:
-            raise ValueError("static_graph needs accumulation_steps 1; turn one of them off")
+            raise ValueError("static_graph needs accumulation_steps 1; change one of them")
         return self
