@@ -1,4 +1,4 @@
-"""The command line: the original's flags, --set for every key, and what is refused."""
+"""Tests of utils.cli: the original's flags, --set for every key, and invalid command lines."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import train
 from utils import cli
 from utils.config import Config, ProfileConfig, flatten, load
+from utils.data import LOADERS
 from utils.errors import UserError
 
 CONFIGS = "test: {enable_amp: True, global_batch_size: 64, Nsamples: 1024}\nplain: {enable_amp: False}"
@@ -17,7 +18,7 @@ CONFIGS = "test: {enable_amp: True, global_batch_size: 64, Nsamples: 1024}\nplai
 
 @pytest.fixture
 def config_of(tmp_path: Path):
-    """config_of(*flags) -> the config that a command line selects."""
+    """config_of(*flags) -> the config that this command line selects."""
     path = tmp_path / "configs.yaml"
     path.write_text(CONFIGS)
 
@@ -29,12 +30,12 @@ def config_of(tmp_path: Path):
 
 
 def changes(config_of: Any, *flags: str) -> dict[str, Any]:
-    """The keys that flags change in config 'plain', and their new values."""
+    """The keys of config 'plain' that the flags change, with their new values."""
     before, after = flatten(config_of(name="plain")), flatten(config_of(*flags, name="plain"))
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def test_each_flag_sets_its_key_alone(config_of: Any) -> None:
+def test_each_flag_sets_only_its_key(config_of: Any) -> None:
     for switch in cli.SWITCHES:
         assert changes(config_of, f"--{switch}") == {switch: True}
     values: dict[str, tuple[str, Any]] = {
@@ -51,21 +52,21 @@ def test_each_flag_sets_its_key_alone(config_of: Any) -> None:
         assert changes(config_of, f"--{flag}", text) == changes(config_of, f"--{flag}={text}") == {key: value}
 
 
-def test_missing_switch_keeps_the_yamls_true(config_of: Any) -> None:
-    """The original overwrote the YAML with False where the flag was absent."""
+def test_absent_switch_keeps_the_value_of_the_yaml_file(config_of: Any) -> None:
+    """The original replaced the value by False if the flag was absent."""
     assert config_of().enable_amp
     assert config_of("--enable_amp", name="plain").enable_amp
     assert not config_of("--set", "enable_amp=false").enable_amp
 
 
-def test_profiler_leaves_the_other_keys_of_its_section_unchanged(config_of: Any, tmp_path: Path) -> None:
+def test_profiler_flag_keeps_the_other_keys_of_its_section(config_of: Any, tmp_path: Path) -> None:
     (tmp_path / "configs.yaml").write_text("test: {profile: {first_step: 3, profiler: torch}}")
     assert config_of("--profiler=nsys").profile == ProfileConfig(first_step=3, profiler="nsys")
     with pytest.raises(UserError, match=r"profile\.profiler: Input should be 'auto', 'nsys' or 'torch', not 'perf'"):
         config_of("--profiler=perf")
 
 
-def test_set_reads_values_as_yaml_and_overrides_earlier_ones_and_flags() -> None:
+def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values() -> None:
     for text, key, value in (
         ("lr_schedule.start_lr=2.E-4", "lr_schedule.start_lr", 2e-4),
         ("use_cache=None", "use_cache", None),
@@ -87,15 +88,15 @@ def test_set_reads_values_as_yaml_and_overrides_earlier_ones_and_flags() -> None
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
-        (["--preflight", "few"], "argument --preflight: 'few' is no number of ranks; see --help"),
+        (["--preflight", "few"], "argument --preflight: 'few' is not a positive integer; see --help"),
     ],
 )
-def test_command_line_that_cannot_be_read_is_a_user_error(flags: list[str], says: str) -> None:
+def test_invalid_command_line_raises_a_user_error(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         cli.parse(flags)
 
 
-def test_defaults_and_optional_values() -> None:
+def test_defaults_and_flags_with_optional_values() -> None:
     for flags, resume in (
         ([], "auto"),
         (["--resume"], "auto"),
@@ -111,7 +112,7 @@ def test_defaults_and_optional_values() -> None:
     assert (eight.preflight, eight.preflight_ranks, eight.config) == (True, 8, "short")
 
 
-def test_help_names_every_flag_and_is_printed_by_rank_0_alone(
+def test_help_lists_every_flag_and_every_loader_and_is_printed_only_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outputs = []
@@ -124,3 +125,4 @@ def test_help_names_every_flag_and_is_printed_by_rank_0_alone(
     assert outputs[0].out + outputs[0].err + outputs[1].err == ""
     flags = ("yaml_config", "config", "run_num", "resume", "init_from", "set", "preflight", *cli.SWITCHES, *cli.VALUES)
     assert [flag for flag in flags if f"--{flag}" not in outputs[1].out] == []
+    assert [name for name in LOADERS if name not in outputs[1].out] == []

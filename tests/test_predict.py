@@ -342,8 +342,8 @@ CLASSIFIER = {
         ),
         ({}, ("--tile=10",), "--tile 10 is not a multiple of 4, by which the network divides the grid"),
         ({}, ("--step=9",), "step 9 does not suit a tile of 8 cells; give one from 1 to 8, best is half"),
-        ({}, ("--tile=0",), "argument --tile: '0' is no whole number above zero; see --help"),
-        ({}, ("--tiles=8",), "unrecognized arguments: --tiles=8; see --help"),
+        ({}, ("--tile=0",), "argument --tile: '0' is not a positive integer; see --help"),
+        ({}, ("--tiles=8",), "unrecognized arguments: --tiles=8; did you mean --tile?"),
     ],
 )
 def test_a_config_or_flags_that_do_not_fit_are_one_line(

@@ -1,4 +1,7 @@
-"""The command line: the original's flags, --profiler, --set for every other key, --preflight."""
+"""The command line of train.py: the original's flags, --set for every other config key, --preflight and --resume.
+
+Also holds the parser and the options that the other entry scripts share.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from utils.errors import UserError, launched_rank
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; `overrides` maps dotted keys to values."""
+    """The parsed command line; `overrides` maps dotted config keys to values."""
 
     yaml_config: str
     config: str
@@ -28,29 +31,11 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Its complaints are UserErrors, so that several ranks print one line, and its help is printed once."""
+    """Raises a UserError for invalid arguments, which rank 0 prints; prints the help on rank 0 only."""
 
     def __init__(self, text: str | None) -> None:
-        """`text`, such as a module's own, is the help, printed as it is."""
+        """`text`, usually the docstring of the module, is printed unchanged as the help's description."""
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-    def print_help(self, file: Any = None) -> None:
-        if launched_rank() == 0:
-            super().print_help(file)
-
-
-def positive(text: str) -> int:
-    """A whole number above zero, for argparse."""
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above zero")
-    return int(text)
-
-
-class _TrainingParser(Parser):
-    """It names the flag that may have been meant."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
@@ -58,82 +43,96 @@ class _TrainingParser(Parser):
         hint = f"did you mean {match[0]}?" if match and message.startswith("unrecognized") else "see --help"
         raise UserError(f"{message}; {hint}")
 
+    def print_help(self, file: Any = None) -> None:
+        if launched_rank() == 0:
+            super().print_help(file)
 
-def _rank_count(text: str) -> int:
+
+def positive(text: str) -> int:
+    """Converts an argument to a positive integer, for argparse."""
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
+
+
+def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
+    """Adds --checkpoint, the trained network to load, to a parser or a group."""
+    text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
+    parser.add_argument("--checkpoint", required=required, help=text)
 
 
 SWITCHES = {
     "enable_amp": "mixed precision",
-    "enable_apex": "apex's fused Adam where it is installed, else torch's",
+    "enable_apex": "apex's fused Adam if installed, otherwise torch's",
     "enable_jit": "compile the network and the loss",
-    "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, and end",
-    "enable_manual_profiling": "profile a window of steps",
+    "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, then exit",
+    "enable_manual_profiling": "profile some steps",
     "disable_broadcast_buffers": "DDP: do not broadcast buffers",
     "noddp": "do not exchange gradients",
 }
 VALUES: dict[str, tuple[type, str]] = {
-    "data_loader_config": (str, "lowmem, inmem, dali-lowmem, resident, synthetic, auto or classification"),
-    "local_batch_size": (int, "samples a step a rank; the global batch is this times the ranks"),
-    "num_epochs": (int, "epochs to train"),
-    "num_data_workers": (int, "loader threads a rank"),
+    "data_loader_config": (str, "loader: {loaders}"),
+    "local_batch_size": (int, "samples per step and rank; sets the global batch size"),
+    "num_epochs": (int, "number of epochs"),
+    "num_data_workers": (int, "loader threads per rank"),
     "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
-    "profiler": (str, "what --enable_manual_profiling profiles with: auto, nsys or torch"),
+    "profiler": (str, "profiler of --enable_manual_profiling: auto, nsys or torch"),
 }
-KEYS = {"profiler": "profile.profiler"}  # of flags that set a key in a section
+KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _TrainingParser(
-        "Trains the network of a named config. A switch turns on what the YAML leaves off;\n"
-        "to turn off what the YAML switches on, use --set: --set enable_amp=false"
+    """The parser of train.py."""
+    from utils.data import LOADERS  # imports torch, which other users of this module may not need
+
+    parser = Parser(
+        "Trains the network of a named config. A switch turns an option on; to turn off an option\n"
+        "that the YAML file turns on, use --set, for example --set enable_amp=false."
     )
     parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
-    parser.add_argument("--config", help="name of the config (base, or the only one there is)")
-    parser.add_argument("--run_num", default="00", help="tag of the run, the last part of its directory (%(default)s)")
+    parser.add_argument("--config", help="name of the config (base, or the only config of the file)")
+    parser.add_argument("--run_num", default="00", help="last part of the run directory's path (%(default)s)")
     parser.add_argument(
         "--resume",
         nargs="?",
         const="auto",
         default="auto",
         metavar="auto|no|DIR",
-        help="go on from the run directory's newest checkpoint if there is one (auto), start anew and remove those "
-        "there are (no), or go on from another run's, e.g. on another number of ranks (%(default)s)",
+        help="auto: resume from the newest checkpoint of the run directory, if it has one; no: delete its checkpoints "
+        "and start from scratch; DIR: resume from another run, for example on another number of ranks (%(default)s)",
     )
-    parser.add_argument("--init_from", metavar="FILE", help="start a new training with a checkpoint's weights alone")
+    parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
     for name, (kind, text) in VALUES.items():
-        parser.add_argument(f"--{name}", type=kind, help=text)
+        parser.add_argument(f"--{name}", type=kind, help=text.format(loaders=", ".join(LOADERS)))
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="any key of the config, dotted for nested ones: --set lr_schedule.start_lr=1e-3; may be repeated",
+        help="set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
     )
     parser.add_argument(
         "--preflight",
         nargs="?",
         const=0,
-        type=_rank_count,
+        type=positive,
         metavar="RANKS",
-        help="check everything that can be known before training, for this many ranks, and end",
+        help="check the config, the data and the run directory for this number of ranks, then exit",
     )
     parser.add_argument(
         "--plot",
         nargs="?",
         const="learning_rate.png",
         metavar="FILE",
-        help="with --preflight: draw the learning rate over all steps (learning_rate.png)",
+        help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
     )
     return parser
 
 
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and values of --set's arguments."""
+    """Dotted keys and values from the arguments of --set."""
     changes: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -144,7 +143,7 @@ def read_changes(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Raises UserError for what it cannot read."""
+    """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
     overrides: dict[str, Any] = {}
     for name in (*VALUES, *SWITCHES):
@@ -153,9 +152,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
             overrides[KEYS.get(name, name)] = value
     overrides.update(read_changes(arguments.set))
     if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
-        raise UserError(f"--run_num {arguments.run_num!r} must be a plain name: it is the last part of a path")
+        raise UserError(f"--run_num {arguments.run_num!r} must be a plain name, because it is the last part of a path")
     if arguments.plot is not None and arguments.preflight is None:
-        raise UserError("--plot draws what a preflight finds; add --preflight, or leave it out")
+        raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     return Options(
         arguments.yaml_config,
         arguments.config or default_name(arguments.yaml_config),

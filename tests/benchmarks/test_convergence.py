@@ -139,7 +139,7 @@ def test_trainings_run_once_and_are_compared(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["digits", "--seeds=0"], "is no whole number above zero"),
+        (["digits", "--seeds=0"], "is not a positive integer"),
         (["digits", "--set=num_epoch=3"], "did you mean num_epochs"),
     ],
 )

@@ -138,7 +138,7 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
         (["--set=lr_schedule.shape=linear"], "lr_schedule.shape: Input should be 'cosine', 'step' or 'constant', not "),
         (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
         (["--set=optimizer.name=lamb2"], "unknown optimizer lamb2; known: adam, fused_adam, "),
-        (["--plot"], "--plot draws what a preflight finds; add --preflight"),
+        (["--plot"], "--plot needs --preflight; add --preflight"),
         (["--preflight", "--plot=missing/rate.png"], "--plot=missing/rate.png: cannot write it: "),
         (["--preflight", "--plot=."], "--plot=.: it is a directory; give a file to write"),
     ],
