@@ -1,4 +1,4 @@
-"""Progress is printed as lines where stderr is no terminal, at most one every few seconds, and not by silent ranks."""
+"""Tests of utils.progress where stderr is not a terminal: lines at limited intervals, none on silent ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from utils import progress
 from utils.progress import Progress, format_duration
 
 
-def test_durations_are_formatted_like_a_clock() -> None:
+def test_durations_are_formatted_as_hours_minutes_seconds() -> None:
     for seconds, text in ((0, "0:00"), (59.6, "1:00"), (3723, "1:02:03"), (-5, "0:00")):
         assert format_duration(seconds) == text
 
 
 def test_lines_are_rate_limited_and_show_the_time_left(monkeypatch, capsys) -> None:
-    clock = iter(range(0, 1000, 4))  # each reading is four seconds after the one before
+    clock = iter(range(0, 1000, 4))  # each call returns four seconds more
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with Progress("reading", total=10, unit="slabs") as shown:
         for _ in range(10):

@@ -1,34 +1,35 @@
-"""Errors that are the user's to mend: one clear line, exit code 2."""
+"""Errors that the user can fix, reported in one line with exit code 2; the other exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import time
 from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
-EXIT_AGAIN = 75  # BSD's EX_TEMPFAIL: the state is saved, and the same command goes on from there
-EXIT_HANG = 76  # a rank made no progress
-EXIT_INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+EXIT_AGAIN = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
+EXIT_HANG = 76  # the watchdog found a rank without progress
+EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
 
 
 class UserError(ValueError):
-    """Bad input; the message says what is wrong and what to do about it, in one line."""
+    """Invalid input. The message says in one line what is wrong and how to fix it."""
 
 
 class LocalError(UserError):
-    """A UserError that the other ranks may not have met: whichever rank meets it prints it."""
+    """A UserError that may occur on some ranks only; each rank that raises it prints it."""
 
 
 class Stopped(Exception):
-    """A signal asked the training to stop, all ranks have agreed, and what there is to save is saved."""
+    """A signal requested a stop, all ranks have agreed to it, and the state is saved."""
 
 
 def launched_rank() -> int:
-    """This process's rank as the launcher tells it, before any process group exists."""
+    """The rank of this process according to the launcher's environment variables; needs no process group."""
     in_slurm_step = "SLURM_STEP_ID" in os.environ
     for name in ("RANK", "SLURM_PROCID") if in_slurm_step else ("RANK",):
         value = os.environ.get(name, "")
@@ -39,10 +40,10 @@ def launched_rank() -> int:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a UserError into one line on stderr, from rank 0 for all, and exit code 2; Stopped into exit code 75.
+    """Converts a UserError to one line on stderr and exit code 2, and Stopped to exit code 75.
 
-    A UserError comes to every rank: each reads the same command line, and what depends on the machine is agreed upon
-    before it is raised (`World.agreed`).
+    All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
+    machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError.
     """
     try:
         yield
@@ -52,7 +53,7 @@ def one_line_errors() -> Iterator[None]:
             sys.stderr.write(f"error: {line}\n")
             sys.stderr.flush()
         else:
-            # A launcher that sees one rank end stops the others: rank 0 must have had the time to print.
+            # A launcher stops all ranks when the first one exits: give rank 0 the time to print.
             time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None
     except Stopped:
@@ -65,10 +66,26 @@ def one_line_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def value_errors_for_users() -> Iterator[None]:
-    """For parts that know no UserError (the networks): their ValueErrors are the user's to mend all the same."""
+    """Converts ValueErrors of code that does not know UserError, such as networks, to UserErrors."""
     try:
         yield
     except UserError:
         raise
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def os_reason(error: OSError) -> str:
+    """The reason of an OSError in one line; HDF5's own text is a paragraph."""
+    return os.strerror(error.errno) if error.errno else " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserError] = UserError) -> Iterator[None]:
+    """Turns an OSError into a UserError in one line: `action` ("cannot read x.h5"), the reason, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"free some space and run the command again, or {remedy}"
+        raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error

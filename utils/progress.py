@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar on a terminal, a line every few seconds elsewhere.
+"""Progress of long operations: a live bar on a terminal, otherwise a line every few seconds.
 
 with Progress("reading train.h5", total=128, unit="slabs") as progress:
     for slab in slabs:
@@ -17,19 +17,19 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def format_duration(seconds: float) -> str:
-    """1:02:03 for hours, 2:03 for minutes: the way clocks are read."""
+    """The duration as h:mm:ss, or m:ss below one hour."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Progress:
-    """Counts to `total`; batch logs get whole lines, since redrawn bars spoil them."""
+    """Counts to `total` and shows the progress on stderr. Batch logs get lines instead of a bar that is redrawn."""
 
     def __init__(
         self, description: str, total: int, unit: str = "steps", silent: bool = False, live_only: bool = False
     ) -> None:
-        """`live_only`: show the bar on a terminal, and leave other outputs to the caller's own lines."""
+        """`live_only`: show a bar on a terminal, but print no lines elsewhere, because the caller logs its own."""
         self.description, self.total, self.unit = description, total, unit
         self.done = self._lines = 0
         self._silent, self._live_only = silent, live_only
@@ -43,7 +43,7 @@ class Progress:
         return self
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Counts `count` more; `note` (a loss, a stage) is shown beside the number."""
+        """Adds `count`; `note`, such as a loss, is shown next to the count."""
         self.done += count
         if self._silent:
             return
@@ -69,7 +69,7 @@ class Progress:
 
 
 def _rich_bar(description: str, total: int) -> Any:
-    """A started rich progress bar on stderr, or None where rich is not installed."""
+    """A started rich progress bar on stderr, or None if rich is not installed."""
     try:
         from rich import progress
         from rich.console import Console
