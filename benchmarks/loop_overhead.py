@@ -1,4 +1,4 @@
-"""What the training loop costs beside a bare forward, backward and update on the same batch.
+"""Overhead of the training loop: its time per step against a bare forward, backward and update on the same batch.
 
 python -m benchmarks.loop_overhead
 """
@@ -7,31 +7,32 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Generator
 
 import torch
+from torch import nn
 
-from benchmarks.common import Parser, interleaved, save, settings, summary, this_machine
+from benchmarks.common import Parser, interleaved, save, seconds_of, settings, summary, this_machine
 from networks import build_loss, build_network, initialise
 from utils.cli import positive
-from utils.config import OptimizerConfig
+from utils.config import CheckpointConfig, OptimizerConfig
 from utils.data import Loaders
 from utils.data.loaders.prefetcher import Batch
+from utils.distributed.world import World
+from utils.distributed.signals import NullSignals
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import ConstantSchedule
-from utils.profiling.profiler import NullProfiler
-from utils.runs.logger import NullLogger
 from utils.steps.eager import EagerStep
-from utils.training.checkpoint import NullCheckpointer, TrainState
-from utils.training.trainer import Trainer
+from utils.training.callbacks import Callbacks
+from utils.training.state import TrainState
+from utils.training.trainer import Trainer, TrainerOptions
 
-RATE = 1e-4
+LEARNING_RATE = 1e-4
 
 
 class OneBatch:
-    """A loader that costs nothing."""
+    """A loader that returns the same batch at no cost."""
 
     def __init__(self, batch: Batch, count: int) -> None:
         self._batch, self._count = batch, count
@@ -47,91 +48,92 @@ class OneBatch:
         pass
 
 
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--width", type=positive, default=16)
-    parser.add_argument("--scales", type=positive, default=4)
-    parser.add_argument("--crop", type=positive, default=32)
-    parser.add_argument("--batch", type=positive, default=4)
-    parser.add_argument("--steps", type=positive, default=20)
-    parser.add_argument("--trials", type=positive, default=60, help="pairs; many short ones outlast a restless machine")
-    parser.add_argument("--threads", type=positive, default=1, help="torch threads; several measure the scheduler, too")
-    with one_line_errors(), value_errors_for_users():
-        measure(parser.parse_args())
+def random_batch(options: argparse.Namespace, device: torch.device) -> Batch:
+    """A batch of random values on the device, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(options.batch, channels, *(options.crop,) * 3) for channels in (4, 5)]
+    return Batch(*(torch.rand(shape, generator=generator).to(device) for shape in shapes))
+
+
+def unet(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A U-Net of the options' size with its optimizer, the same at each call."""
+    network = build_network("unet", options.crop, width=options.width, scales=options.scales)
+    initialise(network, torch.Generator().manual_seed(0))
+    network.to(device)
+    return network, build_optimizer(OptimizerConfig(), network.named_parameters(), LEARNING_RATE)
+
+
+def unet_step(options: argparse.Namespace, world: World) -> EagerStep:
+    """A training step of `unet`."""
+    network, optimizer = unet(options, world.device)
+    return EagerStep(network, build_loss("l1"), optimizer, world)
+
+
+def build_trainer(options: argparse.Namespace, world: World, batch: Batch) -> Trainer:
+    """A trainer whose epoch is --steps steps on one batch, and which writes nothing."""
+    return Trainer(
+        step=unet_step(options, world),
+        loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
+        schedule=ConstantSchedule(LEARNING_RATE, warmup_steps=0),
+        world=world,
+        options=TrainerOptions(
+            num_epochs=1,
+            global_batch_size=options.batch,
+            log_interval=50,
+            checkpoint=CheckpointConfig(every_minutes=None),
+        ),
+        signals=NullSignals(),
+        callbacks=Callbacks(),
+        state=TrainState(),
+    )
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Pairs of the bare loop and the trainer's, and what lies between them."""
+    """Measures pairs of the bare loop and the trainer's loop, and the overhead of each pair."""
     torch.set_num_threads(options.threads)
     world = this_machine()
-    shape = (options.batch, 4, *(options.crop,) * 3)
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.rand(shape, generator=generator).to(world.device)
-    targets = torch.rand((options.batch, 5, *shape[2:]), generator=generator).to(world.device)
-
-    def network() -> torch.nn.Module:
-        built = build_network("unet", options.crop, width=options.width, scales=options.scales)
-        initialise(built, torch.Generator().manual_seed(0))
-        return built.to(world.device)
-
-    def wait() -> None:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    bare = network()
-    bare_optimizer = build_optimizer(OptimizerConfig(), bare.named_parameters(), RATE)
+    batch = random_batch(options, world.device)
+    network, optimizer = unet(options, world.device)
     loss = build_loss("l1")
 
-    def bare_loop() -> float:
-        wait()
-        started = time.perf_counter()
-        for _ in range(options.steps):
-            bare_optimizer.zero_grad(set_to_none=True)
-            loss(bare(inputs), targets).backward()
-            bare_optimizer.step()
-        wait()
-        return (time.perf_counter() - started) / options.steps
+    def bare_step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss(network(batch.inputs), batch.targets).backward()
+        optimizer.step()
 
-    trained = network()
-    step = EagerStep(
-        trained, build_loss("l1"), build_optimizer(OptimizerConfig(), trained.named_parameters(), RATE), world
-    )
-    batch = Batch(inputs, targets)
-    trainer = Trainer(
-        step=step,
-        loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
-        schedule=ConstantSchedule(RATE, warmup_steps=0),
-        world=world,
-        logs=NullLogger(),
-        saving=NullCheckpointer(),
-        profiler=NullProfiler(),
-        num_epochs=1,
-        global_batch_size=options.batch,
-        log_interval=50,
-    )
+    trainer = build_trainer(options, world, batch)
 
-    def trainer_loop() -> float:
-        trainer.at = TrainState()
-        wait()
-        started = time.perf_counter()
+    def trainer_epoch() -> None:
+        trainer.state = TrainState()
         trainer._train_epoch()
-        wait()
-        return (time.perf_counter() - started) / options.steps
 
-    values = interleaved({"bare": bare_loop, "trainer": trainer_loop}, options.trials)
-    # Pairs of neighbouring trials: what slows the machine slows both.
+    loops = {
+        "bare": lambda: seconds_of(bare_step, world.device, options.steps) / options.steps,
+        "trainer": lambda: seconds_of(trainer_epoch, world.device) / options.steps,
+    }
+    values = interleaved(loops, options.trials)
+    # Pairs of neighbouring trials: whatever slows the machine slows both.
     overheads = [own / plain - 1 for plain, own in zip(values["bare"], values["trainer"], strict=True)]
-    halves = statistics.quantiles(overheads, n=4)
+    first, _, third = statistics.quantiles(overheads, n=4)
     result = {
         "settings": settings(options),
-        "seconds a step": {name: summary(trials) for name, trials in values.items()},
-        "overhead": {**summary(overheads), "quartiles": [halves[0], halves[2]]},
+        "seconds per step": {name: summary(trials) for name, trials in values.items()},
+        "overhead": {**summary(overheads), "quartiles": [first, third]},
     }
     print(
         f"overhead of the loop: median {100 * statistics.median(overheads):.2f} % of n = {options.trials} pairs, "
-        f"quartiles {100 * halves[0]:.2f} and {100 * halves[2]:.2f} %"
+        f"quartiles {100 * first:.2f} and {100 * third:.2f} %"
     )
     print(f"written: {save('loop_overhead', result, options.output)}")
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_integers(width=16, scales=4, crop=32, batch=4, steps=20)
+    parser.add_argument("--trials", type=positive, default=60, help="pairs; many short ones average out drift")
+    parser.add_argument("--threads", type=positive, default=1, help="torch threads; several also measure the scheduler")
+    with one_line_errors(), value_errors_for_users():
+        measure(parser.parse_args())
 
 
 if __name__ == "__main__":

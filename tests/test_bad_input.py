@@ -28,7 +28,7 @@ from utils import cli, errors
 from utils.config import Config, load
 from utils.data import sample_plan
 from utils.optim.schedules import build_schedule
-from utils.training.checkpoint import Checkpointer, TrainState, newest, read_weights
+from utils.training.checkpoint import AsyncCheckpointer, TrainState, newest, read_weights
 from utils.training.trainer import Trainer
 
 LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
@@ -187,7 +187,7 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
     directory = tmp_path / "test" / "1GPU" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    Checkpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), is_best=False, last_chance=True)
+    AsyncCheckpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), is_best=False, wait=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 
@@ -236,7 +236,7 @@ def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
     directory = tmp_path / "runs/test/1GPU/00"
     saved = newest(directory / "checkpoints")
     assert saved is not None
-    assert (saved.position.step, saved.position.skipped) == (16, len(warnings))
+    assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
     assert "Result:" in (directory / "out.log").read_text()
     assert not list(directory.rglob("*.png"))
@@ -247,7 +247,7 @@ def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
     check_error(output, says, "check the data with --preflight")
     saved = newest(tmp_path / "stopped/test/1GPU/00/checkpoints")
     assert saved is not None
-    assert saved.position.step == step - 1
+    assert saved.state.step == step - 1
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------

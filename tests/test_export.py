@@ -29,7 +29,6 @@ from utils.config import Config
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 from utils.training import checkpoint
-from utils.training.resume import comparable
 
 SMALL = {"network": {"width": 4, "scales": 2}, "data_size": 8, "box_size": [16, 16]}
 # [N, X, Y, Z]; the example that a file is made with is [2, 8, 8, 8].
@@ -57,7 +56,7 @@ def network_of(config: Config) -> nn.Module:
 def save(folder: Path, config: Config, network: nn.Module | None = None, **record: float) -> Path:
     """A checkpoint as training writes it."""
     network = network or network_of(config)
-    weights = {"network": network.state_dict(), "config": comparable(config), **record}
+    weights = {"network": network.state_dict(), "config": checkpoint.stored_config(config.model_dump()), **record}
     checkpoint.write(folder, weights, {})
     return folder
 

@@ -298,7 +298,7 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
                 train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=kind)
         saved = checkpoint.newest(tmp_path / name / "test/1GPU/00" / FOLDER)
         assert saved is not None
-        assert saved.position.step == 24
+        assert saved.state.step == 24
         ends[name] = saved
     for name, value in ends["whole"].weights["network"].items():
         other = ends["parts"].weights["network"][name]

@@ -81,7 +81,7 @@ def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
     saved = checkpoint.load(checkpoint.place(folder, int(step)))
-    assert saved.position.step == int(step) == checkpoint.saved_steps(folder)[0]
+    assert saved.state.step == int(step) == checkpoint.saved_steps(folder)[0]
     assert not list(folder.glob(".*")), "nothing half-written is left"
     assert "Traceback" not in text
     return saved
@@ -190,14 +190,14 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
     stopped.signal(signal.SIGUSR2)
     assert stopped.end().returncode == 75, stopped.text
     saved = saved_at_the_stop(stopped.text, checkpoints(tmp_path))
-    assert 0 < saved.position.step < 8 * EPOCHS
-    assert f"step_{saved.position.step:08d} written in" in stopped.text
+    assert 0 < saved.state.step < 8 * EPOCHS
+    assert f"step_{saved.state.step:08d} written in" in stopped.text
     resumed, undisturbed = train(*settings), train(*settings, "--run_num=undisturbed")
     assert resumed.end().returncode == 0, resumed.text
     assert undisturbed.end().returncode == 0, undisturbed.text
-    assert re.search(rf"Going on from .*, after step {saved.position.step}$", resumed.text, re.MULTILINE)
+    assert re.search(rf"Resuming from .*, after step {saved.state.step}$", resumed.text, re.MULTILINE)
     ends = [checkpoint.newest(checkpoints(tmp_path, 1, name)) for name in ("00", "undisturbed")]
-    assert [end.position.step for end in ends if end] == [8 * EPOCHS] * 2
+    assert [end.state.step for end in ends if end] == [8 * EPOCHS] * 2
     one, other = (end.weights["network"] for end in ends if end)
     assert all(torch.equal(one[name], other[name]) for name in other)
 
@@ -280,7 +280,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: list[Prog
     two_ranks[1].signal(signal.SIGTERM)
     assert [rank.end().returncode for rank in two_ranks] == [75, 75]
     saved = saved_at_the_stop(two_ranks[0].text, checkpoints(tmp_path, 2))
-    assert f"Stopping after step {saved.position.step}: a signal to another rank\n" in two_ranks[0].text
+    assert f"Stopping after step {saved.state.step}: a signal to another rank\n" in two_ranks[0].text
     assert len(saved.training["random"]) == 2
     assert "Stopping" not in two_ranks[1].text
 
@@ -365,7 +365,7 @@ def test_ranks_save_and_stop_when_torchrun_is_asked_to_end_or_is_gone(
     assert program.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
     wait_until(lambda: all(has_ended(pid) for pid in ranks))
     (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", program.text)
-    assert checkpoint.load(checkpoint.place(checkpoints(tmp_path, 2), int(step))).position.step == int(step)
+    assert checkpoint.load(checkpoint.place(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
 
 
 @pytest.mark.slow
@@ -374,6 +374,6 @@ def test_torchrun_starts_ranks_again_and_they_resume(torchrun: Callable[..., Tor
     program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")
     os.kill(program.ranks("epoch 3/")[-1], signal.SIGKILL)
     assert program.process.wait(GENEROUS) == 0, program.text
-    assert re.search(r"Going on from .*, after step \d+$", program.text, re.MULTILINE)
+    assert re.search(r"Resuming from .*, after step \d+$", program.text, re.MULTILINE)
     assert program.text.count("DONE ---- rank 0") == 1
     assert checkpoint.saved_steps(checkpoints(tmp_path, 2))[0] == EPOCHS * 8

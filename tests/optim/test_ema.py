@@ -120,8 +120,8 @@ def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: 
     second.load_state(state)
     for number in range(3, 6):
         assert torch.equal(first(*batch(number), RATE), second(*batch(number), RATE))
-    assert differing(second._bare.network.state_dict(), first._bare.network.state_dict()) == []
-    expected = first if decay else first._bare
+    assert differing(second._trained.network.state_dict(), first._trained.network.state_dict()) == []
+    expected = first if decay else first._trained
     assert differing(second.network.state_dict(), expected.network.state_dict()) == []
 
 
@@ -136,7 +136,7 @@ def test_an_average_starts_at_the_weights_that_are_loaded() -> None:
         step.load_weights(source.network.state_dict())
     for step in (resumed, fresh, trained):
         assert differing(step.network.state_dict(), source.network.state_dict()) == []
-        assert differing(step._bare.network.state_dict(), source.network.state_dict()) == []
+        assert differing(step._trained.network.state_dict(), source.network.state_dict()) == []
         assert int(step.state()["average"]["updates"]) == 0
     assert not fresh._optimizer.state
 
@@ -182,20 +182,20 @@ def test_a_checkpoint_holds_the_mean_and_averaging_may_be_switched_on_or_off(
     """A resumed training ends with the trained weights of one that never stopped; a new one starts from the mean."""
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
     step = run([*flags, f"--set=ema_decay={before}", "--set=checkpoint.keep_last=9"])
-    whole = values(step._bare.network)
+    whole = values(step._trained.network)
     source = tmp_path / "test" / "1GPU" / "00"
     saved = checkpoint.load(place(source / FOLDER, 16))
     assert differing(saved.weights["network"], step.network.state_dict()) == []
     assert torch.equal(values(step.network), whole) == (before == "null")
     if before != "null":
-        trained = {name: parameter.detach() for name, parameter in step._bare.network.named_parameters()}
+        trained = {name: parameter.detach() for name, parameter in step._trained.network.named_parameters()}
         assert differing(saved.training["average"]["trained"], trained) == []
         assert int(saved.training["average"]["updates"]) == 16
         for number, more in enumerate([[], ["--set=ema_decay=0.9"]]):
             run([*flags, f"--run_num=own{number}", f"--init_from={source}", "--num_epochs=1", *more])
             untrained, *_ = (source.parent / f"own{number}" / "metrics.jsonl").read_text().splitlines()
-            assert json.loads(untrained)["Loss/valid"] == saved.position.final_loss
+            assert json.loads(untrained)["Loss/valid"] == saved.state.final_loss
     shutil.rmtree(place(source / FOLDER, 16))
     step = run([*flags, f"--set=ema_decay={after}"])
-    assert torch.equal(values(step._bare.network), whole)
+    assert torch.equal(values(step._trained.network), whole)
     assert torch.equal(values(step.network), whole) == (after == "null")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.data.files.file_guard import FileGuard
+from utils.data.files.size_check import SizeCheck
 from utils.data.files.hdf5 import Volume
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -24,27 +24,15 @@ from utils.evaluation.statistics import VolumeStatistics
 from utils.files import recover
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.profiling.memory import out_of_memory_for_users
+from utils.runs import tags
 from utils.runs.logger import NullLogger, read_records
-from utils.training.checkpoint import TrainState
 
 FOLDER = "evaluation"
 MEMORY_REMEDY = "take more ranks, a smaller evaluation.tile, or go on with --set evaluation.every_epochs=0"
 
 
-class NullEvaluation:
-    """Judges nothing: what a training has that does not ask for it."""
-
-    def after_epoch(self, at: TrainState, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
-        """What to record of this moment; every rank calls it, and `between` as often as work allows."""
-        return {}
-
-
-class VolumeEvaluation(NullEvaluation):
-    """Paints a box every `every_epochs` epochs, within a budget, and keeps what it finds in `folder`.
-
-    All evaluations together take at most `budget` of the training's time, as far as the last one's time tells; one that
-    would take more is put off. The first one and that of the last epoch are always made.
-    """
+class VolumeEvaluation:
+    """Evaluates the whole validation volume every `every_epochs` epochs and after the last; keeps results in `folder`."""
 
     def __init__(
         self,
@@ -53,7 +41,6 @@ class VolumeEvaluation(NullEvaluation):
         start: Callable[[], VolumeStatistics],
         *,
         every_epochs: int,
-        budget: float,
         num_epochs: int,
         folder: Path,
         world: World,
@@ -62,33 +49,28 @@ class VolumeEvaluation(NullEvaluation):
     ) -> None:
         """`target(start, stop)` are planes [C, n, Y, Z] of the truth; `start` gives a new, empty evaluation."""
         self._painter, self._target, self._start = painter, target, start
-        self._every_epochs, self._budget, self._num_epochs = every_epochs, budget, num_epochs
+        self._every_epochs, self._num_epochs = every_epochs, num_epochs
         self._folder, self._world, self._logs, self._about = folder, world, logs, about
 
-    def after_epoch(self, at: TrainState, train_seconds: float, between: Callable[[], Any]) -> dict[str, float]:
-        epoch = at.epoch + 1  # the one that ends now
+    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+        """Scalars of the evaluation after an epoch, none if it is not due; every rank calls it."""
         if epoch % self._every_epochs and epoch < self._num_epochs:
             return {}
-        allowed = self._budget * max(train_seconds - at.evaluation_seconds, 0.0)
-        wanted = at.evaluation_seconds + at.last_evaluation_seconds
-        put_off = at.last_evaluation_seconds > 0 and wanted > allowed and epoch < self._num_epochs
-        if self._world.gather_objects(put_off)[0]:  # clocks differ: the first rank's decides
-            self._logs.info(
-                f"  Evaluation put off: with it they would take {wanted:.1f} sec, more than evaluation.budget "
-                f"{self._budget:g} allows, {allowed:.1f}"
-            )
-            return {}
         started = time.perf_counter()
-        about = {**self._about, "epoch": epoch, "step": at.step, "tiles": self._painter.tiling.about()}
+        about = {**self._about, "epoch": epoch, "step": step, "tiles": self._painter.grid.about()}
         with out_of_memory_for_users(MEMORY_REMEDY):
             found = judge(
-                self._painter.slabs(), self._target, self._start(), about, self._world, lambda slab, truth: between()
+                self._painter.slabs(),
+                self._target,
+                self._start(),
+                about,
+                self._world,
+                lambda slab, truth: stop_if_requested(),
             )
         if self._world.is_root:
-            self._show(found, at.step)
-        at.last_evaluation_seconds = time.perf_counter() - started
-        at.evaluation_seconds += at.last_evaluation_seconds
-        self._logs.info(f"  Evaluation, {self._painter.tiling.count} tiles: {at.last_evaluation_seconds:.3f} sec")
+            self._show(found, step)
+        seconds = time.perf_counter() - started
+        self._logs.info(f"  Evaluation, {self._painter.grid.count} tiles: {seconds:.3f} sec")
         for line in in_words(found):
             self._logs.info(f"  {line}")
         return found.scalars()
@@ -105,7 +87,7 @@ class VolumeEvaluation(NullEvaluation):
         if importlib.util.find_spec("matplotlib") is None:
             return
         for name, figure in figures.of(found):
-            self._logs.figure(f"Evaluation/{name}", figure, step)
+            self._logs.figure(tags.evaluation(name), figure, step)
 
 
 def judge(
@@ -188,7 +170,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 def volume_planes(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
     """Readers of a volume's inputs and targets, in planes along x; LocalError where a file has become shorter."""
-    guard = FileGuard(volume.files)
+    guard = SizeCheck(volume.files)
 
     def reader(field: Any) -> ReadPlanes:
         def planes(start: int, stop: int) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Checkpoints: all that a training needs to go on as if it had never stopped, written beside it, read only if whole.
+"""Checkpoints: everything that a training needs to resume exactly; written in the background, verified when read.
 
-<run>/checkpoints/step_00000400/ holds weights.pt (network and config: what a prediction needs), training.pt
-(optimizer, scaler, random numbers, position) and SHA256SUMS, which `sha256sum -c` reads, too. A directory takes its
-name when all of it is on the disk. `best` is a link to the one with the lowest validation loss.
+<run>/checkpoints/step_00000400/ holds weights.pt (network and config, for predictions), training.pt (optimizer, scaler,
+random number generators, training state) and SHA256SUMS, which `sha256sum -c` can read. A directory gets its name once
+it is complete. The link `best` points to the checkpoint with the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -16,74 +16,62 @@ import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_directory
+from utils.training.host_copy import HostCopy
+from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 WEIGHTS, TRAINING, DIGESTS = "weights.pt", "training.pt", "SHA256SUMS"
-TRAINING_KEYS = ("optimizer", "scaler", "random", "position")
+TRAINING_KEYS = ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
 ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
 
 
-@dataclass
-class TrainState:
-    """How far a training has come: plain numbers, the same on every rank."""
-
-    epoch: int = 0  # epochs done
-    batch: int = 0  # steps of the next one done
-    step: int = 0  # steps in all
-    losses: list[float] = field(default_factory=list)  # of this epoch's steps, as far as they have been logged
-    # Of the steps since the last log line: loss and gradient norm, as far as they have been read.
-    interval: list[tuple[float, float]] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)  # what the gradient noise scale has summed up
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last validation
-    skipped: int = 0  # steps without an update, in all
-    skipped_in_a_row: int = 0
-    initial_loss: float = float("nan")  # of the validation crops, as are the next two
-    final_loss: float = float("nan")
-    best_loss: float = float("inf")
-    best_step: int = 0
-    samples_per_second: float = 0.0  # of the last epoch
-    epoch_seconds: float = 0.0  # of training in this epoch, and of all of it, in all its processes
-    seconds: float = 0.0
-    evaluation_seconds: float = 0.0  # of all evaluations of the whole box, and of the last one
-    last_evaluation_seconds: float = 0.0
-
-
 class DamagedCheckpoint(Exception):
-    """A checkpoint that is not what was written; the message says why."""
+    """A checkpoint that differs from what was written; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint."""
+
+    path: Path
+    weights: dict[str, Any]
+    training: dict[str, Any]
+    state: TrainState
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-    """Both files and their digests, whole or not at all; raises OSError where the disk does not take them."""
+    """Writes both files and their digests atomically; raises OSError if the disk fails."""
     with atomic_directory(target) as partial:
         digests = ""
         for name, content in ((WEIGHTS, weights), (TRAINING, training)):
             with open(partial / name, "wb") as file:
-                hashing = _Hashing(file)
+                hashing = _HashingFile(file)
                 try:
                     torch.save({"format": FORMAT, **content}, hashing)  # type: ignore[arg-type] # it only writes
                 except RuntimeError:
-                    # PyTorch's writer covers the OSError of a full disk with an error of its own.
+                    # PyTorch's writer replaces the OSError of a full disk with an error of its own.
                     raise hashing.error or OSError("PyTorch could not write it") from None
             digests += f"{hashing.digest()}  {name}\n"
         (partial / DIGESTS).write_text(digests, encoding="ascii")
 
 
-class _Hashing:
-    """A file to write to that knows the SHA-256 of what has been written."""
+class _HashingFile:
+    """A file opened for writing that computes the SHA-256 of its content."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash = file, hashlib.sha256()
@@ -106,7 +94,7 @@ class _Hashing:
 
 
 def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
-    """Raises DamagedCheckpoint unless those files, and if they are all of them the list of digests, are as written."""
+    """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
     try:
         listed = (directory / DIGESTS).read_bytes()
         found = [f"{digest(directory / name)}  {name}\n" for name in names]
@@ -117,22 +105,22 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     if bad is None and len(names) > 1 and listed != "".join(found).encode():
         bad = DIGESTS
     if bad is not None:
-        raise DamagedCheckpoint(f"{bad} is not what was written")
+        raise DamagedCheckpoint(f"{bad} is damaged: its digest does not match")
 
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
+    found = hashlib.sha256()
     with open(path, "rb") as file:
-        found = hashlib.sha256()
         while block := file.read(2**22):
             found.update(block)
     return found.hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One file's content, without running code in it; raises DamagedCheckpoint for what is no such file."""
-    if path.is_file() and not zipfile.is_zipfile(path):  # torch's own words for these are about its insides
-        raise DamagedCheckpoint(f"{path.name} is cut off, or no checkpoint of PyTorch's")
+    """Content of one file, read without running code in it; raises DamagedCheckpoint if it cannot be read."""
+    if path.is_file() and not zipfile.is_zipfile(path):  # torch's own message describes its internals
+        raise DamagedCheckpoint(f"{path.name} is truncated, or not a PyTorch checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -141,13 +129,13 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path.name}: {(str(error) or repr(error)).splitlines()[0]}") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
-        raise DamagedCheckpoint(f"{path.name} is of format {found}, this program reads format {FORMAT}")
+        raise DamagedCheckpoint(f"{path.name} has format {found}, this program reads format {FORMAT}")
     return content
 
 
 def weights_file(path: Path) -> Path:
-    """The weights file that `path` means: itself, the one in a checkpoint's directory, or a run's best one."""
-    best = path / FOLDER / BEST  # of a run's directory
+    """The weights file for a path: the file itself, the one in a checkpoint's directory, or a run's best one."""
+    best = path / FOLDER / BEST  # if the path is a run's directory
     path = best if best.is_dir() else path
     file = path / WEIGHTS if path.is_dir() else path
     if not file.exists():
@@ -156,12 +144,12 @@ def weights_file(path: Path) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """The content of the weights file that `path` means, for --init_from and predictions."""
+    """Content of `weights_file(path)`; raises UserError if it is damaged."""
     file = weights_file(path)
     try:
         content = read(file)
         if "network" not in content:
-            raise DamagedCheckpoint(f"{file.name} holds no network; {WEIGHTS} beside it does")
+            raise DamagedCheckpoint(f"{file.name} holds no network; use {WEIGHTS} in the same directory")
         if (file.parent / DIGESTS).exists():
             verify(file.parent, (file.name,))
     except DamagedCheckpoint as damage:
@@ -170,31 +158,22 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, whole or damaged, newest first."""
+    """Steps of the checkpoints in a folder, intact or damaged, newest first."""
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name)), reverse=True)
 
 
 def place(folder: Path, step: int) -> Path:
+    """Directory of the checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that has been found whole."""
+def load(path: Path, verify_digests: bool = True) -> Checkpoint:
+    """Loads a checkpoint to the CPU; raises DamagedCheckpoint if it is not intact.
 
-    path: Path
-    weights: dict[str, Any]
-    training: dict[str, Any]
-    position: TrainState
-
-
-def load(path: Path, digests: bool = True) -> Checkpoint:
-    """A checkpoint's content, on the CPU; raises DamagedCheckpoint unless it is what was written.
-
-    Without `digests` that is only looked at as far as it shows: another rank has made sure.
+    Other ranks than the first skip the digests, which the first one has verified.
     """
-    if digests:
+    if verify_digests:
         verify(path)
     weights, training = read(path / WEIGHTS), read(path / TRAINING)
     for name, content, keys in ((WEIGHTS, weights, ("network", "config")), (TRAINING, training, TRAINING_KEYS)):
@@ -202,14 +181,17 @@ def load(path: Path, digests: bool = True) -> Checkpoint:
         if missing:
             raise DamagedCheckpoint(f"{name} has no {missing[0]}")
     try:
-        position = TrainState(**training["position"])
+        state = TrainState(**training["state"])
     except TypeError as error:
         raise DamagedCheckpoint(f"{TRAINING}: {error}") from None
-    return Checkpoint(path, weights, training, position)
+    return Checkpoint(path, weights, training, state)
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; those skipped are named; UserError where there are only others."""
+    """The newest intact checkpoint, None if there are none; logs damaged ones.
+
+    Raises UserError if all checkpoints are damaged.
+    """
     skipped = []
     for step in saved_steps(folder):
         path = place(folder, step)
@@ -220,8 +202,8 @@ def newest(folder: Path) -> Checkpoint | None:
             log.warning("Checkpoint %s is skipped: %s", path, damage)
     if skipped:
         raise UserError(
-            f"no usable checkpoint in {folder}: {', '.join(skipped)}; start anew with --resume=no, which removes them, "
-            f"or with another --run_num"
+            f"no usable checkpoint in {folder}: {', '.join(skipped)}; start from scratch with --resume=no, which "
+            f"removes them, or with another --run_num"
         )
     return None
 
@@ -229,88 +211,134 @@ def newest(folder: Path) -> Checkpoint | None:
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
+class Checkpointer(Protocol):
+    """Saves checkpoints of a training."""
+
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+        """Copies `tensors`, which has the network's under "network", and writes them in the background.
+
+        With `wait` it returns when they are written.
+        """
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written."""
+
+    def check(self) -> None:
+        """Raises UserError unless the newest state of all that were to be saved is on the disk."""
+
+
 class NullCheckpointer:
     """Saves nothing: for ranks other than 0, and for measurements."""
 
-    fault: str | None = None  # why the newest state of all that were to be saved is not on the disk
-
-    def save(self, state: Mapping[str, Any], position: TrainState, *, is_best: bool, last_chance: bool) -> None:
-        """Takes a copy of the state's tensors, and has it written."""
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+        pass
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        pass
+
+    def check(self) -> None:
+        pass
 
 
-class Checkpointer(NullCheckpointer):
-    """Writes checkpoints in a thread of its own, from a copy in host memory; keeps the last ones and the best.
+def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as checkpoints store it: without the local batch size, which depends on the number of ranks."""
+    return {**config, "local_batch_size": None}
 
-    A disk that is full, read-only or gone costs a warning and the one checkpoint: training goes on, what has been saved
-    stays, and the next save is tried. For a slow one it waits now and then, but not long.
+
+def build_checkpointer(folder: Path, config: Mapping[str, Any], keep_last: int, world: World) -> Checkpointer:
+    """The checkpointer of this rank: rank 0 writes, the others do nothing."""
+    return AsyncCheckpointer(folder, stored_config(config), keep_last) if world.is_root else NullCheckpointer()
+
+
+class AsyncCheckpointer:
+    """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
+
+    If the disk is full, read-only or gone, it logs a warning and skips that checkpoint: training continues, earlier
+    checkpoints stay, and the next save is tried. If the disk is slow, saves wait for it, within limits.
     """
 
-    # How long saves may wait, all together, for the one before to be written: seconds, and a part of the time so far.
-    PATIENCE_SECONDS, PATIENCE = 10.0, 0.02
-    BEST_SECONDS = 60.0  # and these more for the best one, which does not come again
-    CLOSING_SECONDS = 300.0
+    # Limit of the total time that saves may wait for the one before them: seconds, plus a fraction of the time so far.
+    WAIT_SECONDS, WAIT_FRACTION = 10.0, 0.02
+    BEST_WAIT_SECONDS = 60.0  # additional limit for the best checkpoint, which cannot be saved later
+    CLOSE_SECONDS = 300.0
 
     def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int) -> None:
         self._folder, self._config, self._keep_last = folder, dict(config), keep_last
         self._copy = HostCopy()
-        self._writing: threading.Thread | None = None
-        self._step, self._asked, self._waited = 0, 0, 0.0  # steps of the last one begun, and of the last one asked for
-        self._began = self._started = time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._step = self._requested_step = 0  # of the last write begun, and of the last save requested
+        self._waited = 0.0
+        self._write_started = self._created = time.monotonic()
+        self._fault: str | None = None  # why the newest state to be saved is not on the disk
 
-    def save(self, state: Mapping[str, Any], position: TrainState, *, is_best: bool, last_chance: bool) -> None:
-        """`state` has the network's under "network"; with `last_chance` it waits until all of it is written."""
-        self._asked = position.step
-        patience = self.PATIENCE_SECONDS + self.PATIENCE * (time.monotonic() - self._started) - self._waited
-        patience = max(0.0, patience) + (self.BEST_SECONDS if is_best else 0.0)
-        if not self._idle(self.CLOSING_SECONDS if last_chance else patience):
-            self.fault = "the one before is still being written"
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+        self._requested_step = state.step
+        if not self._await_writer(self.CLOSE_SECONDS if wait else self._patience(is_best)):
+            self._fault = "the checkpoint before it is still being written"
             log.warning(
-                "No checkpoint at step %d: that of step %d is still being written, for %.0f s; training goes on",
-                position.step,
+                "No checkpoint at step %d: that of step %d is still being written, for %.0f s; training continues",
+                state.step,
                 self._step,
-                time.monotonic() - self._began,
+                time.monotonic() - self._write_started,
             )
             return
-        self._step, self._began = position.step, time.monotonic()
-        try:
-            finite, content = self._copy.take(state)
-        except (RuntimeError, MemoryError) as error:
-            self.fault = reason = (str(error) or repr(error)).splitlines()[0]
-            log.warning("No checkpoint at step %d: no memory for a copy (%s); training goes on", position.step, reason)
+        self._step, self._write_started = state.step, time.monotonic()
+        content = self._take_copy(tensors, state.step)
+        if content is None:
             return
-        if not finite:
-            self.fault = "the weights are not all numbers"
-            log.warning("No checkpoint at step %d: the network's weights are not all numbers", position.step)
-            return
-        content["position"] = record = asdict(position)
+        content["state"] = record = asdict(state)
         weights = {
             "network": content.pop("network"),
             "config": self._config,
             **{key: record[key] for key in ("epoch", "step", "final_loss")},
         }
-        self._writing = threading.Thread(
-            target=self._write, args=(position.step, weights, content, is_best), name="checkpoint", daemon=True
+        self._writer = threading.Thread(
+            target=self._write, args=(state.step, weights, content, is_best), name="checkpoint", daemon=True
         )
-        self._writing.start()
-        if last_chance:
+        self._writer.start()
+        if wait:
             self.close()
 
     def close(self) -> None:
-        if not self._idle(self.CLOSING_SECONDS):
-            self.fault = "it is still being written"
+        if not self._await_writer(self.CLOSE_SECONDS):
+            self._fault = "it is still being written"
             log.warning("The checkpoint of step %d was not written in time; earlier ones stay", self._step)
 
-    def _idle(self, patience: float) -> bool:
-        if self._writing is not None:
-            asked = time.monotonic()
-            self._writing.join(patience)
-            self._waited += time.monotonic() - asked
-            if self._writing.is_alive():
+    def check(self) -> None:
+        if self._fault is not None:
+            raise UserError(
+                f"the trained network is not in {self._folder}: {self._fault}; fix that, and the same command resumes "
+                f"from the newest checkpoint there"
+            )
+
+    def _take_copy(self, tensors: Mapping[str, Any], step: int) -> dict[str, Any] | None:
+        """A copy of the tensors; None, with a warning, if memory is short or the network is not finite."""
+        try:
+            finite, content = self._copy.take(tensors)
+        except (RuntimeError, MemoryError) as error:
+            self._fault = reason = (str(error) or repr(error)).splitlines()[0]
+            log.warning("No checkpoint at step %d: no memory for a copy (%s); training continues", step, reason)
+            return None
+        if not finite:
+            self._fault = "the weights are not finite"
+            log.warning("No checkpoint at step %d: the network's weights are not finite", step)
+            return None
+        return content
+
+    def _patience(self, is_best: bool) -> float:
+        """Seconds that a save may wait now."""
+        total = self.WAIT_SECONDS + self.WAIT_FRACTION * (time.monotonic() - self._created)
+        return max(0.0, total - self._waited) + (self.BEST_WAIT_SECONDS if is_best else 0.0)
+
+    def _await_writer(self, seconds: float) -> bool:
+        """Waits for the checkpoint that is being written; returns False if it is not written in time."""
+        if self._writer is not None:
+            started = time.monotonic()
+            self._writer.join(seconds)
+            self._waited += time.monotonic() - started
+            if self._writer.is_alive():
                 return False
-            self._writing = None
+            self._writer = None
         return True
 
     def _write(self, step: int, weights: Mapping[str, Any], training: Mapping[str, Any], is_best: bool) -> None:
@@ -321,15 +349,18 @@ class Checkpointer(NullCheckpointer):
             if is_best:
                 point_to(self._folder / BEST, target.name)
             self._prune(step)
-        except Exception as error:  # whatever it is, no training ends for it
-            self.fault = reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            log.warning("Cannot write checkpoint %s: %s; training goes on, earlier ones stay", target, reason)
+        except Exception as error:  # no error of a checkpoint ends a training
+            self._fault = reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            log.warning("Cannot write checkpoint %s: %s; training continues, earlier ones stay", target, reason)
         else:
-            self.fault = None if step == self._asked else self.fault
+            self._fault = None if step == self._requested_step else self._fault
             log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
 
     def _prune(self, last: int) -> None:
-        """Later ones were skipped as damaged, and this training has not come from them."""
+        """Removes all but the last and the best checkpoints.
+
+        Checkpoints of steps after `last` stay: they were skipped as damaged, and this training has not resumed there.
+        """
         best = self._folder / BEST
         for step in [step for step in saved_steps(self._folder) if step <= last][self._keep_last :]:
             old = place(self._folder, step)
@@ -338,7 +369,7 @@ class Checkpointer(NullCheckpointer):
 
 
 def point_to(link: Path, name: str) -> None:
-    """Makes or moves a symbolic link, in one go."""
+    """Creates a symbolic link or replaces it atomically."""
     fresh = link.with_name(f".{link.name}.{os.urandom(8).hex()}.partial")
     try:
         fresh.symlink_to(name)
@@ -347,49 +378,15 @@ def point_to(link: Path, name: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
-class HostCopy:
-    """Copies of a state's tensors in host memory, which the next copy uses again."""
+class SaveTimer:
+    """Tells when `every_minutes` have passed since the last save. Rank 0's clock decides, since clocks differ."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._copied: torch.cuda.Event | None = None
+    def __init__(self, every_minutes: float | None, world: World) -> None:
+        self._seconds = 60 * every_minutes if every_minutes is not None and world.is_root else None
+        self.restart()
 
-    def take(self, state: Any) -> tuple[bool, Any]:
-        """Whether all of the network's tensors are finite, and the state with copies for tensors.
+    def restart(self) -> None:
+        self._started = time.perf_counter()
 
-        On a GPU the copies are made in the order of the current stream, and are there after `wait`.
-        """
-        tensors = list(state["network"].values())
-        # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
-        real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-        finite = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in real]
-        copied = self._map(state, "")
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if on_gpu:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return bool(torch.stack(finite).all()) if finite else True, copied
-
-    def wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _map(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copy(value.detach(), name)
-        if isinstance(value, Mapping):
-            return {key: self._map(item, f"{name}/{key}") for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._map(item, f"{name}/{index}") for index, item in enumerate(value)]
-        return value
-
-    def _copy(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or _layout(buffer) != _layout(tensor):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[name] = buffer
-        return buffer.copy_(tensor, non_blocking=True)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
+    def is_due(self) -> bool:
+        return self._seconds is not None and time.perf_counter() - self._started > self._seconds

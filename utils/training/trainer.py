@@ -1,4 +1,4 @@
-"""The training loop: one for every entry point, step and loader."""
+"""The training loop, one for all steps, loaders and entry scripts."""
 
 from __future__ import annotations
 
@@ -7,327 +7,386 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from utils.data import Loaders
 from utils.data.loaders.prefetcher import Batch
-from utils.distributed.signals import NullSignals, Request, StopCoordinator, StopSignals
+from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.evaluation.callback import NullEvaluation
 from utils.profiling.flops import counted
-from utils.profiling.profiler import NullProfiler, annotate
+from utils.profiling.profiler import annotate
 from utils.progress import Progress, format_duration
-from utils.runs.logger import NullLogger
+from utils.runs import tags
 from utils.steps import Step
-from utils.training.checkpoint import NullCheckpointer, TrainState
+from utils.training.callbacks import Callbacks
+from utils.training.checkpoint import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_state
+from utils.training.state import TrainState
+
+REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
+
+
+class CheckpointOptions(Protocol):
+    """When to save in addition to the end of each epoch; None: never."""
+
+    @property
+    def every_steps(self) -> int | None: ...
+
+    @property
+    def every_minutes(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Options of the training loop; the names are the config's."""
+
+    num_epochs: int
+    global_batch_size: int
+    log_interval: int
+    checkpoint: CheckpointOptions
+    max_consecutive_skips: int = 10
+    metrics: Sequence[str] = ()  # names of the values that Step.evaluate returns after the loss
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a training came to; losses are of the validation crops."""
+    """Result of a training; all losses are validation losses."""
 
     steps: int
     initial_loss: float
     final_loss: float
     best_loss: float
-    samples_per_second: float  # of the last epoch, all ranks, without validation
+    samples_per_second: float  # all ranks, last epoch, without validation
     seconds: float
-    metrics: dict[str, float] = field(default_factory=dict)  # of the validation samples, in the end
-    noise_scale: str | None = None  # in a sentence, where it was measured
+    metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
+    noise_scale: str | None = None  # one sentence, if it was measured
 
 
-@dataclass(frozen=True)
-class SaveOften:
-    """When to save beside the end of each epoch."""
+class Validation(NamedTuple):
+    """Mean loss and metrics over the validation set."""
 
-    every_steps: int | None = None
-    every_minutes: float | None = None
+    loss: float
+    metrics: dict[str, float]
+    seconds: float
+
+    def scalars(self) -> dict[str, float]:
+        return {tags.VALID_LOSS: self.loss, **{tags.valid_metric(name): x for name, x in self.metrics.items()}}
 
 
 class Trainer:
-    """Trains epoch by epoch, on from `position`; validates, logs and saves after each, and stops when it is told to."""
+    """Trains from `state` to the last epoch; validates, logs and saves after each epoch, and stops after a signal."""
 
     def __init__(
         self,
-        *,
         step: Step,
         loaders: Loaders,
         schedule: Callable[[int], float],
         world: World,
-        logs: NullLogger,
-        saving: NullCheckpointer,
-        profiler: NullProfiler,
-        num_epochs: int,
-        global_batch_size: int,
-        log_interval: int,
-        signals: StopSignals | None = None,
-        position: TrainState | None = None,
-        save_often: SaveOften | None = None,
-        max_consecutive_skips: int = 10,
-        metrics: Sequence[str] = (),
-        evaluation: NullEvaluation | None = None,
+        options: TrainerOptions,
+        signals: StopSignals,
+        callbacks: Callbacks,
+        state: TrainState,
     ) -> None:
-        """`metrics` are the names of what `step.evaluate` returns after the loss."""
-        self.step, self.loaders, self.schedule = step, loaders, schedule
-        self.world, self.logs, self.saving, self.profiler = world, logs, saving, profiler
-        self.num_epochs, self.global_batch_size, self.log_interval = num_epochs, global_batch_size, log_interval
-        self.signals, self.save_often = signals or NullSignals(), save_often or SaveOften()
-        self.max_consecutive_skips = max_consecutive_skips
-        self.at = position or TrainState()
-        self.metrics, self.evaluation = metrics, evaluation or NullEvaluation()
-        probe = step.probe
-        self._noise = NoiseScale(global_batch_size / probe.parts, global_batch_size, self.at.noise) if probe else None
-        self._recorder = LossRecorder(log_interval, world)
-        self._agreement = StopCoordinator(world)
-        self._rate = 0.0
-        self._teraflops = 0.0  # of training on one sample
-        self._described = False
-        self._first_step = self.at.step
-        self._started = self._saved = time.perf_counter()
-        self._seconds_before = self.at.seconds
+        self.step, self.loaders, self.schedule, self.world = step, loaders, schedule, world
+        self.options, self.signals, self.state = options, signals, state
+        self.logger, self.checkpointer = callbacks.logger, callbacks.checkpointer
+        self.profiler, self.evaluation = callbacks.profiler, callbacks.evaluation
+        batch, probe = options.global_batch_size, step.probe
+        self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
+        self._recorder = LossRecorder(options.log_interval, world)
+        self._coordinator = StopCoordinator(world)
+        self._save_timer = SaveTimer(options.checkpoint.every_minutes, world)
+        self._lr = 0.0
+        self._teraflop_per_sample = 0.0
+        self._step_is_described = False
+        self._first_step = state.step
+        self._earlier_seconds = state.seconds  # time that earlier processes trained
+        self._started = time.perf_counter()
 
     def fit(self) -> FitResult:
-        """The rest of the training.
+        """Trains the remaining epochs.
 
-        Raises Stopped, on every rank, after a signal, and UserError where too many updates in a row are left out.
+        Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row are skipped or the
+        validation loss is not finite.
         """
-        self._started = self._saved = time.perf_counter()
-        with closing(self.saving), closing(self.profiler):
-            if self.at.epoch < self.num_epochs:
+        self._started = time.perf_counter()
+        self._save_timer.restart()
+        with closing(self.checkpointer), closing(self.profiler):
+            if not self._is_complete():
                 self._prepare()
-            while self.at.epoch < self.num_epochs:
+            while not self._is_complete():
                 self._train_epoch()
-                self._finish_epoch()
-            self._agreement.close()
-        at = self.at
-        seconds = self._seconds()
-        return FitResult(
-            at.step,
-            at.initial_loss,
-            at.final_loss,
-            at.best_loss,
-            at.samples_per_second,
-            seconds,
-            dict(at.metrics),
-            self._noise.sentence() if self._noise else None,
-        )
+                validation = self._validate()
+                self._log_epoch(validation)
+                self._record_epoch(validation)
+                is_best = self._finish_epoch(validation)
+                self._save(is_best, wait=self._is_complete())
+            self._coordinator.close()
+        return self._result()
+
+    def stop_if_requested(self) -> None:
+        """Raises Stopped, after saving, if a rank received a stop signal; every rank calls it at the same points."""
+        self._exchange_requests()
+
+    def _is_complete(self) -> bool:
+        return self.state.epoch >= self.options.num_epochs
+
+    # --- before the first epoch --------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """The curves' left ends; and what is paid once is paid, and timed, before the first epoch's clock starts."""
+        """Measures the untrained network and warms the step up, before the first epoch's clock starts."""
+        state = self.state
         with closing(self.loaders.train.epoch(0)) as batches:
             batch = next(batches)
             train = WeightedMean(self.world)
             with counted(self.step.network) as flops:
                 train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
-            self._teraflops = flops.training / len(batch.inputs) / 1e12
-            if self.at.step == 0:
-                self._measure_untrained(train)
-            self.world.watch.at("start", self.at.step)  # compilers take their time
+            self._teraflop_per_sample = flops.training / len(batch.inputs) / 1e12
+            if state.step == 0:
+                self._validate_untrained(train)
+            self.world.watch.at("start", state.step)  # compilers may need minutes
             started = time.perf_counter()
             self.step.warm_up(*batch)
-            self.world.barrier()  # a rank's compiler may take longer than another's
+            self.world.barrier()  # the time of the slowest rank's compiler counts
             seconds = time.perf_counter() - started
-            self.logs.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
+            self.logger.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
 
-    def _measure_untrained(self, train: WeightedMean) -> None:
-        """Both losses before the first update."""
-        self.logs.info("Before training:")
-        at = self.at
-        at.initial_loss = at.final_loss = at.best_loss = self._validate()
-        losses = {"Loss/train": train.results()[0], "Loss/valid": at.initial_loss, **self._valid_metrics()}
-        self.logs.scalars({**losses, "Learning Rate": self.schedule(0)}, 0)
+    def _validate_untrained(self, train: WeightedMean) -> None:
+        """Logs both losses before the first update."""
+        self.logger.info("Before training:")
+        validation, state = self._validate(), self.state
+        self._log_validation(validation)
+        state.initial_loss = state.final_loss = state.best_loss = validation.loss
+        losses = {tags.TRAIN_LOSS: train.results()[0], **validation.scalars()}
+        self.logger.scalars({**losses, tags.LEARNING_RATE: self.schedule(0)}, 0)
+
+    # --- one epoch ---------------------------------------------------------------------------------------------------
 
     def _train_epoch(self) -> None:
-        """What is left of one pass over the epoch's plan."""
-        at, steps = self.at, len(self.loaders.train)
-        watch, interval = Stopwatch(), Stopwatch()
-        title = f"epoch {at.epoch + 1}/{self.num_epochs}"
+        """Trains the remaining steps of the current epoch."""
+        state, steps = self.state, len(self.loaders.train)
+        clock, interval = Stopwatch(), Stopwatch()
+        title = f"epoch {state.epoch + 1}/{self.options.num_epochs}"
         with (
-            closing(self.loaders.train.epoch(at.epoch, at.batch)) as batches,
+            closing(self.loaders.train.epoch(state.epoch, state.batch)) as batches,
             Progress(title, steps, silent=not self.world.is_root, live_only=True) as progress,
         ):
-            progress.advance(at.batch)
-            while at.batch < steps:
+            progress.advance(state.batch)
+            while state.batch < steps:
                 self._train_step(batches, interval)
-                if len(at.interval) + len(self._recorder) >= self.log_interval or at.batch == steps:
-                    self._log_interval(interval, f"{title}, step {at.batch}/{steps}")
+                if len(state.interval) + len(self._recorder) >= self.options.log_interval or state.batch == steps:
+                    self._log_interval(interval, f"{title}, step {state.batch}/{steps}")
                     interval = Stopwatch()
-                progress.advance(note=f"loss {at.losses[-1]:.5f}" if at.losses else "")
-                at.epoch_seconds += watch.lap()
-                self._end_step(at.batch == steps)
+                progress.advance(note=f"loss {state.losses[-1]:.5f}" if state.losses else "")
+                state.epoch_seconds += clock.lap()
+                self._save_or_stop(ends_epoch=state.batch == steps)
 
     def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
-        at, watch = self.at, self.world.watch
-        self.profiler.before_step(at.step)
-        watch.at("data", at.step + 1)
-        with annotate("data"):
-            asked = time.perf_counter()
+        """One step: next batch, learning rate, update. The loss stays on the device."""
+        state, watch = self.state, self.world.watch
+        self.profiler.before_step(state.step)
+        watch.at("data", state.step + 1)
+        with annotate("data"), interval.waiting():
             inputs, targets = next(batches)
-            interval.waited += time.perf_counter() - asked
-        watch.at("step", at.step + 1)
-        self._rate = self.schedule(at.step)
+        watch.at("step", state.step + 1)
+        self._lr = self.schedule(state.step)
         with annotate("step"):
-            loss = self.step(inputs, targets, self._rate)
+            loss = self.step(inputs, targets, self._lr)
         probe = self.step.probe
         self._recorder.record(loss, self.step.gradient_norm, None if probe is None else probe.square)
-        at.batch += 1
-        at.step += 1
+        state.batch += 1
+        state.step += 1
         interval.steps += 1
 
-    def _end_step(self, ends_epoch: bool) -> None:
-        """Between two steps is where ranks stop and save, all of them between the same two."""
-        wish = self._agree()
-        due = self.save_often.every_steps is not None and self.at.step % self.save_often.every_steps == 0
-        if (due or wish is Request.SAVE) and not ends_epoch:  # then it follows, with the validation's loss
-            self._save()
+    def _validate(self) -> Validation:
+        """Mean loss and metrics over all validation samples; each counts once, whatever the number of ranks.
 
-    def _agree(self) -> Request:
-        """What all ranks do now; does not return if that is to stop."""
-        wish, minutes = Request.GO_ON, self.save_often.every_minutes
-        if self.signals.received:
-            wish = Request.STOP
-        elif self.world.is_root and minutes is not None and time.perf_counter() - self._saved > 60 * minutes:
-            wish, self._saved = Request.SAVE, time.perf_counter()
-        answer = self._agreement.ask(wish)
-        if answer is Request.STOP:
-            why = self.signals.received or "a signal to another rank"
-            self.logs.info(f"Stopping after step {self.at.step}: {why}")
-            if self.at.step > 0:
-                self._save(last_chance=True)
-            self.world.barrier()  # a launcher that sees one rank end may stop the one that still writes
-            raise Stopped
-        return answer
-
-    def _save(self, is_best: bool = False, last_chance: bool = False) -> None:
-        """Every rank calls it; only the first one writes."""
-        self._read()
-        self.logs.flush()
-        self.world.watch.at("save", self.at.step)
-        self.at.seconds = self._seconds()
-        random = self.world.gather_objects(random_state(self.world.device))
-        state = {**self.step.state(), "random": random}
-        self.saving.save(state, self.at, is_best=is_best, last_chance=last_chance)
-        self._saved = time.perf_counter()
-
-    def _seconds(self) -> float:
-        """Of the whole training, with that of the processes before this one."""
-        return self._seconds_before + time.perf_counter() - self._started
-
-    def _finish_epoch(self) -> None:
-        """Loss and speed of the epoch, validation, checkpoint."""
-        at, steps = self.at, len(self.loaders.train)
-        mean = sum(at.losses) / len(at.losses) if at.losses else math.nan
-        at.samples_per_second = steps * self.global_batch_size / at.epoch_seconds
-        told = (
-            f"Time taken for epoch {at.epoch + 1} is {at.epoch_seconds:.3f} sec, "
-            f"avg {at.samples_per_second:.2f} samples/sec",
-            f"  Avg train loss={mean:.6f}",
-        )
-        valid = self._validate(told)
-        judged = self.evaluation.after_epoch(at, self._seconds(), self._agree)
-        rate = self.schedule(at.step - 1)
-        self.logs.scalars({"Avg iters per sec": steps / at.epoch_seconds, "Learning Rate": rate}, at.step)
-        self.logs.scalars({"Loss/train": mean, "Loss/valid": valid, **self._valid_metrics(), **judged}, at.step)
-        at.final_loss, is_best = valid, valid < at.best_loss
-        if is_best:
-            at.best_loss, at.best_step = valid, at.step
-        at.epoch, at.batch, at.losses, at.epoch_seconds = at.epoch + 1, 0, [], 0.0
-        self._save(is_best, last_chance=at.epoch == self.num_epochs)
-
-    def _read(self) -> list[StepRecord]:
-        """The steps since the last read, into `interval`; those without an update are told of and counted."""
-        at, records = self.at, self._recorder.read()
-        for number, record in enumerate(records, start=at.step - len(records) + 1):
-            at.interval.append((record.loss, record.gradient_norm))
-            if record.updated:
-                at.skipped_in_a_row = 0
-                if self._noise is not None:
-                    self._noise.add(record.part_square, record.gradient_norm**2)
-                    at.noise = self._noise.sums
-                continue
-            at.skipped, at.skipped_in_a_row = at.skipped + 1, at.skipped_in_a_row + 1
-            where = "" if record.bad_rank is None else f" on rank {record.bad_rank}"
-            what = (
-                f"loss {record.loss}{where}, gradient norm {record.gradient_norm}, "
-                f"learning rate {self.schedule(number - 1):.3e}"
-            )
-            self.logs.warning(f"Step {number}: {what}: no update (left out so far: {at.skipped})")
-            if at.skipped_in_a_row >= self.max_consecutive_skips:
-                raise UserError(
-                    f"no update for {at.skipped_in_a_row} steps in a row, the last is step {number}: {what}: training "
-                    f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
-                )
-        return records
-
-    def _log_interval(self, interval: Stopwatch, title: str) -> None:
-        """The one read per interval, and what is told of it."""
-        self._read()
-        at = self.at
-        records, at.interval = [StepRecord(*record) for record in at.interval], []
-        losses = [record.loss for record in records if record.updated]
-        at.losses += losses
-        if not self._described:
-            for line in self.step.describe():
-                self.logs.info(line)
-            self._described = True
-        speed = interval.steps * self.global_batch_size / interval.seconds()
-        teraflops = speed * self._teraflops / self.world.size
-        mean, norm = sum(losses) / len(losses) if losses else math.nan, records[-1].gradient_norm
-        wait = interval.wait_fraction()
-        rest = self.num_epochs * len(self.loaders.train) - at.step
-        remaining = rest / (at.step - self._first_step) * (time.perf_counter() - self._started)
-        self.logs.info(
-            f"{title}: loss {mean:.6f}, {speed:.1f} samples/s, {teraflops:.3g} TFLOP/s a rank, "
-            f"rate {self._rate:.2e}, gradient norm {norm:.3g}, data wait {100 * wait:.0f} %, "
-            f"{format_duration(remaining)} left"
-        )
-        self.logs.scalars(
-            {
-                "Step/loss": mean,
-                "Step/gradient norm": norm,
-                "Step/samples per sec": speed,
-                "Step/TFLOP per sec per rank": teraflops,
-                "Step/data wait fraction": wait,
-                "Step/learning rate": self._rate,
-                **({"Step/updates left out": at.skipped} if at.skipped else {}),
-                **(self._noise.scalars() if self._noise else {}),
-            },
-            at.step,
-        )
-
-    def _validate(self, told_before: tuple[str, ...] = ()) -> float:
-        """Mean loss over all validation crops, each counted once, whatever the number of ranks.
-
-        Nothing is told before it is over: a training that is stopped in it goes on by doing it again.
+        Logs nothing, since a training that is stopped here validates again when it resumes.
         """
         started = time.perf_counter()
-        mean = WeightedMean(self.world, 1 + len(self.metrics))
+        mean = WeightedMean(self.world, 1 + len(self.options.metrics))
         self.step.broadcast_buffers()
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_objects(len(valid)))):  # some ranks may have one batch less
-                self.world.watch.at("validation", self.at.step)
+                self.world.watch.at("validation", self.state.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
                     mean.add(self.step.evaluate(inputs, targets), len(inputs))
-                self._agree()
+                self.stop_if_requested()
         loss, *metrics = mean.results()
-        self.at.metrics = dict(zip(self.metrics, metrics, strict=True))
-        told = [f"  Avg val {name.replace('_', ' ')}={value:.4f}" for name, value in self.at.metrics.items()]
-        for line in (*told_before, f"  Avg val loss={loss:.6f}", *told):
-            self.logs.info(line)
-        self.logs.info(f"  Total validation time: {time.perf_counter() - started:.3f} sec")
-        if not math.isfinite(loss):
-            raise UserError(
-                f"the validation loss is {loss} after step {self.at.step}, learning rate "
-                f"{self.schedule(max(self.at.step - 1, 0)):.3e}: training "
-                f"stops; check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
-            )
-        return loss
+        self.state.metrics = dict(zip(self.options.metrics, metrics, strict=True))
+        return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
-    def _valid_metrics(self) -> dict[str, float]:
-        """The last validation's, under TensorBoard's names."""
-        return {f"{name.capitalize().replace('_', ' ')}/valid": value for name, value in self.at.metrics.items()}
+    def _finish_epoch(self, validation: Validation) -> bool:
+        """Advances the state to the next epoch; returns True if this validation loss is the lowest so far."""
+        state = self.state
+        state.final_loss, is_best = validation.loss, validation.loss < state.best_loss
+        if is_best:
+            state.best_loss, state.best_step = validation.loss, state.step
+        state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
+        return is_best
+
+    # --- logging -----------------------------------------------------------------------------------------------------
+
+    def _log_epoch(self, validation: Validation) -> None:
+        """Logs training loss, speed and validation of the epoch."""
+        state = self.state
+        state.samples_per_second = len(self.loaders.train) * self.options.global_batch_size / state.epoch_seconds
+        self.logger.info(
+            f"Time taken for epoch {state.epoch + 1} is {state.epoch_seconds:.3f} sec, "
+            f"avg {state.samples_per_second:.2f} samples/sec"
+        )
+        self.logger.info(f"  Avg train loss={_mean(state.losses):.6f}")
+        self._log_validation(validation)
+
+    def _log_validation(self, validation: Validation) -> None:
+        """Logs a validation; raises UserError if its loss is not finite."""
+        self.logger.info(f"  Avg val loss={validation.loss:.6f}")
+        for name, value in validation.metrics.items():
+            self.logger.info(f"  Avg val {name.replace('_', ' ')}={value:.4f}")
+        self.logger.info(f"  Total validation time: {validation.seconds:.3f} sec")
+        if not math.isfinite(validation.loss):
+            step = self.state.step
+            raise UserError(
+                f"training stopped: the validation loss is {validation.loss} after step {step}, learning rate "
+                f"{self.schedule(max(step - 1, 0)):.3e}; {REMEDY}"
+            )
+
+    def _record_epoch(self, validation: Validation) -> None:
+        """Evaluates the whole validation volume, if that is due, and records the epoch's scalars."""
+        state = self.state
+        scores = self.evaluation.after_epoch(state.epoch + 1, state.step, self.stop_if_requested)
+        iterations_per_second = len(self.loaders.train) / state.epoch_seconds
+        lr = self.schedule(state.step - 1)
+        self.logger.scalars({tags.ITERATIONS_PER_SECOND: iterations_per_second, tags.LEARNING_RATE: lr}, state.step)
+        losses = {tags.TRAIN_LOSS: _mean(state.losses), **validation.scalars()}
+        self.logger.scalars({**losses, **scores}, state.step)
+
+    def _log_interval(self, interval: Stopwatch, title: str) -> None:
+        """Reads the steps of a logging interval, the only read of the device in it, and logs them."""
+        self._read_steps()
+        state = self.state
+        records, state.interval = [StepRecord(*record) for record in state.interval], []
+        losses = [record.loss for record in records if record.updated]
+        state.losses += losses
+        if not self._step_is_described:
+            for line in self.step.describe():
+                self.logger.info(line)
+            self._step_is_described = True
+        speed = interval.steps * self.options.global_batch_size / interval.seconds()
+        scalars = {
+            tags.STEP_LOSS: _mean(losses),
+            tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
+            tags.STEP_SAMPLES_PER_SECOND: speed,
+            tags.STEP_TFLOPS_PER_RANK: speed * self._teraflop_per_sample / self.world.size,
+            tags.STEP_DATA_WAIT: interval.wait_fraction(),
+            tags.STEP_LEARNING_RATE: self._lr,
+        }
+        self.logger.info(
+            f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
+            f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {self._lr:.2e}, "
+            f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
+            f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(self._remaining_seconds())} left"
+        )
+        if state.skipped:
+            scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
+        if self._noise is not None:
+            scalars |= self._noise.scalars()
+        self.logger.scalars(scalars, state.step)
+
+    def _remaining_seconds(self) -> float:
+        """Estimate from the mean time per step of this process."""
+        remaining = self.options.num_epochs * len(self.loaders.train) - self.state.step
+        return remaining / (self.state.step - self._first_step) * (time.perf_counter() - self._started)
+
+    def _read_steps(self) -> None:
+        """Reads the steps since the last read into `state.interval`; counts and logs skipped updates."""
+        state, records = self.state, self._recorder.read()
+        for number, record in enumerate(records, start=state.step - len(records) + 1):
+            state.interval.append((record.loss, record.gradient_norm))
+            if record.updated:
+                state.skipped_in_a_row = 0
+                if self._noise is not None:
+                    self._noise.add(record.part_norm_squared, record.gradient_norm**2)
+                    state.noise = self._noise.sums
+            else:
+                self._count_skipped_update(number, record)
+
+    def _count_skipped_update(self, number: int, record: StepRecord) -> None:
+        """Logs a step whose update was skipped; raises UserError after too many in a row."""
+        state = self.state
+        state.skipped, state.skipped_in_a_row = state.skipped + 1, state.skipped_in_a_row + 1
+        rank = "" if record.non_finite_rank is None else f" on rank {record.non_finite_rank}"
+        values = (
+            f"loss {record.loss}{rank}, gradient norm {record.gradient_norm}, "
+            f"learning rate {self.schedule(number - 1):.3e}"
+        )
+        self.logger.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far)")
+        if state.skipped_in_a_row >= self.options.max_consecutive_skips:
+            raise UserError(
+                f"training stopped: {state.skipped_in_a_row} updates in a row were skipped, the last one at step "
+                f"{number}: {values}; {REMEDY}"
+            )
+
+    # --- saving and stopping -----------------------------------------------------------------------------------------
+
+    def _save_or_stop(self, ends_epoch: bool) -> None:
+        """Saves or stops if that is due; all ranks do so after the same step."""
+        request, every_steps = self._exchange_requests(), self.options.checkpoint.every_steps
+        due = every_steps is not None and self.state.step % every_steps == 0
+        if (due or request is Request.SAVE) and not ends_epoch:  # the end of an epoch saves after the validation
+            self._save()
+
+    def _exchange_requests(self) -> Request:
+        """Exchanges this rank's request with the others'. Saves and raises Stopped if one of them is to stop."""
+        request = Request.GO_ON
+        if self.signals.received:
+            request = Request.STOP
+        elif self._save_timer.is_due():
+            request = Request.SAVE
+            self._save_timer.restart()
+        answer = self._coordinator.ask(request)
+        if answer is Request.STOP:
+            reason = self.signals.received or "a signal to another rank"
+            self.logger.info(f"Stopping after step {self.state.step}: {reason}")
+            if self.state.step > 0:
+                self._save(wait=True)
+            self.world.barrier()  # a launcher that sees one rank end may stop the one that still writes
+            raise Stopped
+        return answer
+
+    def _save(self, is_best: bool = False, wait: bool = False) -> None:
+        """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
+        self._read_steps()
+        self.logger.flush()
+        self.world.watch.at("save", self.state.step)
+        self.state.seconds = self._seconds()
+        random = self.world.gather_objects(random_state(self.world.device))
+        self.checkpointer.save({**self.step.state(), "random": random}, self.state, is_best=is_best, wait=wait)
+        self._save_timer.restart()
+
+    def _seconds(self) -> float:
+        """Duration of the training, including earlier processes."""
+        return self._earlier_seconds + time.perf_counter() - self._started
+
+    def _result(self) -> FitResult:
+        state = self.state
+        return FitResult(
+            steps=state.step,
+            initial_loss=state.initial_loss,
+            final_loss=state.final_loss,
+            best_loss=state.best_loss,
+            samples_per_second=state.samples_per_second,
+            seconds=self._seconds(),
+            metrics=dict(state.metrics),
+            noise_scale=self._noise.sentence() if self._noise else None,
+        )
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """Mean of the losses; NaN if there are none, because every update was skipped."""
+    return sum(losses) / len(losses) if losses else math.nan

@@ -1,0 +1,39 @@
+"""Names of the scalars and figures that a run records in TensorBoard and in metrics.jsonl."""
+
+from __future__ import annotations
+
+# Per epoch, and once before training.
+TRAIN_LOSS = "Loss/train"
+VALID_LOSS = "Loss/valid"
+ITERATIONS_PER_SECOND = "Avg iters per sec"
+LEARNING_RATE = "Learning Rate"
+VALID_SUFFIX = "/valid"  # of the validation loss and of every validation metric
+
+# Per logging interval.
+STEP_LOSS = "Step/loss"
+STEP_GRADIENT_NORM = "Step/gradient norm"
+STEP_SAMPLES_PER_SECOND = "Step/samples per sec"
+STEP_TFLOPS_PER_RANK = "Step/TFLOP per sec per rank"
+STEP_DATA_WAIT = "Step/data wait fraction"
+STEP_LEARNING_RATE = "Step/learning rate"
+STEP_SKIPPED_UPDATES = "Step/skipped updates"
+NOISE_SCALE = "Noise/scale (critical batch)"
+NOISE_PROGRESS = "Noise/progress of the largest possible"
+
+# Figures.
+SLICES = "Slices"
+
+
+def valid_metric(name: str) -> str:
+    """Tag of a validation metric: 'top5_accuracy' -> 'Top5 accuracy/valid'."""
+    return f"{name.capitalize().replace('_', ' ')}{VALID_SUFFIX}"
+
+
+def evaluation(name: str) -> str:
+    """Tag of a scalar or figure of an evaluation of the whole validation volume."""
+    return f"Evaluation/{name}"
+
+
+def hparam(name: str) -> str:
+    """Tag of a final result on TensorBoard's HPARAMS page."""
+    return f"hparam/{name}"

@@ -1,0 +1,39 @@
+"""The contracts of the objects that the training loop calls, and the bundle in which it receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from utils.profiling.profiler import NullProfiler
+from utils.runs.logger import Logger, NullLogger
+from utils.training.checkpoint import Checkpointer, NullCheckpointer
+
+
+class Evaluation(Protocol):
+    """An evaluation that runs during training, after the validation of each epoch."""
+
+    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+        """Evaluates the network and returns scalars to log; every rank calls it.
+
+        `epoch` is the number of the epoch that ends, counted from 1. A long evaluation calls `stop_if_requested` from
+        time to time, on every rank at the same points; it raises Stopped after a stop signal.
+        """
+
+
+class NullEvaluation:
+    """Evaluates nothing."""
+
+    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The objects that log, save, profile and evaluate a training. The defaults do nothing."""
+
+    logger: Logger = field(default_factory=NullLogger)
+    checkpointer: Checkpointer = field(default_factory=NullCheckpointer)
+    profiler: NullProfiler = field(default_factory=NullProfiler)
+    evaluation: Evaluation = field(default_factory=NullEvaluation)

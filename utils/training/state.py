@@ -1,0 +1,28 @@
+"""The progress of a training: what a checkpoint stores in addition to tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrainState:
+    """The trainer's mutable state: plain numbers, equal on every rank."""
+
+    epoch: int = 0  # completed epochs
+    batch: int = 0  # completed steps of the current epoch
+    step: int = 0  # completed steps in total
+    losses: list[float] = field(default_factory=list)  # logged losses of the current epoch's steps
+    # Loss and gradient norm of the steps that were read from the device but not logged yet.
+    interval: list[tuple[float, float]] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)  # sums of the gradient noise scale
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
+    skipped: int = 0  # steps whose update was skipped, in total
+    skipped_in_a_row: int = 0
+    initial_loss: float = float("nan")  # validation losses
+    final_loss: float = float("nan")
+    best_loss: float = float("inf")
+    best_step: int = 0
+    samples_per_second: float = 0.0  # in the last epoch
+    epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
+    seconds: float = 0.0  # time since the training started, summed over all its processes
