@@ -88,10 +88,10 @@ def test_a_lost_peer_is_a_consequence_and_other_errors_are_causes() -> None:
 def reduce_but(world: World, exception: int, act: Callable[[], Any]) -> None:
     """The ranks wait for each other at every step, as in a training; one acts after a few steps."""
     for step in itertools.count():
-        world.watch.at("data", 17)
+        world.watchdog.progress("data", 17)
         if step == 5 and world.rank == exception:
             act()
-        world.watch.at("step", 17)
+        world.watchdog.progress("step", 17)
         dist.all_reduce(torch.ones(8))
         time.sleep(0.01)
 
@@ -139,7 +139,7 @@ def rank_0_is_suspended(world: World, folder: Path) -> None:
             (folder / f"{world.rank} heard").touch()
 
     def suspend() -> None:
-        wait_until(lambda: world.watch.at("data", 17) or all((folder / f"{rank} heard").exists() for rank in (1, 2)))
+        wait_until(lambda: world.watchdog.progress("data", 17) or all((folder / f"{rank} heard").exists() for rank in (1, 2)))
         signal_myself(signal.SIGSTOP)
 
     RankStatus.hear = hear_and_record
@@ -147,7 +147,7 @@ def rank_0_is_suspended(world: World, folder: Path) -> None:
 
 
 def lone_rank_hangs(world: World, folder: Path) -> None:
-    world.watch.at("data", 3)
+    world.watchdog.progress("data", 3)
     time.sleep(GENEROUS)
 
 
@@ -165,7 +165,7 @@ def all_are_suspended_for_a_while(world: World, folder: Path) -> None:
     resumed, ends = folder / "resumed", 0.0
     going = torch.ones(1)
     while going:
-        world.watch.at("step", 1)
+        world.watchdog.progress("step", 1)
         if not ends and resumed.exists():
             ends = time.monotonic() + 3 * hub.TICK
         going.fill_(not ends or time.monotonic() < ends)

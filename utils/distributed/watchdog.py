@@ -63,7 +63,7 @@ class Watchdog:
     def start(self) -> None:
         self._thread.start()
 
-    def at(self, phase: str, step: int | None = None) -> None:
+    def progress(self, phase: str, step: int | None = None) -> None:
         """Where the main thread is now, by default in the same step; every call is progress, at one place, too."""
         self._place = (self._place[0] if step is None else step, PHASES.index(phase), self._place[2] + 1)
 

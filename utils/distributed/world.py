@@ -130,7 +130,7 @@ class World:
 
     launch: Launch
     device: torch.device
-    watch: Watchdog = field(default_factory=lambda: Watchdog(0), compare=False)  # one that is not started sees nothing
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(0), compare=False)  # one that is not started sees nothing
 
     @property
     def rank(self) -> int:

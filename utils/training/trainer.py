@@ -147,7 +147,7 @@ class Trainer:
             self._teraflop_per_sample = flops.training / len(batch.inputs) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
-            self.world.watch.at("start", state.step)  # compilers may need minutes
+            self.world.watchdog.progress("start", state.step)  # compilers may need minutes
             started = time.perf_counter()
             self.step.warm_up(*batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
@@ -186,12 +186,12 @@ class Trainer:
 
     def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
         """One step: next batch, learning rate, update. The loss stays on the device."""
-        state, watch = self.state, self.world.watch
+        state, watchdog = self.state, self.world.watchdog
         self.profiler.before_step(state.step)
-        watch.at("data", state.step + 1)
+        watchdog.progress("data", state.step + 1)
         with annotate("data"), interval.waiting():
             inputs, targets = next(batches)
-        watch.at("step", state.step + 1)
+        watchdog.progress("step", state.step + 1)
         self._lr = self.schedule(state.step)
         with annotate("step"):
             loss = self.step(inputs, targets, self._lr)
@@ -212,7 +212,7 @@ class Trainer:
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_objects(len(valid)))):  # some ranks may have one batch less
-                self.world.watch.at("validation", self.state.step)
+                self.world.watchdog.progress("validation", self.state.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
                     mean.add(self.step.evaluate(inputs, targets), len(inputs))
@@ -363,7 +363,7 @@ class Trainer:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
         self._read_steps()
         self.logger.flush()
-        self.world.watch.at("save", self.state.step)
+        self.world.watchdog.progress("save", self.state.step)
         self.state.seconds = self._seconds()
         random = self.world.gather_objects(random_state(self.world.device))
         self.checkpointer.save({**self.step.state(), "random": random}, self.state, is_best=is_best, wait=wait)
