@@ -1,4 +1,4 @@
-"""The measured gradient noise scale is the true one of a quadratic; it is saved, resumed and reported."""
+"""The measured gradient noise scale is the true one of a quadratic; it is resumed and reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from processes import run_ranks
 from torch import nn
 
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.steps.eager import EagerStep, StepOptions
 from utils.training.noise_scale import NoiseScale
 
@@ -28,14 +29,14 @@ class Offset(nn.Module):
 
 
 class HalfSquare(nn.Module):
-    """Its gradient for sample x is -x: the samples' mean is the gradient without noise, their scatter is the noise."""
+    """Gradient -x for sample x: the mean of the samples is the gradient without noise, their scatter is the noise."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return 0.5 * outputs.square().sum(1).mean()
 
 
 def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[float, float, float]:
-    """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without ever updating it."""
+    """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without updates."""
     network = Offset()
     step = EagerStep(
         network,
@@ -54,12 +55,12 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
         square = float(world.sum(step.probe.square)) / world.size
         estimate.add(square, float(step.gradient_norm) ** 2)
     assert estimate.samples is not None
-    return estimate.gradient_square, estimate.noise, estimate.samples
+    return estimate.gradient_norm_squared, estimate.noise, estimate.samples
 
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
-    "torch's exchange": {},
-    "by hand": {"ddp": "manual"},
+    "DistributedDataParallel": {},
+    "manual": {"ddp": "manual"},
     "micro-batches": {"accumulation_steps": 2},
     "sent as bfloat16": {"gradient_compression": "bfloat16"},
 }
@@ -73,7 +74,7 @@ def assert_true(found: tuple[float, float, float]) -> None:
 
 
 def test_micro_batches_of_a_quadratic_give_its_noise_scale() -> None:
-    """float16 multiplies gradients by a large number; the part's norm must come without it, as the batch's does."""
+    """float16 scales the gradients; neither norm may contain the factor."""
     plain = measure(ALONE, 32, {"accumulation_steps": 4})
     assert_true(plain)
     scaled = measure(ALONE, 32, {"accumulation_steps": 4, "enable_amp": True, "precision": "float16"})
@@ -84,13 +85,13 @@ def measure_all(world: World) -> dict[str, tuple[float, float, float]]:
     return {case: measure(world, 16, options) for case, options in TWO_RANKS.items()}
 
 
-def test_the_ranks_parts_of_a_quadratic_give_its_noise_scale() -> None:
+def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale() -> None:
     for rank in run_ranks(measure_all, 2):
         for found in rank.values():
             assert_true(found)
 
 
-def test_nothing_is_measured_without_parts() -> None:
+def test_a_step_without_parts_has_no_probe() -> None:
     network = Offset()
     for options in (StepOptions(log_noise_scale=True), StepOptions(accumulation_steps=2)):
         step = EagerStep(network, HalfSquare(), torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
@@ -112,10 +113,10 @@ def test_the_estimate_resumes_where_it_stopped() -> None:
 @pytest.mark.parametrize(
     ("part_square", "batch_square", "says"),
     [
-        (1.16, 1.08, "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (twice the batch "),
-        (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay less and less (twice the batch"),
-        (21.0, 11.0, "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay (twice the batch would s"),
-        (2.0, 1.0, "the noise is nearly all there is"),
+        (1.16, 1.08, "8.0 samples. Batch 100 is 13× the noise scale: expect little from more ranks (doubling the "),
+        (3.0, 2.0, "100 samples. Batch 100 is 1× the noise scale: larger batches pay off less and less (doubling "),
+        (21.0, 11.0, "1,000 samples. Batch 100 is 0.1× the noise scale: larger batches pay off (doubling the batch w"),
+        (2.0, 1.0, "noise dominates the gradient"),
     ],
 )
 def test_the_sentence_in_the_log(part_square: float, batch_square: float, says: str) -> None:
@@ -125,7 +126,7 @@ def test_the_sentence_in_the_log(part_square: float, batch_square: float, says: 
     assert estimate.scalars() == {}
     for _ in range(19):
         estimate.add(part_square, batch_square)
-    assert estimate.sentence() == "Gradient noise scale: 19 steps are too few to tell it"
+    assert estimate.sentence() == "Gradient noise scale: not known after 19 steps, it needs 20"
     estimate.add(part_square, batch_square)
     assert says in estimate.sentence(), estimate.sentence()
     if part_square == 3.0:

@@ -1,51 +1,68 @@
-"""The weights that a training is judged by and leaves: those that it trains, or their running mean (`ema_decay`).
+"""Exponential moving average of the weights (`ema_decay`), which is evaluated and saved in place of the last weights.
 
-After each update the mean moves a part of its way towards the new weights. It lags behind them, but the noise that
-single batches bring in has cancelled out (Polyak & Juditsky 1992; Izmailov et al. 2018, arXiv:1803.05407).
+The average lags behind the trained weights, but the noise of single batches cancels out in it (Polyak & Juditsky 1992;
+Izmailov et al. 2018, arXiv:1803.05407).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-AVERAGE = "average"  # the key in a step's state
+AVERAGE = "average"  # key in a step's state
+
+
+class WeightAverage(Protocol):
+    """The network that is evaluated and saved, kept up to date with the one that is trained."""
+
+    network: nn.Module
+
+    def restart(self) -> None:
+        """Restarts from the present weights."""
+
+    def update(self, updated: torch.Tensor) -> None:
+        """Follows a training step; `updated`, a boolean on the device, is False if the step skipped its update."""
+
+    def state(self) -> dict[str, Any]:
+        """Entries of a step's state in addition to "network"; they share the tensors."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes from a step's state, unless it was saved without an average."""
 
 
 class NullEMA:
-    """The weights as they are trained."""
+    """No average: the trained network itself."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
 
     def restart(self) -> None:
-        """From the weights as they are now."""
+        pass
 
-    def update(self, made: torch.Tensor) -> None:
-        """After each step; `made`, a truth value on the device, says whether its update was made."""
+    def update(self, updated: torch.Tensor) -> None:
+        pass
 
     def state(self) -> dict[str, Any]:
-        """What there is to keep beside the weights of `network`, by the tensors themselves."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state that has "network" and what `state` gave, unless it was made without an average."""
+        pass
 
 
-class EMA(NullEMA):
-    """`network` is a copy of the trained one, with the running mean of its parameters, and its own running statistics.
+class EMA:
+    """`network` is a copy of the trained one: its parameters are averages, its running statistics are shared.
 
-    The t-th update, counted from 0, keeps min(decay, (1 + t) / (10 + t)) of the mean, so that the first weights are
-    soon forgotten (TensorFlow's ExponentialMovingAverage does so, too). All of it is decided on the device.
+    The t-th update, counted from 0, keeps min(decay, (1 + t) / (10 + t)) of the average, so that the first weights are
+    soon forgotten, as in TensorFlow's ExponentialMovingAverage. Everything is decided on the device.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         # Buffers are shared with the trained network, not copied: the running statistics are those of its last step.
-        super().__init__(copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()}))
+        self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
         self._trained = dict(network.named_parameters())
         self._decay = decay
@@ -58,12 +75,12 @@ class EMA(NullEMA):
             mean.copy_(trained)
 
     @torch.no_grad()
-    def update(self, made: torch.Tensor) -> None:
+    def update(self, updated: torch.Tensor) -> None:
         kept = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        part = (1 - kept) * made
+        weight = (1 - kept) * updated
         for mean, trained in zip(self.network.parameters(), self._trained.values(), strict=True):
-            mean.lerp_(trained, part)
-        self._updates += made
+            mean.lerp_(trained, weight)
+        self._updates += updated
 
     def state(self) -> dict[str, Any]:
         trained = {name: parameter.detach() for name, parameter in self._trained.items()}
@@ -76,5 +93,5 @@ class EMA(NullEMA):
 
 
 def trained_weights(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those that training goes on with, of a step's state, with or without an average."""
+    """The weights of the trained network in a step's state, saved with or without an average."""
     return {**state["network"], **state.get(AVERAGE, {"trained": {}})["trained"]}

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is, in each weight, as long as the weight itself times the rate; for very large batches.
+"""LAMB for very large batches: Adam whose step, per weight tensor, is scaled to the norm of the tensor.
 
 Source: You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv:1904.00962,
 algorithm 2.
@@ -14,18 +14,18 @@ from torch.optim.adam import adam
 
 
 class Lamb(torch.optim.Optimizer):
-    """x ← x − rate · |x| / |r + λx| · (r + λx), weight by weight, with Adam's direction r = m̂ / (√v̂ + ε).
+    """x ← x − lr · |x| / |r + λx| · (r + λx) for each weight tensor x, with Adam's direction r = m̂ / (√v̂ + ε).
 
-    The variant: both of Adam's bias corrections; λ (`weight_decay`) decoupled, inside the norm, as in the paper; the
-    ratio of norms, the trust ratio, is not clamped (the paper's φ is the identity), and is 1 where either norm is 0.
-    Parameters of less than two dimensions, and those whose name ends in "bias", take r itself: no decay, no trust
-    ratio. Biases and what normalisation layers learn are such; they start at 0 or 1, to which no step is in proportion.
+    The variant: both bias corrections of Adam; λ (`weight_decay`) is decoupled and inside the norm, as in the paper;
+    the ratio of norms (trust ratio) is not clamped (the paper's φ is the identity), and is 1 if either norm is 0.
+    Parameters of fewer than two dimensions, and those whose name ends in "bias", use r itself, without decay and trust
+    ratio: biases and the parameters of normalisation layers start at 0 or 1, so their norm is no measure of a step.
 
-    All of it happens on the device: the rate may be a tensor there, and where `found_inf`, which a gradient scaler or
-    `utils.optim.optimizers.update` sets, is not 0, nothing changes by a bit.
+    Everything happens on the device: the learning rate may be a tensor there, and if `found_inf`, set by a gradient
+    scaler or by `utils.optim.optimizers.update`, is not 0, no bit changes.
     """
 
-    # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, and asks the host nothing.
+    # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, without host synchronisation.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -44,7 +44,7 @@ class Lamb(torch.optim.Optimizer):
             {"params": weights, "adapts": True},
             {"params": others, "adapts": False, "weight_decay": 0.0},
         ]
-        # By "fused" torch knows to keep the step counts that it loads on the device.
+        # With "fused" torch keeps the step counts that it loads on the device.
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class Lamb(torch.optim.Optimizer):
             if not parameters:
                 continue
             states = [self._state(parameter) for parameter in parameters]
-            # torch's fused kernel, with a rate of −1 from 0, leaves r; or 0, and its averages as they are.
+            # torch's fused kernel, from 0 with learning rate −1, gives r; after found_inf, 0 and unchanged averages.
             directions = [torch.empty_like(parameter) for parameter in parameters]
             torch._foreach_zero_(directions)
             adam(
@@ -79,10 +79,10 @@ class Lamb(torch.optim.Optimizer):
             if group["weight_decay"]:
                 torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
             trust = _trust_ratios(parameters, directions) if group["adapts"] else directions[0].new_ones(())
-            rates = group["lr"] * trust
+            lrs = group["lr"] * trust
             if found_inf is not None:
-                rates = rates.masked_fill(found_inf > 0, 0.0)
-            torch._foreach_mul_(directions, list(rates.unbind()) if group["adapts"] else rates)
+                lrs = lrs.masked_fill(found_inf > 0, 0.0)
+            torch._foreach_mul_(directions, list(lrs.unbind()) if group["adapts"] else lrs)
             torch._foreach_sub_(parameters, directions)
 
     def _state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -95,5 +95,6 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _trust_ratios(parameters: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]) -> torch.Tensor:
-    own, asked = (torch.stack(torch._foreach_norm(list(tensors))) for tensors in (parameters, directions))
-    return (own / asked).masked_fill((own == 0) | (asked == 0), 1.0)
+    """|x| / |direction| per tensor, shape [tensors]."""
+    norms, step_norms = (torch.stack(torch._foreach_norm(list(tensors))) for tensors in (parameters, directions))
+    return (norms / step_norms).masked_fill((norms == 0) | (step_norms == 0), 1.0)

@@ -1,4 +1,10 @@
-"""Optimizers by name. A new one is a line in OPTIMIZERS."""
+"""Optimizers by name.
+
+To add one, write a builder with the signature of `Builder` (in a module of its own if the optimizer is new, as lamb.py)
+and add a line to OPTIMIZERS. The tests of tests/optim and tests/steps then cover it. A builder passes `capturable` on
+and makes the learning rate with `_learning_rate`. The optimizer must skip an update on the device if it can; `update`
+explains how.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +21,32 @@ from utils.optim.lamb import Lamb
 log = logging.getLogger(__name__)
 
 Parameters = dict[str, torch.nn.Parameter]
+Builder = Callable[[OptimizerConfig, Parameters, float, bool], torch.optim.Optimizer]  # options, …, lr, capturable
 
 
 def build_optimizer(
     options: OptimizerConfig,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    rate: float,
+    lr: float,
     capturable: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer that `options.name` says; ValueError for an unknown one.
+    """The optimizer `options.name`; ValueError if it is unknown.
 
-    A `capturable` one keeps all that changes from step to step on the device, as a CUDA graph needs it: the rate is a
-    tensor, to be written with `fill_`.
+    A `capturable` one keeps everything that changes from step to step on the device, as a CUDA graph needs it: the
+    learning rate is a tensor, to be set with `fill_`.
     """
     if options.name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[options.name](options, dict(named_parameters), rate, capturable)
+    optimizer = OPTIMIZERS[options.name](options, dict(named_parameters), lr, capturable)
     log.info("Optimizer: %s", _describe(optimizer))
     return optimizer
 
 
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """The optimizer's step, or nothing at all where `finite`, a truth value on the device, says no.
+    """Calls the optimizer's step, or skips it without a trace if `finite`, a boolean on the device, is False.
 
-    Those that can do so for a gradient scaler, as torch's fused ones, decide on the device; for others the host waits.
+    Optimizers that support a gradient scaler's `found_inf`, as torch's fused ones do, decide on the device. For others
+    the host waits for the device.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
@@ -50,14 +58,14 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What `load_state` takes; it shares the optimizer's tensors."""
+    """The state for `load_state`; it shares the optimizer's tensors."""
     return {"kind": type(optimizer).__name__, **optimizer.state_dict()}
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Takes over what another such optimizer had gathered; settings, the rate among them, stay this one's.
+    """Loads the state of another optimizer of the same kind; settings such as the learning rate stay this one's.
 
-    ValueError where it was of another kind, or of other parameters.
+    Raises ValueError if the kind or the parameters differ.
     """
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
@@ -65,93 +73,80 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     groups = []
     for own, other in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
         # apex counts its steps in the group.
-        gathered = {key: value for key, value in other.items() if key not in own and key not in optimizer.defaults}
-        groups.append({**own, **gathered, "params": other["params"]})
-    # What this one has from its start, and the other may not have had: a momentum's zeros.
+        counts = {key: value for key, value in other.items() if key not in own and key not in optimizer.defaults}
+        groups.append({**own, **counts, "params": other["params"]})
+    # State that this optimizer has from its start, and the other may lack: the zeros of a momentum.
     before = optimizer.state_dict()["state"]
     state = {key: {**before.get(key, {}), **saved["state"].get(key, {})} for key in {**before, **saved["state"]}}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                # In the parameter's memory format, whatever it was saved in: fused kernels walk both alike.
+                # Fused kernels walk parameter and state alike: the state needs the parameter's memory format.
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _adam(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
-    """torch's Adam, as one fused kernel where this build and device have it (Kingma & Ba 2015)."""
+def _adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+    """torch's Adam (Kingma & Ba 2015), as one fused kernel if this build and device have it."""
     return torch.optim.Adam(
         parameters.values(),
-        lr=_rate(parameters, rate, capturable),
-        betas=(options.betas[0], options.betas[1]),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
+        lr=_learning_rate(parameters, lr, capturable),
         capturable=capturable,
         fused=_has_fused(parameters),
+        **_adam_options(options),
     )
 
 
-def _fused_adam(
-    options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool
-) -> torch.optim.Optimizer:
-    """The same, but for the kernel: rather an error than another one."""
+def _fused_adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+    """torch's fused Adam; ValueError if there is none for these parameters."""
     if not _has_fused(parameters):
         kinds = sorted({f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters.values()})
         raise ValueError(f"torch has no fused Adam for {', '.join(kinds)}; set optimizer.name to adam")
-    return _adam(options, parameters, rate, capturable)
+    return _adam(options, parameters, lr, capturable)
 
 
-def _apex_adam(
-    options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool
-) -> torch.optim.Optimizer:
-    """apex's FusedAdam with plain Adam's weight decay; torch's fused Adam where it cannot be had."""
+def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+    """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
     if capturable:
-        log.info("apex's fused Adam cannot leave an update out inside a CUDA graph: it is replaced by torch's")
-        return _adam(options, parameters, rate, capturable)
+        log.info("apex's fused Adam cannot skip an update inside a CUDA graph: using torch's")
+        return _adam(options, parameters, lr, capturable)
     try:
         from apex.optimizers import FusedAdam
     except ImportError:
-        log.info("apex is not installed: its fused Adam is replaced by torch's")
-        return _adam(options, parameters, rate, capturable)
-    log.info("apex's fused Adam: the host waits for the device in each step, to leave out updates that are no numbers")
-    return FusedAdam(
-        list(parameters.values()),
-        lr=rate,
-        betas=(options.betas[0], options.betas[1]),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        adam_w_mode=False,
-    )
+        log.info("apex is not installed: using torch's fused Adam")
+        return _adam(options, parameters, lr, capturable)
+    log.info("apex's fused Adam: the host waits for the device in each step, to skip non-finite updates")
+    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
 
 
-def _sgd(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
+def _sgd(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
     optimizer = torch.optim.SGD(
         parameters.values(),
-        lr=_rate(parameters, rate, capturable),
+        lr=_learning_rate(parameters, lr, capturable),
         momentum=options.momentum,
         weight_decay=options.weight_decay,
         fused=_has_fused(parameters),
     )
     if options.momentum:
-        # From zero as from nothing; but torch's fused kernel, if the first update of all is left out, would go on from
-        # memory that nobody has written.
+        # A momentum of zero equals none. But if the very first update is skipped, torch's fused kernel would continue
+        # from uninitialised memory.
         for parameter in parameters.values():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 class NAdam(torch.optim.NAdam):
-    """torch's, which here leaves an update out on the device, as its fused optimizers do.
+    """torch's NAdam, which here skips an update on the device, as torch's fused optimizers do.
 
-    It has no kernel that would: the update is made, and copies of all that it writes to are put back where it was not
-    to be. They take as much memory as parameters and averages, until the step is over.
+    torch has no kernel for that: the update is made, and then undone from copies of everything it has changed. Until
+    the end of the step, the copies need as much memory as parameters and state.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], **settings: Any) -> None:
         super().__init__(parameters, **settings)
-        # As torch does at the first update; but that may be one to be left out.
+        # torch creates the state at the first update, which may be one to skip.
         for group in self.param_groups:
             for parameter in group["params"]:
                 count = torch.zeros((), dtype=torch.float32, device=parameter.device if group["capturable"] else "cpu")
@@ -168,42 +163,40 @@ class NAdam(torch.optim.NAdam):
         updated = [
             parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
         ]
-        written = [*updated, *(value for parameter in updated for value in self.state[parameter].values())]
-        before = [tensor.clone() for tensor in written]
+        changed = [*updated, *(value for parameter in updated for value in self.state[parameter].values())]
+        before = [tensor.clone() for tensor in changed]
         super().step()
-        for tensor, old in zip(written, before, strict=True):
+        for tensor, old in zip(changed, before, strict=True):
             torch.where(found_inf > 0, old, tensor, out=tensor)
 
 
-def _nadam(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
-    """Adam with Nesterov's momentum (Dozat 2016), its momentum warmed up as torch and Keras do (decay 0.004)."""
-    # Its counts must be on the device for it to decide there; torch has it so on CUDA alone, and otherwise warns of it.
+def _nadam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+    """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
+    # To decide on the device, the step counts must be there; torch allows that on CUDA alone, and warns about it.
     on_device = all(parameter.is_cuda for parameter in parameters.values())
     if on_device:
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
     return NAdam(
         parameters.values(),
-        lr=_rate(parameters, rate, capturable),
-        betas=(options.betas[0], options.betas[1]),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
+        lr=_learning_rate(parameters, lr, capturable),
         capturable=on_device,
+        **_adam_options(options),
     )
 
 
-def _lamb(options: OptimizerConfig, parameters: Parameters, rate: float, capturable: bool) -> torch.optim.Optimizer:
-    return Lamb(
-        parameters.items(),
-        lr=_rate(parameters, rate, capturable),
-        betas=(options.betas[0], options.betas[1]),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-    )
+def _lamb(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+    return Lamb(parameters.items(), lr=_learning_rate(parameters, lr, capturable), **_adam_options(options))
 
 
-def _rate(parameters: Parameters, rate: float, capturable: bool) -> float | torch.Tensor:
+def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
+    """Keywords of Adam and of optimizers derived from it."""
+    first, second = options.betas
+    return {"betas": (first, second), "eps": options.eps, "weight_decay": options.weight_decay}
+
+
+def _learning_rate(parameters: Parameters, lr: float, capturable: bool) -> float | torch.Tensor:
     device = next(iter(parameters.values())).device
-    return torch.tensor(rate, dtype=torch.float32, device=device) if capturable else rate
+    return torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
 
 
 def _has_fused(parameters: Parameters) -> bool:
@@ -218,7 +211,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> str:
     return f"{'' if owner == 'utils' else owner + ' '}{type(optimizer).__name__}{fused}"
 
 
-OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Parameters, float, bool], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
     "fused_adam": _fused_adam,
     "apex_adam": _apex_adam,

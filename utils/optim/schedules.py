@@ -1,4 +1,8 @@
-"""The learning rate as a pure function of the step. A new shape is a line in SCHEDULES."""
+"""Learning-rate schedules: the learning rate as a pure function of the step.
+
+To add one, write a subclass of Schedule and a builder, add a line to SCHEDULES, and add the name to the values of
+`lr_schedule.shape` in utils/config/schema.py.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,25 @@ from utils.config import Config
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """Linear warm-up to `peak` over `warmup_steps` (Goyal et al. 2017), then what the shape says."""
+    """Linear warm-up to `peak` over `warmup_steps` (Goyal et al. 2017), then the shape of the subclass."""
 
     peak: float
     warmup_steps: int
 
     def __call__(self, step: int) -> float:
-        """The rate of step 0, 1, …"""
+        """The learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         return self.after_warmup(step)
 
     @abstractmethod
     def after_warmup(self, step: int) -> float:
-        """The rate of a step that is no longer of the warm-up, counted from the very first one, which is 0."""
+        """The learning rate of a step after the warm-up; `step` counts from the start of the training."""
 
 
 @dataclass(frozen=True)
 class CosineSchedule(Schedule):
-    """Half a cosine from `peak` to `end`, reached at the last step (Loshchilov & Hutter 2017)."""
+    """Half-cosine decay from `peak` to `end`, which the last step has (Loshchilov & Hutter 2017)."""
 
     end: float
     total_steps: int
@@ -43,7 +47,7 @@ class CosineSchedule(Schedule):
 
 @dataclass(frozen=True)
 class StepSchedule(Schedule):
-    """`peak` times `factor` for each of the `drops`, which are steps, that has been reached (He et al. 2016)."""
+    """`peak`, multiplied by `factor` at each of the steps `drops` (He et al. 2016)."""
 
     factor: float
     drops: tuple[int, ...]
@@ -54,22 +58,22 @@ class StepSchedule(Schedule):
 
 @dataclass(frozen=True)
 class ConstantSchedule(Schedule):
-    """`peak`, to the end."""
+    """Constant `peak`."""
 
     def after_warmup(self, step: int) -> float:
         return self.peak
 
 
-def rate_scale(scaling: str, batch: int, base_batch: int) -> float:
-    """How much larger the rate is at `batch` than at `base_batch`; scaling is none, sqrt or linear."""
+def lr_scale(scaling: str, batch: int, base_batch: int) -> float:
+    """Factor of the learning rate at `batch`, relative to `base_batch`; scaling is none, sqrt or linear."""
     ratio = batch / base_batch
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
 
 def build_schedule(config: Config) -> Schedule:
-    """The learning rate of a config that is settled for its world."""
+    """The schedule of a config returned by `Config.for_world`."""
     options = config.lr_schedule
-    peak = options.start_lr * rate_scale(options.scaling, config.global_batch_size, config.base_batch_size)
+    peak = options.start_lr * lr_scale(options.scaling, config.global_batch_size, config.base_batch_size)
     return SCHEDULES[options.shape](config, peak)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from utils.distributed.world import World, restarted
+from utils.distributed.launch import restarted
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
 from utils.runs.directory import lock

@@ -14,7 +14,7 @@ from utils.data.loaders.prefetcher import Batch
 from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.profiling.flops import counted
+from utils.profiling.flops import training_flops
 from utils.profiling.profiler import annotate
 from utils.progress import Progress, format_duration
 from utils.runs import tags
@@ -142,9 +142,8 @@ class Trainer:
         with closing(self.loaders.train.epoch(0)) as batches:
             batch = next(batches)
             train = WeightedMean(self.world)
-            with counted(self.step.network) as flops:
-                train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
-            self._teraflop_per_sample = flops.training / len(batch.inputs) / 1e12
+            train.add(self.step.evaluate(*batch)[0], len(batch.inputs))
+            self._teraflop_per_sample = training_flops(self.step.network, batch.inputs) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
             self.world.watchdog.progress("start", state.step)  # compilers may need minutes
