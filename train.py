@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from utils import build, cli
 from utils import config as configs
 from utils.config import Config
+from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, StopSignals
-from utils.distributed.world import World, connect, run_script
+from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.profiling.memory import out_of_memory_for_users
+from utils.profiling.profiler import build_profiler
 from utils.runs import summary
 from utils.runs.directory import open_run, run_directory
 from utils.runs.logger import configure_logging
+from utils.runs.provenance import provenance
 from utils.steps.eager import EagerStep
 
 
@@ -39,9 +42,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
                 run(options, config.for_world(world.size), world, step_class, signals)
 
 
-def run(
-    options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: StopSignals
-) -> None:
+def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: StopSignals) -> None:
     """Builds the parts of one training, or of one benchmark, and runs it. Every rank calls it."""
     step_class.check(world, config.noddp)
     notes = build.backends(config, world.device)
@@ -49,23 +50,26 @@ def run(
     benchmark, volume = build.benchmark_settings(config, world), build.evaluation_volume(config, world)
     directory = run_directory(config, options.config, options.run_num, world.size)
     start = build.start(config, options, directory, world)
-    profiler = build.profiler(config, world, directory)
+    profiler = build_profiler(config, world, directory)
     with build.loaders(config, world) as loaders:
         step = build.step(config, world, model, step_class)
-        loaders.attach(step.pending_work)
+        loaders.train.attach(step.pending_work)
         state = start.restore(step, world)
         if start.is_complete and (start.was_interrupted or summary.is_finished(directory, state.step, world)):
             for line in (*start.describe(), f"DONE ---- rank {world.rank}"):
                 logging.getLogger().info(line)
             return
         notes += [*loaders.notes, *build.options_without_effect(config, world)]
-        with open_run(config, options.config, directory, world, start) as logger:
-            logger.info("\n  ".join([f"Run directory: {directory}", *notes]))
-            logger.info(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+        notes.append(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+        with open_run(config, options.config, directory, world, start.resumed_step, start.is_complete) as logger:
+            for line in (f"Run directory: {directory}", *notes):
+                logger.info(line)
             if benchmark is not None:
-                build.benchmark(config, step, loaders, world, logger, benchmark).run()
+                build.benchmark(config, step, loaders, world, logger, benchmark).run(provenance(world))
             else:
                 summary.remove_replaced(directory, options.resume, start, world)
+                for line in start.describe():
+                    logger.info(line)
                 callbacks = build.callbacks(config, volume, step, world, directory, logger, profiler)
                 trainer = build.trainer(config, step, loaders, world, signals, callbacks, state)
                 summary.finish_run(trainer, trainer.fit(), config, directory, start.initial_network)

@@ -22,11 +22,11 @@ from torch import nn
 
 import export
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
-from predict import Trained
-from train import build_model
+from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.inference.channels import input_channels, target_channels
+from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
 from utils.simulation import gas
 from utils.training import checkpoint
 
@@ -46,7 +46,7 @@ def config_of(**values: Any) -> Config:
 def network_of(config: Config) -> nn.Module:
     """Random weights and normalisation statistics, in evaluation mode."""
     torch.manual_seed(1)
-    network = build_model(config).eval()
+    network = build.network(config).eval()
     for name, buffer in network.named_buffers():
         if name.endswith(("running_mean", "running_var")):
             buffer.uniform_(0.5, 2.0)
@@ -88,13 +88,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
 
 def load(path: Path) -> Any:
     with open(path, "rb") as file:
-        return export.load_program(file)
+        return load_program(file)
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {export.METADATA: ""}
+    found: dict[str, Any] = {METADATA: ""}
     torch.export.load(str(path), extra_files=found)
-    return json.loads(found[export.METADATA])
+    return json.loads(found[METADATA])
 
 
 # --- the network with the transforms inside --------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
     fields = dark_matter(2, 6, 5, 4)
     seen: list[torch.Tensor] = []
 
-    class SlidingWindowPredictor(nn.Module):
+    class FiveChannels(nn.Module):
         """Five channels of four."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
             return y
 
     fields.requires_grad_()
-    physical = physical_network(SlidingWindowPredictor())(fields)
+    physical = physical_network(FiveChannels())(fields)
     for x, values in zip(seen, (fields, physical), strict=True):
         for sample in range(2):
             expected = gas.to_channels(values[sample].detach().numpy().copy())
@@ -166,17 +166,17 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
         f"wrote {files / 'gas.pt2'}: [N, 4, X, Y, Z] -> [N, 5, X, Y, Z] in physical units, X, Y and Z multiples of 4;"
     )
     assert (files / "printed.txt").read_text().startswith(printed)
-    paint, network = load(files / "gas.pt2"), network_of(config_of())
+    predict, network = load(files / "gas.pt2"), network_of(config_of())
     for size in SIZES:
         fields = dark_matter(*size)
-        assert_close(paint(fields), by_channels(network, config_of(), fields))
+        assert_close(predict(fields), by_channels(network, config_of(), fields))
     for refused in ((1, 4, 6, 8, 8), (1, 5, 8, 8, 8)):
         with pytest.raises(RuntimeError):
-            paint(torch.ones(refused))
+            predict(torch.ones(refused))
     fields = dark_matter(1, 4, 4, 4)
-    assert not paint(fields).requires_grad, "no activations are kept for gradients that nobody asked for"
-    assert paint(fields.requires_grad_()).requires_grad
-    on_meta = paint.to("meta")(dark_matter(1, 4, 4, 4).to("meta"))
+    assert not predict(fields).requires_grad, "no activations are kept for gradients that nobody asked for"
+    assert predict(fields.requires_grad_()).requires_grad
+    on_meta = predict.to("meta")(dark_matter(1, 4, 4, 4).to("meta"))
     assert on_meta.device.type == "meta", "the file moves to another device; this one exists everywhere"
     assert torch.export.load(str(files / "gas.pt2")).example_inputs is None, "of six scales it would take 64 MB"
 
@@ -188,10 +188,10 @@ def test_norms_and_rewritten_layers_are_exported_as_plain_operations(tmp_path: P
     fast = {"network": {**network, "space_to_depth": ["down1", "last"]}, "fused_pointwise": True, "channels_last": True}
     save(tmp_path / "run", config_of(**fast, local_batch_size=2), plain)
     export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}"])
-    paint = load(tmp_path / "gas.pt2")
+    predict = load(tmp_path / "gas.pt2")
     for size in SIZES:
         fields = dark_matter(*size)
-        assert_close(paint(fields), by_channels(plain, config, fields))
+        assert_close(predict(fields), by_channels(plain, config, fields))
     program = torch.export.load(str(tmp_path / "gas.pt2"))
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert {name.split(".")[0] for name in called if "getitem" not in name} == {"aten"}
@@ -220,7 +220,7 @@ numpy.save("gas.npy", names["gas"].numpy())
 
 def test_metadata_and_help_say_how_to_use_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = metadata(files / "gas.pt2")
-    assert (found["format"], found["units"]) == ("export", "physical")
+    assert found["units"] == "physical"
     assert (found["input"]["shape"], found["output"]["shape"]) == ("[N, 4, X, Y, Z]", "[N, 5, X, Y, Z]")
     assert (found["input"]["multiple_of"], found["input"]["density_floor_of_mean"]) == (4, 1e-3)
     units = ["mean density", "km/s", "km/s", "km/s", "K"]
@@ -232,25 +232,21 @@ def test_metadata_and_help_say_how_to_use_the_file(files: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         export.main(["--help"])
     lines = found["how_to_call"]
-    assert lines[1] == 'paint = torch.export.load("gas.pt2").module()'
+    assert lines[1] == 'predict = torch.export.load("gas.pt2").module()'
     assert "\n".join(f"    {line}" for line in lines) in capsys.readouterr().out
-    trained = Trained(nn.Identity(), config_of(), {"epoch": 0, "final_loss": math.nan})
-    described = export.describe(trained, export.Options("run", "gas.pt2"))
-    assert described["checkpoint"] == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
+    record = finite_record({"epoch": 0, "final_loss": math.nan})
+    assert record == {"epoch": 0, "final_loss": None}, "JSON has no NaN"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torchscript_in_channel_units_needs_no_transform(tmp_path: Path) -> None:
+def test_a_file_in_channel_units_needs_no_transform(tmp_path: Path) -> None:
     config = config_of(transform={"density_log_scale": None}, N_out_channels=3, vector_channels={"targets": []})
-    network, target = network_of(config), tmp_path / "gas.pt"
+    network, target = network_of(config), tmp_path / "gas.pt2"
     save(tmp_path / "run", config, network)
-    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={target}", "--format=torchscript", "--units=channel"])
-    text: dict[str, Any] = {export.METADATA: ""}
-    paint = torch.jit.load(str(target), _extra_files=text)
+    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={target}", "--units=channel"])
     fields = torch.randn(2, 4, 4, 8, 4)
     with torch.no_grad():
-        assert_close(paint(fields), network(fields), 1e-6)
-    found = json.loads(text[export.METADATA])
+        assert_close(load(target)(fields), network(fields), 1e-6)
+    found = metadata(target)
     assert [channel["value"] for channel in found["output"]["channels"]] == ["unknown"] * 3
 
 
@@ -283,7 +279,7 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
         (["--checkpoint=RUN"], "the following arguments are required: --output; see --help"),
         (["--checkpoint=RUN", "--output=HERE/gas.pt"], "gas.pt does not end in .pt2"),
         (["--checkpoint=RUN", "--output=HERE/no/gas.pt2"], "no for the output; make it, or give another --output"),
-        (["--checkpoint=RUN", "--output=HERE/run", "--format=torchscript"], "run is a directory"),
+        (["--checkpoint=RUN", "--output=HERE/run.pt2"], "run.pt2 is a directory"),
         (["--checkpoint=RUN", "--output=HERE/old.pt2"], "exists; give --overwrite to replace it, or another --output"),
         (["--checkpoint=HERE/no", "--output=HERE/gas.pt2"], "no such file: "),
     ],
@@ -292,7 +288,7 @@ def test_bad_flags_are_one_line(
     refuse: Callable[..., None], files: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     (tmp_path / "old.pt2").write_text("words")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run.pt2").mkdir()
     refuse([flag.replace("HERE", str(tmp_path)).replace("RUN", str(files / "run")) for flag in flags], says)
 
 
@@ -303,7 +299,7 @@ def test_bad_flags_are_one_line(
             {"transform": {"velocity_scale_km_s": None, "temperature_log10_scale": None}},
             "transform.velocity_scale_km_s, transform.temperature_log10_scale of its config is None",
         ),
-        ({"N_in_channels": 6}, "N_in_channels 4 and N_out_channels 5, not of 6 and 5"),
+        ({"N_in_channels": 6}, "N_in_channels 4 and N_out_channels 5, not for 6 and 5"),
     ],
 )
 def test_a_network_without_known_physical_units_is_refused(
@@ -317,33 +313,33 @@ def test_a_file_that_computes_something_else_is_not_written(
     refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is read again and compared. In it one weight of some thousand is off by a thousandth; or one is NaN."""
-    right = export.FORMATS["export"]
+    pack = ExportedNetwork._pack
 
-    def pack(network: nn.Module, config: Config, text: str) -> bytes:
-        bias = network.get_parameter("network.last.bias")
+    def pack_a_changed_weight(exported: ExportedNetwork, text: str) -> bytes:
+        bias = exported.module.get_parameter("network.last.bias")
         before = bias[0].item()
         bias[0] *= 1.001
-        content = right.pack(network, config, text)
+        content = pack(exported, text)
         bias[0] = before
         return content
 
-    monkeypatch.setitem(export.FORMATS, "export", export.Format(pack, right.load, right.call))
+    monkeypatch.setattr(ExportedNetwork, "_pack", pack_a_changed_weight)
     (tmp_path / "gas.pt2").write_text("of value")
     flags = [f"--output={tmp_path / 'gas.pt2'}", "--overwrite"]
-    says = "would compute differs from the network by ", "it is not written"
+    says = "would differ from the network by ", "it is not written"
     refuse([f"--checkpoint={files / 'run'}", *flags], *says)
     exported = (files / "gas.pt2").read_bytes()
-    monkeypatch.setitem(export.FORMATS, "export", export.Format(lambda *_: exported, right.load, right.call))
+    monkeypatch.setattr(ExportedNetwork, "_pack", lambda *_: exported)
     network = network_of(config_of())
     network.get_parameter("last.bias").data[4] = math.nan
     run = save(tmp_path / "run", config_of(), network)
-    refuse([f"--checkpoint={run}", *flags], "differs from the network by nan")
+    refuse([f"--checkpoint={run}", *flags], "would differ from the network by nan")
 
 
 def test_a_full_disk_is_one_line(
     refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported, right = (files / "gas.pt2").read_bytes(), export.FORMATS["export"]
-    monkeypatch.setitem(export.FORMATS, "export", export.Format(lambda *_: exported, right.load, right.call))
+    exported = (files / "gas.pt2").read_bytes()
+    monkeypatch.setattr(ExportedNetwork, "_pack", lambda *_: exported)
     with small_disk(tmp_path / "disk", "20k") as disk:
         refuse([f"--checkpoint={files / 'run'}", f"--output={disk / 'gas.pt2'}"], "No space left on device; free some")

@@ -20,11 +20,13 @@ from volume_files import smooth_field, write_volume
 
 import predict
 import train
+from utils import build
 from utils.config import TransformConfig
-from utils.data.files.hdf5 import Fields
+from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
+from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals, StopSignals
-from utils.distributed.world import Launch, World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.inference.channels import target_channels
 from utils.inference.sliding_window import SlidingWindowPredictor
@@ -111,16 +113,16 @@ def log_of(stderr: str) -> str:
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def expected_hydro(run: Path, nbody: Path, tile: int = 8, step: int = 4, periodic: bool = True) -> np.ndarray:
-    """The tiled prediction without the command; tests/inference/test_sliding_window.py tests it."""
-    network = predict.load_trained(str(run), torch.device("cpu")).network
+def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, periodic: bool = True) -> np.ndarray:
+    """The sliding-window prediction without the command; tests/inference/test_sliding_window.py tests it."""
+    network = build.load_trained(run, torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
-    tiling = build_window_grid(field.shape[1:], tile, step, periodic)  # type: ignore[arg-type]
+    grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
     world = World(Launch("test"), torch.device("cpu"))
-    painter = SlidingWindowPredictor(
-        torch.no_grad()(network), lambda start, stop: field[:, start:stop], tiling, (4, 5), 7, world
+    predictor = SlidingWindowPredictor(
+        torch.no_grad()(network), lambda start, stop: field[:, start:stop], grid, (4, 5), 7, world
     )
-    return np.concatenate([slab.predicted.numpy().copy() for slab in painter.slabs()], axis=1)
+    return np.concatenate([slab.predicted.numpy().copy() for slab in predictor.slabs()], axis=1)
 
 
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path, nbody: Path) -> None:
@@ -150,20 +152,20 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     for key in ("epoch", "step", "final_loss"):
         assert attributes[f"checkpoint_{key}"] == content[key]
     assert "width: 4" in attributes["config"]
-    assert (attributes["tile"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
+    assert (attributes["window"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
-    fields = Fields(str(whole), "Hydro", 5, TransformConfig())  # a training or evaluation can read it
+    fields = FieldReader(str(whole), "Hydro", 5, TransformConfig())  # a training or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     np.testing.assert_array_equal(fields.planes(3, 7), contents(whole)["Hydro"][:, 3:7])
     fields.close()
 
 
-def test_other_tiles_and_precision(command: Any, run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
-    code, stderr = command("--tile=16", "--step=5", "--not_periodic", "--batch_size=1")
+def test_other_windows_and_precision(command: Any, run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
+    code, stderr = command("--window=16", "--overlap=11", "--not_periodic", "--batch_size=1")
     assert code == 0, stderr
-    assert re.search(r"wrote \S.*/hydro.h5: 24 × 16 × 16 cells, 3 tiles of 16³, in \d+:\d\d$", stderr)
+    assert re.search(r"wrote \S.*/hydro.h5: 24 × 16 × 16 cells, 3 windows of 16³, in \d+:\d\d$", stderr)
     found = contents(tmp_path / "hydro.h5")["Hydro"]
-    np.testing.assert_allclose(found, expected_hydro(run, nbody, 16, 5, periodic=False), atol=1e-6)
+    np.testing.assert_allclose(found, expected_hydro(run, nbody, 16, 11, periodic=False), atol=1e-6)
     code, stderr = command("--precision=bfloat16", "--overwrite")
     assert code == 0, stderr
     difference = np.abs(contents(tmp_path / "hydro.h5")["Hydro"] - contents(whole)["Hydro"]).max()
@@ -174,14 +176,14 @@ def test_a_checkpoint_may_be_named_by_its_directory_or_its_weights_file(run: Pat
     best, output = run / FOLDER / BEST, tmp_path / "hydro.h5"
     shutil.copy(best / WEIGHTS, tmp_path / "alone.pt")
     for named, weights in ((best, (best / WEIGHTS).resolve()), (tmp_path / "alone.pt", tmp_path / "alone.pt")):
-        predict.main(command_line(named, nbody, output, "--tile=16", "--step=16", "--overwrite"))
+        predict.main(command_line(named, nbody, output, "--window=16", "--overlap=0", "--overwrite"))
         with h5py.File(output) as written:
             assert written.attrs["checkpoint_sha256"] == digest(best / WEIGHTS), named
             assert Path(written.attrs["checkpoint"]) == weights.resolve(), named
 
 
 def predict_on(world: World, flags: list[str]) -> None:
-    predict.paint(predict.parse(flags), world, NullSignals())
+    predict.predict(predict.parse(flags), world, NullSignals())
 
 
 def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tm
 
 
 def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Callable[..., None]:
-    """A replacement for GrowingVolume.write that also calls `action` when the slab of that number is written."""
+    """A replacement for ResumableHDF5Writer.write that also calls `action` when the slab of that number is written."""
     write, written = ResumableHDF5Writer.write, 0
 
     def write_and_act(self: ResumableHDF5Writer, values: Any) -> None:
@@ -232,19 +234,19 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
         return code, log_of(stderr)
 
     monkeypatch.setattr(StopSignals, "__enter__", remember)
-    assert predict_until(1, "--step=3", "--precision=bfloat16")[0] == 75
+    assert predict_until(1, "--overlap=5", "--precision=bfloat16")[0] == 75
     code, log = predict_until(2, "--physical")
     assert code == 75, log
-    assert "was begun with other tiles, precision, physical: starting over" in log
-    assert "Stopping after plane 8 of 24: SIGTERM; the same command goes on" in log
+    assert "was begun with other windows, precision, physical: starting from scratch" in log
+    assert "Stopping after plane 8 of 24: SIGTERM; run the same command again to resume" in log
     assert not (tmp_path / "hydro.h5").exists()
     code, log = predict_until(1, "--physical")
     assert code == 75, log
-    assert "Going on after plane 8 of 24" in log
+    assert "Resuming after plane 8 of 24" in log
     assert "Stopping after plane 12 of 24" in log
     code, log = predict_until(3, "--physical")  # while the last slab is written: too late to stop
     assert code == 0, log
-    assert "Going on after plane 12 of 24" in log
+    assert "Resuming after plane 12 of 24" in log
     same_bits(tmp_path / "hydro.h5", whole)
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
@@ -264,7 +266,7 @@ def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "hydro.h5").exists()
     predict.main(flags)
-    assert "Going on after plane 12 of 24" in log_of(capsys.readouterr().err)
+    assert "Resuming after plane 12 of 24" in log_of(capsys.readouterr().err)
     same_bits(tmp_path / "hydro.h5", whole)
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
@@ -276,16 +278,16 @@ def test_the_checkpoint_is_the_same_throughout_even_if_a_training_moves_best(
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
     best = copy / FOLDER / BEST
-    first, load = best.resolve(), predict.load_trained
+    first, load = best.resolve(), build.load_trained
 
-    def load_and_move(checkpoint: str, device: torch.device) -> predict.Trained:
+    def load_and_move(checkpoint: Path, device: torch.device) -> build.TrainedNetwork:
         trained = load(checkpoint, device)
         best.unlink()
         best.symlink_to("step_99999999")
         return trained
 
-    monkeypatch.setattr(predict, "load_trained", load_and_move)
-    predict.main(command_line(copy, nbody, tmp_path / "hydro.h5", "--tile=16"))
+    monkeypatch.setattr(build, "load_trained", load_and_move)
+    predict.main(command_line(copy, nbody, tmp_path / "hydro.h5", "--window=16"))
     with h5py.File(tmp_path / "hydro.h5") as file:
         assert file.attrs["checkpoint"] == str(first / WEIGHTS)
         assert file.attrs["checkpoint_sha256"] == digest(first / WEIGHTS)
@@ -334,16 +336,16 @@ CLASSIFIER = {
         ),
         ({"num_epoch": 1}, (), "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
         ({"network": {"name": "vnet"}}, (), "unknown network vnet; known: unet"),
-        (CLASSIFIER, (), "changed.pt is of a classifier (mnist_cnn); give one trained on volumes"),
+        (CLASSIFIER, (), "changed.pt holds a classifier (mnist_cnn); give one trained on volumes"),
         (
             {"transform": {"density_log_scale": None}},
             ("--physical",),
-            "--physical: the checkpoint's config does not say how gas density was made of physical values; leave ",
+            "--physical: the checkpoint's config does not say how gas density follows from physical values; do ",
         ),
-        ({}, ("--tile=10",), "--tile 10 is not a multiple of 4, by which the network divides the grid"),
-        ({}, ("--step=9",), "step 9 does not suit a tile of 8 cells; give one from 1 to 8, best is half"),
-        ({}, ("--tile=0",), "argument --tile: '0' is not a positive integer; see --help"),
-        ({}, ("--tiles=8",), "unrecognized arguments: --tiles=8; did you mean --tile?"),
+        ({}, ("--window=10",), "--window 10 is not a multiple of 4, by which the network divides the grid"),
+        ({}, ("--overlap=8",), "overlap 8 does not suit a window of 8 cells; give 0 to 7, half a window is best"),
+        ({}, ("--window=0",), "argument --window: '0' is not a positive integer; see --help"),
+        ({}, ("--windows=8",), "unrecognized arguments: --windows=8; did you mean --window?"),
     ],
 )
 def test_a_config_or_flags_that_do_not_fit_are_one_line(
@@ -361,7 +363,7 @@ def test_a_damaged_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp
     content = read_weights(run)
     del content["config"]
     torch.save(content, tmp_path / "changed.pt")
-    says = "changed.pt does not say of which network it is; give weights that train.py has written"
+    says = "changed.pt does not say which network it belongs to; give weights that train.py has written"
     refuse(says, checkpoint=tmp_path / "changed.pt")
 
 
@@ -379,7 +381,7 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
         (lambda path: None, "no such file: "),
         (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it holds Dark"),
         (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
-        (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells a side, fewer than a tile's 8"),
+        (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),
         (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config says 14; scale"),
     ],
 )
@@ -391,16 +393,16 @@ def test_a_box_that_does_not_fit_is_one_line(
     refuse(says, nbody=tmp_path / "bad.h5")
 
 
-def test_physical_values_in_place_of_channel_values_are_warned_of(command: Any, tmp_path: Path) -> None:
+def test_physical_values_in_place_of_channel_values_are_warned_about(command: Any, tmp_path: Path) -> None:
     """An exported file takes physical values, this command does not, and the output would be nonsense."""
-    box, flags = box_file(tmp_path / "box.h5"), (f"--input={tmp_path / 'box.h5'}", "--tile=16")
+    box, flags = box_file(tmp_path / "box.h5"), (f"--input={tmp_path / 'box.h5'}", "--window=16")
     assert "Values of" not in command(*flags)[1]
     with h5py.File(box, "r+") as file:
         file["Nbody"][1:] *= 1000  # km/s
     code, stderr = command(*flags, "--overwrite")
     assert code == 0
     assert re.search(
-        r"WARNING - Values of .*/box.h5 reach [0-9,]+, and those that networks are trained on about 1", stderr
+        r"WARNING - Values of .*/box.h5 reach [0-9,]+, but networks are trained on channels of about 1", stderr
     )
 
 
@@ -411,14 +413,14 @@ def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
     with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
     refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; mend the file", nbody=tmp_path / "bad.h5")
-    planes = Fields.planes
+    planes = FieldReader.planes
 
-    def fail_late(self: Fields, start: int, stop: int) -> np.ndarray:
+    def fail_late(self: FieldReader, start: int, stop: int) -> np.ndarray:
         if stop > 20:
             raise UserError(f"cannot read {self.path}: Input/output error")
         return planes(self, start, stop)
 
-    monkeypatch.setattr(Fields, "planes", fail_late)
+    monkeypatch.setattr(FieldReader, "planes", fail_late)
     hidden = (".hydro.h5.journal", ".hydro.h5.lock", ".hydro.h5.partial")
     refuse("Input/output error", nbody=box_file(tmp_path / "good.h5"), left=hidden)
 

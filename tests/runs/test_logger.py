@@ -16,9 +16,11 @@ from disks import fill, small_disk
 from trainings import NoWaiting
 
 from utils import config as configs
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.runs import logger as logs
+from utils.runs import directory
+from utils.runs.logger import Logger, RunLogger
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -38,24 +40,24 @@ def config() -> configs.Config:
 
 
 def test_a_second_run_in_one_directory_is_refused(tmp_path: Path, config: configs.Config) -> None:
-    first = logs.open_run(config, "test", tmp_path, ALONE)
+    first = directory.open_run(config, "test", tmp_path, ALONE)
     first.scalars({"Loss/train": 1.0}, 0)
     with pytest.raises(UserError, match=r"another run is writing to .* --run_num of its own"):
-        logs.open_run(config, "test", tmp_path, ALONE)
+        directory.open_run(config, "test", tmp_path, ALONE)
     first.scalars({"Loss/train": 0.5}, 1)
     first.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1]
-    logs.open_run(config, "test", tmp_path, ALONE).close()
+    directory.open_run(config, "test", tmp_path, ALONE).close()
 
 
 def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: Path, config: configs.Config) -> None:
-    training = logs.open_run(config, "test", tmp_path, ALONE)
+    training = directory.open_run(config, "test", tmp_path, ALONE)
     training.scalars({"Loss/train": 1.0}, 0)
     training.close()
     kept = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", *(tmp_path / "logs").iterdir())}
     assert len(kept) == 2
-    benchmark = logs.open_run(config, "test", tmp_path, ALONE)
+    benchmark = directory.open_run(config, "test", tmp_path, ALONE)
     benchmark.info("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
     benchmark.close()
     assert {path: path.read_bytes() for path in kept} == kept
@@ -63,7 +65,7 @@ def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: P
 
 
 def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(tmp_path: Path, config) -> None:
-    logs.open_run(config.for_world(4), "test", tmp_path, ALONE).close()
+    directory.open_run(config.for_world(4), "test", tmp_path, ALONE).close()
     path = str(tmp_path / "config.yaml")
     again = configs.load(path, configs.default_name(path)).for_world(2)
     assert (again.global_batch_size, again.local_batch_size) == (8, 4)
@@ -78,34 +80,34 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]
 # --- records across restarts -----------------------------------------------------------------------------------------
 
 
-def record(logs_: logs.NullLogger, steps: Any) -> None:
+def record(logger: Logger, steps: Any) -> None:
     for step in steps:
-        logs_.scalars({"Loss/train": float(step)}, step)
+        logger.scalars({"Loss/train": float(step)}, step)
 
 
-def recorded(directory: Path) -> list[int]:
+def recorded(run: Path) -> list[int]:
     """The steps in metrics.jsonl, all of whose lines are complete, valid JSON."""
-    text = (directory / "metrics.jsonl").read_text()
+    text = (run / "metrics.jsonl").read_text()
     assert text.endswith("\n")
     return [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
 
 
-def shown(directory: Path) -> list[int]:
+def shown(run: Path) -> list[int]:
     """The steps of TensorBoard's curve."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(directory / "logs"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
     assert all(event.value == event.step for event in events.Scalars("Loss/train"))
     return [event.step for event in events.Scalars("Loss/train")]
 
 
-def assert_records(directory: Path, steps: Any) -> None:
-    assert recorded(directory) == list(steps)
-    assert shown(directory) == list(steps)
+def assert_records(run: Path, steps: Any) -> None:
+    assert recorded(run) == list(steps)
+    assert shown(run) == list(steps)
 
 
-def start(directory: Path, resumed: int | None = None) -> logs.RunLogger:
-    return logs.RunLogger(directory, resumed)
+def start(path: Path, resumed: int | None = None) -> RunLogger:
+    return RunLogger(path, directory.lock(path), resumed)
 
 
 def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
@@ -184,11 +186,11 @@ def test_scalars_survive_a_full_disk_with_one_warning(
 ) -> None:
     """metrics.jsonl continues as soon as there is room, TensorBoard's curves with the next start; all is readable."""
     logging.getLogger().setLevel(logging.INFO)
-    with small_disk(tmp_path / "run", "200k") as directory:
-        run = start(directory)
+    with small_disk(tmp_path / "run", "200k") as disk:
+        run = start(disk)
         record(run, range(5))
         run.flush()
-        filler = fill(directory)
+        filler = fill(disk)
         for step in range(5, 400):
             record(run, [step])
             run.info("a line of the log")
@@ -198,27 +200,27 @@ def test_scalars_survive_a_full_disk_with_one_warning(
         record(run, range(400, 425))
         run.info("after it")
         run.close()
-        assert "after it" in (directory / "out.log").read_text()
-        again = start(directory, 424)
+        assert "after it" in (disk / "out.log").read_text()
+        again = start(disk, 424)
         record(again, range(425, 430))
         again.close()
         warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-        assert warnings == [f"Cannot record scalars in {directory}: No space left on device; training goes on"]
+        assert warnings == [f"Cannot record scalars in {disk}: No space left on device; training continues"]
         assert "Traceback" not in capfd.readouterr().err
-        for found, after in ((recorded(directory), range(401, 430)), (shown(directory), range(425, 430))):
+        for found, after in ((recorded(disk), range(401, 430)), (shown(disk), range(425, 430))):
             assert found == sorted(set(found))
             assert found[:5] == list(range(5))
             assert found[-len(after) :] == list(after)
         # A run whose disk is still full when it ends, and one that starts there:
-        last = start(directory, 429)
+        last = start(disk, 429)
         record(last, range(430, 435))
         last.flush()
-        fill(directory)
+        fill(disk)
         for step in range(435, 530):
             record(last, [step])
             last.info("a line of the log")
         last.close()
         assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 2
         assert "Traceback" not in capfd.readouterr().err
-        assert set(range(425, 435)) <= set(shown(directory))
-        start(directory, 434).close()
+        assert set(range(425, 435)) <= set(shown(disk))
+        start(disk, 434).close()

@@ -10,8 +10,9 @@ import pytest
 from trainings import CLOCKS, curves
 
 import train
-from utils.runs import logger as logs
-from utils.runs import summary as report
+from utils.runs import summary
+from utils.runs.logger import RunLogger
+from utils.training.trainer import Trainer
 
 TOP = Path(__file__).parent.parent.parent
 PICTURES = ["loss_curves.png", "slices.png"]
@@ -54,20 +55,20 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     whole, _ = start("whole")
     with monkeypatch.context() as patch:
         if moment == "before the hyperparameters":
-            patch.setattr(logs.RunLogger, "hparams", die)
+            patch.setattr(RunLogger, "hparams", die)
         else:
-            patch.setattr(report, "write_summary", die)
+            patch.setattr(summary, "write_summary", die)
         with pytest.raises(Killed):
             start("killed")
     run = tmp_path / "test" / "1GPU" / "killed"
-    assert not (run / report.SUMMARY).exists()
+    assert not (run / summary.SUMMARY).exists()
     before = contents(run)
     _, printed = start("killed")
     assert "The summary of this training is missing" in printed
     assert "trained network" in printed, "the table of results"
     assert scalars(run) == scalars(whole), "each value once"
     assert all((run / name).exists() for name in PICTURES)
-    summaries = [json.loads((path / report.SUMMARY).read_text()) for path in (run, whole)]
+    summaries = [json.loads((path / summary.SUMMARY).read_text()) for path in (run, whole)]
     assert summaries[0]["steps"] == 16
     assert summaries[0]["final_loss"] == summaries[1]["final_loss"]
     assert scalars(run)["Loss/valid"][-1] == (16, pytest.approx(summaries[0]["final_loss"], rel=1e-6)), "as float32"
@@ -88,15 +89,15 @@ def test_a_finished_run_is_left_unchanged(start: Any) -> None:
 def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
     tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, train_step = tmp_path / "test" / "1GPU" / "00", train.Trainer._train_step
+    run, train_step = tmp_path / "test" / "1GPU" / "00", Trainer._train_step
 
-    def die_in_second_epoch(trainer: train.Trainer, *arguments: Any) -> None:
-        if trainer.at.step == 12:
+    def die_in_second_epoch(trainer: Trainer, *arguments: Any) -> None:
+        if trainer.state.step == 12:
             raise Killed
         train_step(trainer, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "_train_step", die_in_second_epoch)
+        patch.setattr(Trainer, "_train_step", die_in_second_epoch)
         with pytest.raises(Killed):
             start("00")
     before = contents(run)
@@ -104,12 +105,12 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
     assert "This training is complete" in printed
     assert contents(run) == before
     start("00")
-    assert json.loads((run / report.SUMMARY).read_text())["steps"] == 16
+    assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 16
 
 
 def test_more_epochs_replace_the_summary(start: Any) -> None:
     run, _ = start("00")
     start("00", "--num_epochs=3")
     found = scalars(run)
-    assert json.loads((run / report.SUMMARY).read_text())["steps"] == 24
+    assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 24
     assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"

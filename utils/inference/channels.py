@@ -1,4 +1,4 @@
-"""What the channels of a volume are: names, units, and how they were made of physical values.
+"""The channels of a volume: names, units, and the transform from physical values.
 
 A channel x holds ln(value) or the value itself, scaled: value = exp(center + scale · x), or scale · x.
 """
@@ -19,7 +19,7 @@ DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
 
 @dataclass(frozen=True)
 class Channel:
-    """One channel; `unit` is None, and so are physical values, where nobody has said how it was made."""
+    """One channel; `unit` is None if the transform is unknown, and then physical values are unknown, too."""
 
     name: str
     unit: str | None = None
@@ -28,21 +28,21 @@ class Channel:
     is_log: bool = False
 
     def to_physical(self, values: Any) -> Any:
-        """Physical values of a channel's, numpy or torch, in the same type."""
+        """Physical values of the channel's values, as numpy array or torch tensor like the argument."""
         if not self.is_log:
             return values * self.scale
         linear = values * self.scale + self.center
         return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
 
     def from_physical(self, values: Any) -> Any:
-        """The channel's values of physical ones; those of a logarithm must be above zero."""
+        """The channel's values of physical values, which must be positive if the channel is a logarithm."""
         if not self.is_log:
             return values / self.scale
         logarithm = values.log() if isinstance(values, torch.Tensor) else np.log(values)
         return (logarithm - self.center) / self.scale
 
     def formula(self) -> str:
-        """How the channel was made of the physical value, for people."""
+        """The transform from physical values as a readable formula."""
         if self.unit is None:
             return "unknown"
         if not self.is_log:
@@ -54,14 +54,14 @@ class Channel:
 
 
 def input_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
-    """Of `Nbody`: dark-matter density and velocity; of another number of channels nothing is known."""
+    """Channels of `Nbody`: dark-matter density and velocity if there are 4, else unknown ones."""
     if count != 4:
         return _unknown(count)
     return (_density("dark-matter density", transform), *_velocity("dark-matter velocity", transform))
 
 
 def target_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
-    """Of `Hydro`: gas density, velocity and temperature; of another number of channels nothing is known."""
+    """Channels of `Hydro`: gas density, velocity and temperature if there are 5, else unknown ones."""
     if count != 5:
         return _unknown(count)
     scale, center = transform.temperature_log10_scale, transform.temperature_log10_center

@@ -1,7 +1,7 @@
-"""A network applied to a whole volume, tile by tile, on all ranks; what comes out comes in slabs along x.
+"""Sliding-window prediction of a whole volume on all ranks, in slabs along x.
 
-Memory holds a tile's thickness of the volume, whatever its length along x. Ranks share out the tiles of a layer, those
-that begin at the same plane, and add up what they made of them.
+Memory holds a window's thickness of the volume, whatever its length along x. Windows that begin at the same plane form
+a layer. Ranks share the windows of a layer and sum their weighted predictions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from utils.distributed.world import World
 from utils.inference.window_grid import Piece, WindowGrid, pieces
 
-# Input planes [C, n, Y, Z], float32, from `start` on; they never go beyond the volume's end.
+# (start, stop) -> input planes [C, stop - start, Y, Z], float32, within the volume.
 ReadPlanes = Callable[[int, int], np.ndarray]
 Predict = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Slab(NamedTuple):
-    """Planes that are done, on every rank: `inputs` [C_in, n, Y, Z] and `predicted` [C_out, n, Y, Z], on the device."""
+    """Finished planes, on every rank: `inputs` [C_in, n, Y, Z] and `predicted` [C_out, n, Y, Z], on the device."""
 
     number: int
     start: int
@@ -33,100 +33,114 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidingWindowPredictor:
-    """What it takes to go over a volume; `read` may raise UserErrors, which all ranks then fail with."""
+    """Predicts a volume window by window; if `read` raises UserError on a rank, all ranks raise it."""
 
-    predict: Predict  # [N, C_in, T, T, T] -> [N, C_out, T, T, T], on the world's device
+    predict: Predict  # [N, C_in, W, W, W] -> [N, C_out, W, W, W], on the world's device
     read: ReadPlanes
-    tiling: WindowGrid
+    grid: WindowGrid
     channels: tuple[int, int]  # C_in, C_out
-    batch_size: int  # tiles at once on each rank
+    batch_size: int  # windows per rank and forward pass
     world: World
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first plane of each slab; with the one behind the last."""
-        return (*self.tiling.x.origins, self.tiling.x.size)
+        """The first plane of each slab, and the end of the last one."""
+        return (*self.grid.x.origins, self.grid.x.size)
 
-    def tiles(self, first: int = 0) -> int:
-        """How many this rank predicts for the slabs from number `first` on."""
-        return len(self._mine()) * len(layers(self.tiling, first))
+    def window_count(self, first: int = 0) -> int:
+        """Number of windows that this rank predicts for the slabs from number `first` on."""
+        return len(self._own_windows()) * len(layers(self.grid, first))
 
-    def slabs(self, first: int = 0, advance: Callable[[int], None] = lambda tiles: None) -> Iterator[Slab]:
+    def slabs(self, first: int = 0, advance: Callable[[int], None] = lambda windows: None) -> Iterator[Slab]:
         """The slabs from number `first` on; every rank calls it.
 
-        `advance` is told of each batch of this rank's tiles that is done. A slab is valid until the next one is asked
-        for.
+        `advance` is called with the size of each batch of windows that this rank has predicted. A slab is valid until
+        the next one is requested.
         """
-        axis, device = self.tiling.x, self.world.device
-        begin, todo = axis.origins[first], layers(self.tiling, first)
+        axis, device = self.grid.x, self.world.device
+        begin, todo = axis.origins[first], layers(self.grid, first)
         inputs, total = (
-            torch.zeros((channels, axis.tile, *self.tiling.shape[1:]), device=device) for channels in self.channels
+            torch.zeros((channels, axis.window, *self.grid.shape[1:]), device=device) for channels in self.channels
         )
-        known = 0  # planes of `inputs` that are there
+        known = 0  # planes of `inputs` that have been read
         for index, (origin, number) in enumerate(todo):
             with self.world.raise_together():
                 self._read(origin + known, inputs[:, known:])
-            self.world.watch.at("prediction")  # of ranks that have no tiles, too
+            self.world.watchdog.progress("prediction")  # also on ranks that have no windows
             self._add_layer(number, inputs, total, advance)
             is_wanted = origin >= begin
             stop = self.starts[number + 1] if is_wanted else todo[index + 1][0]
             done = stop - origin  # planes that no later layer reaches
             if is_wanted:
                 yield Slab(number, origin, inputs[:, :done], self.world.sum(total[:, :done]))
-            known = axis.tile - done
+            known = axis.window - done
             for field in (inputs, total):
                 field[:, :known] = field[:, done:].clone()
             total[:, known:] = 0
 
-    def _mine(self) -> list[tuple[int, int]]:
-        return self.tiling.layer()[self.world.rank :: self.world.size]
+    def _own_windows(self) -> list[tuple[int, int]]:
+        return self.grid.layer()[self.world.rank :: self.world.size]
 
     def _read(self, start: int, out: torch.Tensor) -> None:
-        """Planes from `start` on, around the end if they must, into `out` [C, n, Y, Z]."""
-        for there, here in pieces(start, out.shape[1], self.tiling.x.size):
-            planes = np.array(self.read(here.start, here.stop))
-            out[:, there] = torch.from_numpy(planes).to(out.device)
+        """Reads planes from `start` on into `out` [C, n, Y, Z], wrapping around the end."""
+        for inside, volume in pieces(start, out.shape[1], self.grid.x.size):
+            planes = np.array(self.read(volume.start, volume.stop))
+            out[:, inside] = torch.from_numpy(planes).to(out.device)
 
     def _add_layer(
         self, number: int, inputs: torch.Tensor, total: torch.Tensor, advance: Callable[[int], None]
     ) -> None:
-        """This rank's tiles of layer `number`, weighed, onto `total` [C_out, T, Y, Z]."""
-        axes = (self.tiling.x, self.tiling.y, self.tiling.z)
-        along_x, along_y, along_z = (torch.from_numpy(axis.windows).to(total.device) for axis in axes)
-        side, mine = self.tiling.x.tile, self._mine()
+        """Adds this rank's weighted windows of layer `number` to `total` [C_out, W, Y, Z]."""
+        axes = (self.grid.x, self.grid.y, self.grid.z)
+        along_x, along_y, along_z = (torch.from_numpy(axis.weights).to(total.device) for axis in axes)
+        side, mine = self.grid.x.window, self._own_windows()
         for begin in range(0, len(mine), self.batch_size):
             batch = mine[begin : begin + self.batch_size]
-            self.world.watch.at("prediction")
-            tiles = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
-            for tile, place in zip(tiles, batch, strict=True):
+            self.world.watchdog.progress("prediction")
+            windows = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
+            for window, place in zip(windows, batch, strict=True):
                 for y, z in self._pieces(*place):
-                    tile[:, :, y.tile, z.tile] = inputs[:, :, y.volume, z.volume]
-            for made, place in zip(self.predict(tiles).float(), batch, strict=True):
-                share = along_y[place[0]].view(-1, 1) * along_z[place[1]]  # [T, T]
-                weighed = made * (along_x[number].view(-1, 1, 1) * share)
+                    window[:, :, y.window, z.window] = inputs[:, :, y.volume, z.volume]
+            for output, place in zip(self.predict(windows).float(), batch, strict=True):
+                weights = along_y[place[0]].view(-1, 1) * along_z[place[1]]  # [W, W]
+                weighted = output * (along_x[number].view(-1, 1, 1) * weights)
                 for y, z in self._pieces(*place):
-                    total[:, :, y.volume, z.volume] += weighed[:, :, y.tile, z.tile]
+                    total[:, :, y.volume, z.volume] += weighted[:, :, y.window, z.window]
             advance(len(batch))
 
     def _pieces(self, y: int, z: int) -> Iterator[tuple[Piece, Piece]]:
-        """The straight pieces of a tile across its layer."""
+        """The pieces of a window across its layer, split where it wraps around the box."""
         along_y, along_z = (
-            pieces(axis.origins[number], axis.tile, axis.size)
-            for axis, number in ((self.tiling.y, y), (self.tiling.z, z))
+            pieces(axis.origins[number], axis.window, axis.size)
+            for axis, number in ((self.grid.y, y), (self.grid.z, z))
         )
         return itertools.product(along_y, along_z)
 
 
-def layers(tiling: WindowGrid, first: int = 0) -> list[tuple[int, int]]:
-    """The layers of tiles that slabs from number `first` on are made of, in order: first plane, and number.
+def layers(grid: WindowGrid, first: int = 0) -> list[tuple[int, int]]:
+    """The layers that contribute to the slabs from number `first` on, in order: (first plane, number).
 
-    Those that begin before that slab and reach into it come first, for its sake alone; from behind the end, where the
-    volume is periodic, with negative planes.
+    Layers that begin before that slab and reach into it come first. In a periodic volume they may begin behind its end,
+    and then have negative planes.
     """
-    axis = tiling.x
+    axis = grid.x
     begin = axis.origins[first]
-    wraps = any(origin + axis.tile > axis.size for origin in axis.origins)
+    wraps = any(origin + axis.window > axis.size for origin in axis.origins)
     before = [(origin - axis.size, number) for number, origin in enumerate(axis.origins)] if wraps else []
     before += [(origin, number) for number, origin in enumerate(axis.origins[:first])]
-    reaching = [(origin, number) for origin, number in before if origin > begin - axis.tile]
+    reaching = [(origin, number) for origin, number in before if origin > begin - axis.window]
     return reaching + [(axis.origins[number], number) for number in range(first, len(axis.origins))]
+
+
+def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Predict:
+    """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process."""
+    # cuDNN's search would choose other algorithms for other batch sizes, and so make results depend on them.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+
+    @torch.inference_mode()
+    def predict(windows: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            return network(windows)
+
+    return predict

@@ -1,8 +1,8 @@
-"""How a volume is cut into overlapping tiles, and in what proportions they are put together again.
+"""How a volume is covered by overlapping windows, and with what weights their predictions are added.
 
-A network is at its worst beside the faces of what it is given, where it sees zeros instead of the neighbourhood. So
-tiles overlap, and count less towards their faces: along each axis with the square of a sine, which half-overlapping
-tiles add up to one with, and which is brought to add up to one where they overlap otherwise.
+A network predicts worst next to the faces of its input, where it sees zero padding instead of the neighbourhood. So
+windows overlap, and their weight falls towards their faces: along each axis with the square of a sine. For windows
+that overlap by half these weights add up to one; for other overlaps they are normalised so that they do.
 """
 
 from __future__ import annotations
@@ -19,52 +19,55 @@ from utils.errors import UserError
 
 @dataclass(frozen=True)
 class Axis:
-    """Tiles along one axis of `size` cells; those of a periodic one go on behind its end at its beginning."""
+    """Windows along one axis of `size` cells; on a periodic axis they may wrap around its end."""
 
     size: int
-    tile: int
+    window: int
     origins: tuple[int, ...]
-    windows: np.ndarray  # [tiles, tile], float32: a tile's share in each of its cells; in each cell they add up to 1
+    weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
     def covered(self, number: int) -> np.ndarray:
-        """The cells of tile `number`, [tile]."""
-        return (self.origins[number] + np.arange(self.tile)) % self.size
+        """The cells of window `number`, [window]."""
+        return (self.origins[number] + np.arange(self.window)) % self.size
 
 
 class Piece(NamedTuple):
-    """Cells of a tile, and where they lie in the volume."""
+    """Cells of a window, and the cells of the volume that they are."""
 
-    tile: slice
+    window: slice
     volume: slice
 
 
-def cut(size: int, tile: int, step: int, periodic: bool = True) -> Axis:
-    """Tiles at most `step` cells apart; evenly, so that they are exactly so where `step` divides the size.
+def cut(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
+    """Windows that overlap by at least `overlap` cells, spaced evenly.
 
-    UserError where a tile does not fit.
+    Raises UserError if a window does not fit.
     """
-    if size < tile:
+    if size < window:
         raise UserError(
-            f"the box has {size} cells a side, fewer than a tile's {tile}; give a larger box or smaller tiles"
+            f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller windows"
         )
-    if not 1 <= step <= tile:
-        raise UserError(f"step {step} does not suit a tile of {tile} cells; give one from 1 to {tile}, best is half")
+    if not 0 <= overlap < window:
+        raise UserError(
+            f"overlap {overlap} does not suit a window of {window} cells; give 0 to {window - 1}, half a window is best"
+        )
+    step = window - overlap
     if periodic:
         count = -(-size // step)
         origins = tuple(number * size // count for number in range(count))
     else:
-        count = -(-(size - tile) // step) + 1
-        origins = tuple(number * (size - tile) // max(count - 1, 1) for number in range(count))
-    share = np.sin(np.pi * (np.arange(tile) + 0.5) / tile) ** 2  # [tile]
+        count = -(-(size - window) // step) + 1
+        origins = tuple(number * (size - window) // max(count - 1, 1) for number in range(count))
+    shape = np.sin(np.pi * (np.arange(window) + 0.5) / window) ** 2  # [window]
     total = np.zeros(size)
     for origin in origins:
-        total[(origin + np.arange(tile)) % size] += share
-    windows = np.stack([share / total[(origin + np.arange(tile)) % size] for origin in origins])
-    return Axis(size, tile, origins, windows.astype(np.float32))
+        total[(origin + np.arange(window)) % size] += shape
+    weights = np.stack([shape / total[(origin + np.arange(window)) % size] for origin in origins])
+    return Axis(size, window, origins, weights.astype(np.float32))
 
 
 def pieces(start: int, length: int, size: int) -> Iterator[Piece]:
-    """The cells [start, start + length) of a periodic axis, which may wrap around its end, in straight pieces."""
+    """The cells [start, start + length) of a periodic axis, split where they wrap around its end."""
     done = 0
     while done < length:
         place = (start + done) % size
@@ -75,7 +78,7 @@ def pieces(start: int, length: int, size: int) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class WindowGrid:
-    """Tiles of a volume: each axis by itself, all combinations of their tiles."""
+    """Cubic windows of a volume: all combinations of the windows along its axes."""
 
     x: Axis
     y: Axis
@@ -91,38 +94,38 @@ class WindowGrid:
 
     @property
     def layer_count(self) -> int:
-        """Tiles that begin at the same plane of x."""
+        """Number of windows that begin at the same plane of x."""
         return len(self.y.origins) * len(self.z.origins)
 
-    def about(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """One phrase for logs and reports."""
         steps = {end - start for axis in (self.x, self.y, self.z) for start, end in itertools.pairwise(axis.origins)}
-        apart = f", {max(steps)} cells apart" if steps else ""
-        return f"{self.count} tiles of {self.x.tile}³{apart}"
+        overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
+        return f"{self.count} windows of {self.x.window}³ cells{overlap}"
 
-    def near_faces(self, cells: int) -> np.ndarray:
-        """Which cells lie within so many of the face of some tile that another goes on behind: [X, Y, Z]."""
+    def near_faces(self, distance: int) -> np.ndarray:
+        """Mask [X, Y, Z] of the cells closer than `distance` cells to an inner face of a window."""
         near = []
         for axis in (self.x, self.y, self.z):
-            periodic = any(origin + axis.tile > axis.size for origin in axis.origins)
-            faces = {place for origin in axis.origins for place in (origin, origin + axis.tile)}
+            periodic = any(origin + axis.window > axis.size for origin in axis.origins)
+            faces = {place for origin in axis.origins for place in (origin, origin + axis.window)}
             faces = {face % axis.size for face in faces} if periodic else faces - {0, axis.size}
             centre = np.arange(axis.size) + 0.5
             close = np.zeros(axis.size, dtype=bool)
             for face in faces:
                 away = np.abs(centre - face)
-                close |= np.minimum(away, axis.size - away if periodic else away) < cells
+                close |= np.minimum(away, axis.size - away if periodic else away) < distance
             near.append(close)
         return near[0][:, None, None] | near[1][:, None] | near[2]
 
     def layer(self) -> list[tuple[int, int]]:
-        """Their numbers along y and z."""
+        """The windows of one layer, as numbers along y and z."""
         return [(y, z) for y in range(len(self.y.origins)) for z in range(len(self.z.origins))]
 
 
 def build_window_grid(
-    shape: tuple[int, int, int], tile: int, step: int | None = None, periodic: bool = True
+    shape: tuple[int, int, int], window: int, overlap: int | None = None, periodic: bool = True
 ) -> WindowGrid:
-    """Cubic tiles of `tile` cells a side, at most `step` apart (half a tile); UserError where they do not fit."""
-    step = max(tile // 2, 1) if step is None else step
-    return WindowGrid(*(cut(size, tile, step, periodic) for size in shape))
+    """Windows of `window` cells per side that overlap by at least `overlap` (None: half); UserError if they do not fit."""
+    overlap = window - max(window // 2, 1) if overlap is None else overlap
+    return WindowGrid(*(cut(size, window, overlap, periodic) for size in shape))

@@ -1,30 +1,23 @@
-"""What a run leaves for the eye: a closing table, loss curves, slices of input, target and prediction."""
+"""The end of a run: result table, hyperparameters, pictures and summary.json."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import json
-import math
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
-from utils.data import Loader
-from utils.data.files.hdf5 import CHANNEL_NAMES
+from utils.config import Config
 from utils.distributed.world import World
-from utils.evaluation import figures
+from utils.evaluation import baselines, crop_figures, report, results
 from utils.files import atomic_write
 from utils.progress import format_duration
-from utils.runs.logger import NullLogger, read_records
-from utils.steps import Step
-from utils.training.trainer import FitResult
+from utils.runs import tags
+from utils.runs.logger import Logger
+from utils.training.resume import Start, discard_replaced
+from utils.training.trainer import FitResult, Trainer
 
 SUMMARY = "summary.json"
-HISTOGRAM_BINS = 8192
-HISTOGRAM_RANGE = (-1.5, 1.5)
 
 
 def is_finished(directory: Path, step: int, world: World) -> bool:
@@ -38,87 +31,53 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     return bool(world.gather_objects(written)[0])
 
 
-def write_summary(directory: Path, result: FitResult, logs: NullLogger) -> None:
-    """Writes summary.json, the last file of a run: a run that is started again without it writes its summary again."""
+def remove_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
+    """Removes what a training replaces: the summary, later evaluations and, with --resume=no, the checkpoints.
+
+    Every rank calls it, once everything else has been checked.
+    """
+    discard_replaced(directory, resume, start, world)
+    last_step = -1 if start.resumed_step is None else start.resumed_step
+    with world.raise_together():
+        if world.is_root:
+            results.remove_after(directory / results.FOLDER, last_step)
+            (directory / SUMMARY).unlink(missing_ok=True)
+
+
+def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: str) -> None:
+    """Records the result of a training; `start` names the network it began with. Every rank calls it.
+
+    summary.json is written last: a run that is started again without it does all of this again.
+    """
+    logger, world = trainer.logger, trainer.world
+    final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
+    logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
+    losses = {start: result.initial_loss}
+    if config.report_baselines:
+        measure = baselines.class_frequency_loss if config.is_classification else baselines.volume_losses
+        losses |= measure(trainer.loaders.valid, world)
+    with world.raise_together():
+        if world.is_root:
+            pictures = _draw(trainer, result, config, directory) if config.report_pictures else []
+            logger.info("\n  ".join(["Result:", *result_table(result, losses, directory), *pictures]))
+            trainer.checkpointer.check()
+            logger.flush()
+            write_summary(directory, result, logger)
+
+
+def write_summary(directory: Path, result: FitResult, logger: Logger) -> None:
+    """Writes summary.json, the last file of a run."""
     try:
         with atomic_write([directory / SUMMARY]) as (partial,):
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        logs.warning(f"Cannot write {directory / SUMMARY}: {error.strerror or error}")
+        logger.warning(f"Cannot write {directory / SUMMARY}: {error.strerror or error}")
 
 
-def forget_summary(directory: Path) -> None:
-    """Removes the summary of an earlier, shorter training before a run resumes or starts from scratch."""
-    (directory / SUMMARY).unlink(missing_ok=True)
-
-
-def label_baselines(loader: Loader, world: World) -> dict[str, float]:
-    """Cross-entropy of the best guess that does not look at the sample: how often each class comes."""
-    counts: dict[int, int] = {}
-    for _, labels in loader.epoch(0):
-        for label in labels.tolist():
-            counts[label] = counts.get(label, 0) + 1
-    total: dict[int, int] = {}
-    for part in world.gather_objects(counts):
-        for label, count in part.items():
-            total[label] = total.get(label, 0) + count
-    samples = sum(total.values())
-    return {"frequencies": -sum(count * math.log(count / samples) for count in total.values()) / samples}
-
-
-def baseline_losses(loader: Loader, world: World) -> dict[str, float]:
-    """Mean |difference| over the validation crops of two predictors that learn nothing from the input's structure.
-
-    'constant': each target channel's median, the best constant under this loss (to half a histogram bin);
-    'copy': the input's density and velocities as the gas's, and the constant for what the input lacks.
-    """
-    medians = _medians(loader, world)
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, elements
-    for inputs, targets in loader.epoch(0):
-        constant = medians.to(targets.dtype).view(1, -1, 1, 1, 1).expand_as(targets)
-        shared = min(inputs.shape[1], targets.shape[1])
-        copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
-        sums[0] += (constant - targets).abs().sum(dtype=torch.float64)
-        sums[1] += (copy - targets).abs().sum(dtype=torch.float64)
-        sums[2] += targets.numel()
-    constant_sum, copy_sum, count = world.sum(sums).tolist()
-    return {"constant": constant_sum / count, "copy": copy_sum / count}
-
-
-def _medians(loader: Loader, world: World) -> torch.Tensor:
-    """Per target channel, from histograms summed over the ranks."""
-    low, high = HISTOGRAM_RANGE
-    counts: torch.Tensor | None = None
-    channels = 0
-    for _, targets in loader.epoch(0):
-        channels = targets.shape[1]
-        part = torch.stack(
-            [
-                torch.histc(targets[:, channel].clamp(low, high), HISTOGRAM_BINS, low, high)
-                for channel in range(channels)
-            ]
-        ).double()
-        counts = part if counts is None else counts + part
-    # A rank may have had no validation batch; it still takes part in the sum.
-    channels = max(world.gather_objects(channels))
-    total = world.sum(torch.zeros(channels, HISTOGRAM_BINS, device=world.device).double() if counts is None else counts)
-    cumulative = total.cumsum(1)
-    bins = (cumulative < cumulative[:, -1:] / 2).sum(1)
-    return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS
-
-
-def closing_table(
-    result: FitResult, baselines: dict[str, float], directory: Path, start: str = "untrained network"
-) -> list[str]:
-    """The lines that end a run; `start` is what it began with."""
-    names = {
-        "constant": "best constant per channel",
-        "copy": "copying density and velocities",
-        "frequencies": "guessing by class frequency",
-    }
-    others = {start: result.initial_loss, **{names[key]: loss for key, loss in baselines.items()}}
+def result_table(result: FitResult, losses: dict[str, float], directory: Path) -> list[str]:
+    """The table that ends the log; `losses` are those to compare with, by name."""
     lines = [f"{'validation loss':<32}{'':>10}   trained is"]
-    lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in others.items()]
+    lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in losses.items()]
     lines.append(f"  {'trained network':<30}{result.final_loss:>10.6f}")
     lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in result.metrics.items()]
     lines.append(f"{'throughput, last epoch':<32}{result.samples_per_second:>10.1f}   samples/s")
@@ -129,57 +88,21 @@ def closing_table(
     return lines
 
 
-def draw(
-    step: Step, loader: Loader, directory: Path, logs: NullLogger, steps: int, is_classification: bool
-) -> list[Path]:
-    """Writes loss_curves.png and, of volumes, slices.png; the slices go to TensorBoard too."""
+def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) -> list[str]:
+    """Draws what matplotlib and the disk allow; returns lines for the result table."""
+    logger = trainer.logger
     if importlib.util.find_spec("matplotlib") is None:
-        logs.info("matplotlib is not installed (pip install matplotlib): no pictures")
+        logger.info("matplotlib is not installed (pip install matplotlib): no pictures")
         return []
-    curves, slices = directory / "loss_curves.png", directory / "slices.png"
-    records = read_records(directory / "metrics.jsonl")
-    figure = figures.loss_curves(records, "cross-entropy" if is_classification else "mean absolute error")
-    figure.savefig(curves, dpi=120)
-    if is_classification:
-        return [curves]
-    batches = loader.epoch(0)
-    inputs, targets = (part[:1] for part in next(batches))
-    outputs = step.predict(inputs)
-    batches.close()
-    fields = [part[0].float().cpu().numpy() for part in (inputs, targets, outputs)]
-    figure = _slices(fields[0], fields[1], fields[2])
-    figure.savefig(slices, dpi=120)
-    logs.figure("Slices", figure, steps)
-    return [curves, slices]
-
-
-def _slices(inputs: np.ndarray, targets: np.ndarray, outputs: np.ndarray) -> Any:
-    """Rows input, target, prediction; a column for each target channel: the middle plane of a crop [C, D, D, D]."""
-    from matplotlib.figure import Figure
-
-    channels, middle = len(targets), targets.shape[1] // 2
-    known = CHANNEL_NAMES["Hydro"]
-    names = known if channels == len(known) else tuple(f"channel {channel}" for channel in range(channels))
-    size = (2.3 * channels, 7.6)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(3, channels, squeeze=False)
-    for channel, (column, name) in enumerate(zip(grid.T, names, strict=True)):
-        target = targets[channel, middle]
-        low, high = float(target.min()), float(target.max())
-        colours = "magma" if "density" in name else "inferno"
-        if "velocity" in name:
-            high = max(abs(low), abs(high))
-            low, colours = -high, "RdBu_r"
-        planes = [inputs[channel, middle] if channel < len(inputs) else None, target, outputs[channel, middle]]
-        for axes, plane in zip(column, planes, strict=True):
-            axes.set(xticks=[], yticks=[], box_aspect=1)
-            if plane is None:
-                axes.text(0.5, 0.5, "not in the input", ha="center", va="center", transform=axes.transAxes)
-                continue
-            # axis 0 of the plane is y: drawn to the right, with z upwards
-            image = axes.imshow(plane.T, origin="lower", vmin=low, vmax=high, cmap=colours)
-        figure.colorbar(image, ax=list(column), location="bottom", shrink=0.9, pad=0.02, label="channel's value")
-        column[0].set_title(name.removeprefix("gas "))
-    for axes, title in zip(grid[:, 0], ("input: dark matter", "target: gas", "prediction"), strict=True):
-        axes.set_ylabel(title)
-    return figure
+    pictures: list[Path] = []
+    reports: list[Path] = []
+    try:
+        pictures.append(crop_figures.write_loss_curves(directory, config.is_classification))
+        if not config.is_classification:
+            pictures.append(
+                crop_figures.write_slices(trainer.step, trainer.loaders.valid, directory, logger, result.steps)
+            )
+        reports = report.write_run_report(directory)
+    except OSError as error:  # the training itself is complete
+        logger.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
+    return [*(f"picture: {path}" for path in pictures), *(f"report: {path}" for path in reports)]

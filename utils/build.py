@@ -1,0 +1,395 @@
+"""Builds the objects of a run from its config. The only module of utils that imports networks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from networks import build_loss, build_metrics, build_network, initialise
+from networks.norms import ghost_batch
+from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from utils import cli
+from utils import config as configs
+from utils.config import Config
+from utils.data import Loaders, get_loader
+from utils.data.datasets import get_dataset
+from utils.data.files.hdf5 import FieldReader, Volume
+from utils.data.sources import batch_like, open_box
+from utils.distributed.launch import Launch
+from utils.distributed.signals import StopSignals
+from utils.distributed.world import World, choose_device
+from utils.errors import UserError, value_errors_for_users
+from utils.evaluation import results
+from utils.evaluation.callback import VolumeEvaluation, plane_readers
+from utils.evaluation.statistics import VolumeStatistics
+from utils.inference.channels import Channel, input_channels, target_channels
+from utils.inference.export import ExportedNetwork
+from utils.inference.options import InferenceOptions
+from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
+from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.optim.optimizers import build_optimizer
+from utils.optim.schedules import build_schedule
+from utils.profiling import preflight
+from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
+from utils.profiling.memory import training_memory
+from utils.profiling.profiler import Profiler
+from utils.runs.logger import Logger
+from utils.steps.eager import EagerStep, Metric, StepOptions
+from utils.training.callbacks import Callbacks
+from utils.training.checkpoint import FOLDER, build_checkpointer, read_weights, weights_file
+from utils.training.resume import Start, find_start
+from utils.training.state import TrainState
+from utils.training.trainer import Trainer, TrainerOptions
+
+DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
+
+# --- networks --------------------------------------------------------------------------------------------------------
+
+
+def network(config: Config) -> nn.Module:
+    """The config's network with torch's default weights; ValueError if its options contradict each other."""
+    options: dict[str, object]
+    if config.dataset.name is not None:
+        dataset = get_dataset(config.dataset.name)
+        options = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
+    else:
+        options = {
+            "crop": config.data_size,
+            "in_channels": config.N_in_channels,
+            "out_channels": config.N_out_channels,
+            "width": config.network.width,
+            "scales": config.scales,
+            "space_to_depth": config.network.space_to_depth,
+            "fused": config.fused_pointwise,
+        }
+    norm = config.network.norm
+    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
+    if ghost is not None and (batch < ghost or batch % ghost):
+        part = "micro-batch" if config.accumulation_steps > 1 else "batch"
+        raise ValueError(
+            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
+            f"local_batch_size, or use a smaller ghost batch"
+        )
+    return build_network(config.network.name, **options, norm=norm)
+
+
+def loss(config: Config) -> nn.Module:
+    """The config's loss."""
+    options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
+    return build_loss(config.loss, config.is_classification, **options)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+class Model(NamedTuple):
+    """What a step trains and evaluates with."""
+
+    network: nn.Module
+    loss: nn.Module
+    metrics: Sequence[Metric] = ()
+
+
+def model(config: Config) -> Model:
+    """Network, loss and metrics. Weights that torch draws by itself are drawn with the config's seed on every rank."""
+    torch.manual_seed(config.seed)
+    with value_errors_for_users():
+        return Model(network(config), loss(config), build_metrics(config.metrics, config.is_classification))
+
+
+def loaders(config: Config, world: World) -> Loaders:
+    """The loaders of both splits for this rank. Every rank calls it, and all fail if one does."""
+
+    def training_bytes() -> int:
+        return training_memory(config, lambda: network(config), lambda samples: batch_like(config, samples)).reserve
+
+    return get_loader(config.data_loader_config).build(config, world, training_bytes)
+
+
+def step(config: Config, world: World, parts: Model, step_class: type[EagerStep] = EagerStep) -> EagerStep:
+    """The step that trains `parts`, with the same initial weights on every rank.
+
+    Afterwards torch's generators differ between ranks: dropout must not be the same on all of them.
+    """
+    start, module = config.weight_init, parts.network
+    generator = torch.Generator().manual_seed(config.seed)
+    initialise(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
+    module.to(world.device)
+    if config.channels_last:
+        module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
+    choice = config.optimizer
+    if config.enable_apex and choice.name == "adam":
+        choice = choice.model_copy(update={"name": "apex_adam"})
+    capturable = step_class.capturable and world.device.type == "cuda"
+    with value_errors_for_users():
+        optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
+    options = StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
+    made = step_class(module, parts.loss, optimizer, world, options, parts.metrics)
+    torch.manual_seed(config.seed + world.rank)
+    return made
+
+
+def backends(config: Config, device: torch.device) -> list[str]:
+    """Sets cuDNN's algorithm search, which pays off since shapes stay the same, and TF32; returns lines for the log.
+
+    Uses PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
+    """
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    if device.type != "cuda":
+        return []
+    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    precision = "TF32" if config.tf32 and not overridden else "IEEE"
+    why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
+    search = "on" if config.cudnn_benchmark else "off"
+    return [f"cuDNN {torch.backends.cudnn.version()}, search {search}; float32 convolutions: {precision}{why}"]
+
+
+def options_without_effect(config: Config, world: World) -> list[str]:
+    """Lines for the log: options of the config that this run cannot use."""
+    notes = []
+    if config.fused_pointwise:
+        reasons = {
+            "there is no GPU": world.device.type != "cuda",
+            "channels_last is false": not config.channels_last,
+            "the compiler fuses by itself": config.enable_jit,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None:
+            notes.append(f"fused_pointwise has no effect: {why}")
+    if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
+        notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
+    if config.lr_schedule.scaling == "none" and (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs):
+        notes.append("lr_schedule's warm-up has no effect: lr_schedule.scaling is none")
+    if world.size == 1 or config.noddp:
+        exchange = {
+            "gradient_compression": config.gradient_compression != "none",
+            "static_graph": config.static_graph,
+        }
+        asked = [name for name, value in exchange.items() if value]
+        if asked:
+            notes.append(f"{' and '.join(asked)}: no effect, since no gradients are exchanged")
+    if world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
+        notes.append("ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host")
+    if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
+        notes.append("float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not")
+    return notes
+
+
+def start(config: Config, options: cli.Options, directory: Path, world: World) -> Start:
+    """Where the training starts. A benchmark starts from scratch and reads no checkpoint."""
+    if config.enable_benchy:
+        return Start(config.model_dump(), options.init_from)
+    return find_start(directory, options.resume, options.init_from, config.model_dump(), world)
+
+
+def trainer(
+    config: Config,
+    made: EagerStep,
+    sources: Loaders,
+    world: World,
+    signals: StopSignals,
+    callbacks: Callbacks,
+    state: TrainState,
+) -> Trainer:
+    """The training loop over the built parts."""
+    options = TrainerOptions(**{field.name: getattr(config, field.name) for field in fields(TrainerOptions)})
+    return Trainer(made, sources, build_schedule(config), world, options, signals, callbacks, state)
+
+
+def callbacks(
+    config: Config,
+    volume: Volume | None,
+    made: EagerStep,
+    world: World,
+    directory: Path,
+    logger: Logger,
+    profiler: Profiler,
+) -> Callbacks:
+    """What logs, saves, profiles and evaluates a training; `volume` is the validation volume, None: no evaluation."""
+    checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), config.checkpoint.keep_last, world)
+    if volume is None:
+        return Callbacks(logger, checkpointer, profiler)
+    return Callbacks(logger, checkpointer, profiler, _evaluation(config, volume, made, world, directory, logger))
+
+
+def evaluation_volume(config: Config, world: World) -> Volume | None:
+    """The validation volume that evaluation.every_epochs asks for; UserError if it cannot be evaluated.
+
+    Called before anything is written: a training must not begin if its evaluations are bound to fail.
+    """
+    if not config.evaluation.every_epochs:
+        return None
+    with world.raise_together():
+        volume = open_box(config, "valid", get_loader(config.data_loader_config).reads)
+        _evaluation_grid(config, volume)
+    return volume
+
+
+def _evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
+    options = config.evaluation
+    try:
+        return build_window_grid((volume.box,) * 3, options.window or config.data_size, options.overlap)
+    except UserError as error:
+        raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
+
+
+def _evaluation(
+    config: Config, volume: Volume, made: EagerStep, world: World, directory: Path, logger: Logger
+) -> VolumeEvaluation:
+    """Predictions of the whole validation volume, and their statistics."""
+    assert config.local_batch_size is not None
+    grid = _evaluation_grid(config, volume)
+    inputs, targets = (
+        input_channels(config.N_in_channels, config.transform),
+        target_channels(config.N_out_channels, config.transform),
+    )
+    # As many cells at once as in training, or fewer.
+    batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
+    read, target = plane_readers(volume)
+    return VolumeEvaluation(
+        SlidingWindowPredictor(made.predict, read, grid, (len(inputs), len(targets)), batch_size, world),
+        target,
+        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
+        every_epochs=config.evaluation.every_epochs,
+        num_epochs=config.num_epochs,
+        folder=directory / results.FOLDER,
+        logger=logger,
+        metadata={"input": volume.path, "cell": volume.cell, "run": str(directory)},
+    )
+
+
+def benchmark_settings(config: Config, world: World) -> Settings | None:
+    """The benchmark's settings with --enable_benchy, else None."""
+    return read_settings(world) if config.enable_benchy else None
+
+
+def benchmark(
+    config: Config, made: EagerStep, sources: Loaders, world: World, logger: Logger, settings: Settings
+) -> Benchmark:
+    """The benchmark of the step and the training loader."""
+    options = BenchmarkOptions.from_config(config, world)
+    return Benchmark(made, sources.train, world, logger, settings, options)
+
+
+def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:
+    """Carries out --preflight on the first rank."""
+
+    def check(config: Config) -> None:
+        if step_class.capturable:  # an eager step runs on every device, and a login node may lack that of the run
+            step_class.check(World(Launch("preflight"), choose_device(config.device, 0)), config.noddp)
+        loss(config)
+        evaluation_volume(config, World(Launch("preflight"), torch.device("cpu")))
+
+    preflight.run(options, config, network, check)
+
+
+# --- trained networks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network read from a checkpoint, in evaluation mode, with the config that made it."""
+
+    network: nn.Module
+    config: Config
+    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
+
+    @property
+    def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+        """Input and target channels."""
+        config = self.config
+        return (
+            input_channels(config.N_in_channels, config.transform),
+            target_channels(config.N_out_channels, config.transform),
+        )
+
+
+def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork:
+    """The network of a weights.pt, of a checkpoint's directory, or of a run's best checkpoint; UserError for others."""
+    content = read_weights(Path(checkpoint))
+    if "config" not in content:
+        raise UserError(
+            f"{checkpoint} does not say which network it belongs to; give weights that train.py has written"
+        )
+    config = configs.validate(content["config"], str(checkpoint))
+    if config.is_classification:
+        raise UserError(f"{checkpoint} holds a classifier ({config.network.name}); give one trained on volumes")
+    # Options that change how a layer computes, but not what: a prediction needs none of them.
+    plain = {
+        "fused_pointwise": False,
+        "network": config.network.model_copy(update={"space_to_depth": []}),
+        "accumulation_steps": 1,
+        "local_batch_size": ghost_batch(config.network.norm) or 1,
+    }
+    with value_errors_for_users():
+        module = network(config.model_copy(update=plain))
+    try:
+        module.load_state_dict(content["network"])
+    except RuntimeError as error:
+        reason = " ".join(str(error).splitlines()[1:2]).strip() or str(error)
+        raise UserError(f"{checkpoint} does not hold the network that its config names: {reason}") from None
+    record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
+    return TrainedNetwork(module.to(device).eval(), config, record)
+
+
+def resolve_weights(checkpoint: str, world: World) -> Path:
+    """The weights file that `checkpoint` names, the same on all ranks.
+
+    A training that is still running moves the link to its best checkpoint, so each rank must not look by itself.
+    """
+    with world.raise_together():
+        weights = weights_file(Path(checkpoint)).resolve()
+    return world.gather_objects(weights)[0]
+
+
+def predictor(
+    trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
+) -> SlidingWindowPredictor:
+    """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
+    config = trained.config
+    window, divisor = options.window or config.data_size, 2**config.scales
+    if window % divisor:
+        raise UserError(f"--window {window} is not a multiple of {divisor}, by which the network divides the grid")
+    grid = build_window_grid(volume.shape, window, options.overlap, periodic=not options.not_periodic)
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
+    channels = (config.N_in_channels, config.N_out_channels)
+    predict = forward_pass(trained.network, options.precision, world.device)
+    return SlidingWindowPredictor(predict, volume.planes, grid, channels, batch_size, world)
+
+
+def exported_network(trained: TrainedNetwork, units: str, name: str) -> ExportedNetwork:
+    """What export.py writes, in `units` "physical" or "channel"; UserError if the physical values are unknown."""
+    inputs, targets = trained.channels
+    physical = units == "physical"
+    if physical:
+        _check_physical_units(trained.config, inputs, targets, name)
+    return ExportedNetwork(
+        network=trained.network,
+        module=PhysicalNetwork(trained.network, inputs, targets).eval() if physical else trained.network,
+        inputs=inputs,
+        targets=targets,
+        divisor=2**trained.config.scales,
+        density_floor=DENSITY_FLOOR if physical else None,
+    )
+
+
+def _check_physical_units(config: Config, inputs: Sequence[Channel], targets: Sequence[Channel], name: str) -> None:
+    unknown = [f"transform.{key}" for key, value in config.transform.model_dump().items() if value is None]
+    if unknown:
+        raise UserError(
+            f"{name}: {', '.join(unknown)} of its config is None, so the physical values are unknown; "
+            f"give --units channel"
+        )
+    if any(channel.unit is None for channel in (*inputs, *targets)):
+        raise UserError(
+            f"{name}: physical values are known for N_in_channels 4 and N_out_channels 5, not for {len(inputs)} "
+            f"and {len(targets)}; give --units channel"
+        )

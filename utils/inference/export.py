@@ -1,0 +1,162 @@
+"""Packs a trained network into one file that needs PyTorch and nothing of this project, and checks the file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+
+from utils.errors import UserError
+from utils.files import atomic_write
+from utils.inference.channels import Channel
+
+METADATA = "metadata.json"
+# Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
+LARGEST_DIFFERENCE = 1e-5
+
+Predict = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedNetwork:
+    """What a file holds: `module` is `network`, or `network` between the transforms of its channels."""
+
+    network: nn.Module
+    module: nn.Module
+    inputs: Sequence[Channel]
+    targets: Sequence[Channel]
+    divisor: int  # X, Y and Z are multiples of it
+    density_floor: float | None  # smallest density that the transform accepts; None: channels, without transforms
+
+    @property
+    def has_physical_units(self) -> bool:
+        return self.density_floor is not None
+
+    def describe(self, output: str) -> dict[str, Any]:
+        """Inputs, outputs and usage of the file, as JSON values."""
+        physical = self.has_physical_units
+        return {
+            "made_by": "export.py: a network that predicts gas from dark matter",
+            "how_to_call": [
+                "import torch",
+                f'predict = torch.export.load("{output}").module()',
+                f"gas = predict(dark_matter)  # {_shape(self.inputs)} -> {_shape(self.targets)}",
+            ],
+            "units": "physical" if physical else "channel",
+            "input": {
+                "shape": _shape(self.inputs),
+                "dtype": "float32",
+                "sizes": f"N is any number; X, Y and Z are multiples of {self.divisor}",
+                "multiple_of": self.divisor,
+                **({"density_floor_of_mean": self.density_floor} if physical else {}),
+                "channels": [_describe_channel(channel, physical) for channel in self.inputs],
+            },
+            "output": {
+                "shape": _shape(self.targets),
+                "dtype": "float32",
+                "channels": [_describe_channel(channel, physical) for channel in self.targets],
+            },
+        }
+
+    def write(self, target: Path, metadata: dict[str, Any]) -> str:
+        """Writes the file and compares it with the network; returns a sentence about it.
+
+        Raises UserError, and leaves no file, if the file cannot be written or computes something else.
+        """
+        self.module.requires_grad_(False)
+        content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
+        try:
+            with atomic_write([target]) as (partial,):
+                partial.write_bytes(content)
+                with open(partial, "rb") as file:
+                    difference = self.largest_difference(load_program(file))
+                if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
+                    raise UserError(
+                        f"{target} would differ from the network by {difference:.3g} of the largest value, so it is "
+                        f"not written: try another checkpoint"
+                    )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(f"cannot write {target}: {reason}; free some space or give another --output") from None
+        return (
+            f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {metadata['units']} units, X, Y and Z "
+            f"multiples of {self.divisor}; largest difference from the network {difference:.2g} of a channel's largest "
+            f"value"
+        )
+
+    def _pack(self, metadata: str) -> bytes:
+        """A torch.export program for batches and boxes of any size, as the bytes of a .pt2 file."""
+        cells = self.divisor
+        # Not 1: sizes of 1 in the example would become constants.
+        example = torch.ones(2, len(self.inputs), 2 * cells, 2 * cells, 2 * cells)
+        sizes = {axis: cells * Dim(f"blocks_{name}", min=1) for axis, name in ((2, "x"), (3, "y"), (4, "z"))}
+        program = torch.export.export(
+            self.module,
+            (example,),
+            dynamic_shapes=({0: Dim("batch", min=1), **sizes},),
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+        # Removes assumptions that no operator here depends on: that no size is 1 (largest_difference has such sizes),
+        # and that all tensors are on a CPU. The sizes above are checked separately.
+        assumptions = (torch.ops.aten._assert_scalar.default, torch.ops.aten._assert_tensor_metadata.default)
+        for node in list(program.graph.nodes):
+            if node.target in assumptions:
+                program.graph.erase_node(node)
+        program.graph.eliminate_dead_code()
+        program.graph_module.recompile()
+        program.example_inputs = None  # it would be written, too
+        buffer = io.BytesIO()
+        torch.export.save(program, buffer, extra_files={METADATA: metadata})
+        return buffer.getvalue()
+
+    def largest_difference(self, written: Predict) -> float:
+        """Largest difference between file and network, relative to a channel's largest value; NaN if either is NaN."""
+        cells = self.divisor
+        generator = torch.Generator().manual_seed(0)
+        # Sizes that differ from the example's; one block is the smallest.
+        fields = 0.3 * torch.randn(1, len(self.inputs), cells, 2 * cells, cells, generator=generator)
+        with torch.inference_mode():
+            if self.density_floor is None:
+                found, expected = written(fields), self.network(fields)
+            else:
+                physical = _each(fields, [channel.to_physical for channel in self.inputs])
+                physical[:, 0, :2] = 0  # empty cells
+                found = written(physical)
+                physical[:, 0].clamp_(min=self.density_floor)
+                expected = self.network(_each(physical, [channel.from_physical for channel in self.inputs]))
+                expected = _each(expected, [channel.to_physical for channel in self.targets])
+            axes = (0, 2, 3, 4)
+            # torch's max, unlike Python's, propagates NaN.
+            return float(((found - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
+
+
+def load_program(file: IO[bytes]) -> Predict:
+    """The function that a written file holds."""
+    return torch.export.load(file).module()
+
+
+def finite_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's record for JSON, which has no NaN: the loss of a training without validation becomes None."""
+    return {key: value if math.isfinite(value) else None for key, value in sorted(record.items())}
+
+
+def _shape(channels: Sequence[Channel]) -> str:
+    return f"[N, {len(channels)}, X, Y, Z]"
+
+
+def _describe_channel(channel: Channel, physical: bool) -> dict[str, str | None]:
+    return {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
+
+
+def _each(fields: torch.Tensor, functions: Sequence[Predict]) -> torch.Tensor:
+    """Applies one function to each channel."""
+    parts = fields.unbind(1)
+    return torch.stack([function(part) for function, part in zip(functions, parts, strict=True)], dim=1)

@@ -1,0 +1,33 @@
+"""How a volume is predicted: the options that predict.py and evaluate.py share."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from utils.cli import positive
+
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions:
+    """How a volume is predicted; the flags have the same names."""
+
+    window: int | None = None
+    overlap: int | None = None
+    batch_size: int | None = None
+    precision: str = "float32"
+    device: str = "auto"
+    not_periodic: bool = False
+
+
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of InferenceOptions."""
+    group = parser.add_argument_group("inference")
+    group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
+    group.add_argument("--overlap", type=int, help="cells by which neighbouring windows overlap (half a window)")
+    group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the arithmetic (%(default)s)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")

@@ -1,0 +1,162 @@
+"""The HDF5 file that predict.py writes, slab by slab; an interrupted prediction resumes in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.data.files.hdf5 import FieldReader
+from utils.data.files.writer import ResumableHDF5Writer
+from utils.distributed.signals import StopSignals
+from utils.distributed.world import World
+from utils.errors import Stopped, UserError
+from utils.inference.channels import Channel
+from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.progress import Progress, format_duration
+from utils.training.checkpoint import digest
+
+INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"
+# Attributes of the input that hold for the predicted gas, too.
+BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
+PROBED_PLANES, LARGEST_LIKELY_VALUE = 8, 30.0  # channels are scaled to lie roughly between -1 and 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionFile:
+    """Where a prediction is written, and what it is made from. Rank 0 writes; every rank calls `write`."""
+
+    path: Path
+    source: FieldReader
+    weights: Path
+    channels: Sequence[Channel]
+    precision: str
+    physical: bool  # also write physical values
+    overwrite: bool
+    attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
+
+    def write(self, predictor: SlidingWindowPredictor, world: World, signals: StopSignals) -> None:
+        """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
+        writer: ResumableHDF5Writer | None = None
+        with world.raise_together():
+            if world.is_root:
+                _warn_about_scale(self.source)
+                writer = self._open(predictor)
+        try:
+            self._write_slabs(predictor, writer, world, signals)
+        except UserError:
+            if writer is not None and self.source.has_nonfinite:  # the input will be fixed, and then differ
+                writer.discard()
+            raise
+        except KeyboardInterrupt:
+            log.info("Interrupted: run the same command again to resume")
+            raise
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def _open(self, predictor: SlidingWindowPredictor) -> ResumableHDF5Writer:
+        grid = predictor.grid
+        origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
+        box, source = self.source.attributes, Path(self.source.path).resolve()
+        sha256, status = digest(self.weights), source.stat()
+        attributes = {
+            "made_by": "predict.py: a network's prediction",
+            **{key: box[key] for key in box if key.startswith(BOX_ATTRIBUTES)},
+            "checkpoint": str(self.weights),
+            "checkpoint_sha256": sha256,
+            "input": str(source),
+            "window": grid.x.window,
+            "window_origins": json.dumps(origins),
+            "precision": self.precision,
+            **self.attributes,
+        }
+        names = [channel.name for channel in self.channels]
+        transforms = [channel.formula() for channel in self.channels]
+        units = [channel.unit or "unknown" for channel in self.channels]
+        about = {
+            "": attributes,
+            OUTPUT: {"channels": names, "transform": transforms},
+            PHYSICAL: {"channels": names, "units": units},
+        }
+        datasets = dict.fromkeys([OUTPUT, PHYSICAL] if self.physical else [OUTPUT], (len(names), *grid.shape))
+        # A file that was begun with other values is not resumed.
+        identity = {
+            "weights": sha256,
+            "input": str(source),
+            "input's size and time": [status.st_size, status.st_mtime_ns],
+            "windows": [grid.x.window, *origins],
+            "precision": self.precision,
+            "physical": self.physical,
+        }
+        writer = ResumableHDF5Writer(self.path, datasets, about, identity, self.overwrite)
+        if writer.changed:
+            changed = ", ".join(writer.changed)
+            log.info("An unfinished %s was begun with other %s: starting from scratch", self.path, changed)
+        return writer
+
+    def _write_slabs(
+        self, predictor: SlidingWindowPredictor, writer: ResumableHDF5Writer | None, world: World, signals: StopSignals
+    ) -> None:
+        started, starts = time.monotonic(), predictor.starts
+        first = starts.index(world.gather_objects(writer.done if writer else 0)[0])
+        if first:
+            log.info("Resuming after plane %d of %d", starts[first], starts[-1])
+        if first < len(starts) - 1:
+            windows = predictor.window_count(first)
+            with Progress(f"predicting {self.path}", windows, "windows", silent=not world.is_root) as progress:
+                for slab in predictor.slabs(first, progress.advance):
+                    with world.raise_together():
+                        if writer is not None:
+                            writer.write(self._datasets(slab.predicted))
+                    _stop_if_signalled(starts[slab.number + 1], starts[-1], world, signals)
+        with world.raise_together():
+            if writer is not None:
+                writer.finish()
+        grid, took = predictor.grid, format_duration(time.monotonic() - started)
+        cells = " × ".join(map(str, grid.shape))
+        log.info("wrote %s: %s cells, %d windows of %d³, in %s", self.path, cells, grid.count, grid.x.window, took)
+
+    def _datasets(self, predicted: torch.Tensor) -> dict[str, np.ndarray]:
+        """The datasets of one slab, on the host."""
+        values = predicted.cpu().numpy()
+        if not self.physical:
+            return {OUTPUT: values}
+        parts = [channel.to_physical(part) for channel, part in zip(self.channels, values, strict=True)]
+        return {OUTPUT: values, PHYSICAL: np.stack(parts)}
+
+
+def check_physical_units(channels: Sequence[Channel]) -> None:
+    """Raises UserError if the physical values of a channel are unknown."""
+    unknown = [channel.name for channel in channels if channel.unit is None]
+    if unknown:
+        raise UserError(
+            f"--physical: the checkpoint's config does not say how {', '.join(unknown)} follows from physical values; "
+            f"do not give --physical, or train with the transform's keys set"
+        )
+
+
+def _warn_about_scale(source: FieldReader) -> None:
+    """Warns if the first planes hold physical values instead of channels."""
+    largest = float(np.abs(source.planes(0, min(PROBED_PLANES, source.shape[0]))).max())
+    if largest > LARGEST_LIKELY_VALUE:
+        log.warning(
+            f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: transform "
+            f"them as docs/data.md describes. (A file written by export.py takes physical values.)"
+        )
+
+
+def _stop_if_signalled(done: int, total: int, world: World, signals: StopSignals) -> None:
+    received = [name for name in world.gather_objects(signals.received) if name is not None]
+    if received and done < total:
+        log.info("Stopping after plane %d of %d: %s; run the same command again to resume", done, total, received[0])
+        raise Stopped

@@ -1,0 +1,70 @@
+"""What made a result: command, commit, versions, machines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.distributed.world import World, hostnames
+
+
+def provenance(world: World) -> dict[str, Any]:
+    """The record that is stored with every result. Every rank calls it."""
+    hosts = hostnames(world)
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_commit": _git_commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "hostnames": hosts,
+        "world_size": world.size,
+        "launcher": world.launch.launcher,
+        "device": device_name(world.device),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "platform": platform.platform(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, PyTorch and the libraries that results depend on."""
+    import h5py
+    import numpy as np
+
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "h5py": h5py.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(cudnn),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        models = []
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _git_commit() -> str:
+    """The checkout's commit, with '-dirty' if files differ; 'unknown' outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return result.stdout.strip()
