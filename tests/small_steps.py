@@ -10,12 +10,13 @@ from torch import nn
 
 from networks import build_loss, build_network, initialise
 from utils.config import OptimizerConfig
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
 
 ALONE = World(Launch("test"), torch.device("cpu"))
-RATE = 0.01
+LR = 0.01
 
 
 def small_network(norm: str = "none", scale: float = 0.1) -> nn.Module:
@@ -36,7 +37,7 @@ def make_step(
     """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are those of StepOptions."""
     network = (network or small_network()).to(world.device)
     settings = OptimizerConfig(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
-    built = build_optimizer(settings, network.named_parameters(), RATE, kind.capturable)
+    built = build_optimizer(settings, network.named_parameters(), LR, kind.capturable)
     return kind(network, loss or build_loss("l1"), built, world, StepOptions(**options))
 
 

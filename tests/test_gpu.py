@@ -26,8 +26,9 @@ from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_
 from utils.data.loaders.prefetcher import memory_format
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
+from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
-from utils.distributed.world import Launch, World
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
@@ -205,7 +206,7 @@ def test_training_with_cuda_graphs_agrees_with_the_plain_one(tmp_path, flags, lo
     """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
     for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
-        train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=step)
+        train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)
     plain, graphs = (recorded(tmp_path / name, "Loss/valid", "Step/loss") for name in ("plain", "graphs"))
     assert "CUDA graph 1 recorded" in (tmp_path / "graphs/test/1GPU/00/out.log").read_text()
     assert len(graphs) == 4 + 24
@@ -292,10 +293,10 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
             monkeypatch.setattr(train, "StopSignals", lambda name, signals=signals: signals)
             if after:
                 with pytest.raises(SystemExit) as stop:
-                    train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=kind)
+                    train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=kind)
                 assert stop.value.code == 75
             else:
-                train.main([*flags, f"--set=expdir={tmp_path / name}"], make_step=kind)
+                train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=kind)
         saved = checkpoint.newest(tmp_path / name / "test/1GPU/00" / FOLDER)
         assert saved is not None
         assert saved.state.step == 24

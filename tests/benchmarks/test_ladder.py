@@ -155,7 +155,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     gpu.main()
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert set(results["skipped"]) == {"rung graph", "convolutions"}
-    assert "only CUDA has them" in results["skipped"]["rung graph"]
+    assert "only CUDA devices have graphs" in results["skipped"]["rung graph"]
     assert results["skipped"]["convolutions"] == "failed: cuDNN is not well"
     for entry in results["ladder"][:2]:
         for name in ("SYNTHETIC", "FULL"):

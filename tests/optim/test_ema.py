@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_steps import ALONE, RATE, batch, differing, make_step, small_network, weights
+from small_steps import ALONE, LR, batch, differing, make_step, small_network, weights
 from torch import nn
 
 import train
@@ -73,7 +73,7 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(opti
     assert plain.state().keys() == {"network", "optimizer", "scaler"}
     mean = copy.deepcopy(plain.network)
     for number in range(5):
-        losses = [one(*batch(number), RATE) for one in (plain, step)]
+        losses = [one(*batch(number), LR) for one in (plain, step)]
         assert torch.equal(*losses)
         kept = min(0.9, (1 + number) / (10 + number))
         with torch.no_grad():
@@ -89,7 +89,7 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(opti
     loss = float((expected - targets).abs().mean())
     assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-5)
     assert float(plain.evaluate(inputs, targets)[0]) != pytest.approx(loss, rel=1e-3)
-    assert torch.equal(plain(*batch(5), RATE), step(*batch(5), RATE)), "validating has changed nothing"
+    assert torch.equal(plain(*batch(5), LR), step(*batch(5), LR)), "validating has changed nothing"
 
 
 def test_a_warm_up_and_a_step_with_nan_leave_the_mean() -> None:
@@ -98,11 +98,11 @@ def test_a_warm_up_and_a_step_with_nan_leave_the_mean() -> None:
         inputs, targets = batch(50)
         targets[1, 2, 3, 4, 5] = float("nan")
         before = {name: value.clone() for name, value in weights(step).items()}
-        assert not step(inputs, targets, RATE).isfinite()
+        assert not step(inputs, targets, LR).isfinite()
         step.warm_up(*batch())
         assert differing(weights(step), before) == []
         for one in (step, undisturbed):
-            one(*batch(number), RATE)
+            one(*batch(number), LR)
     assert differing(weights(step), weights(undisturbed)) == []
     assert int(step.state()["average"]["updates"]) == 3
 
@@ -112,14 +112,14 @@ def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: 
     """Bit for bit, also where the average is switched off in between: the weights are then the trained ones."""
     first = make()
     for number in range(3):
-        first(*batch(number), RATE)
+        first(*batch(number), LR)
     torch.save(first.state(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert differing(state["network"], first.network.state_dict()) == []
     second = make(decay)
     second.load_state(state)
     for number in range(3, 6):
-        assert torch.equal(first(*batch(number), RATE), second(*batch(number), RATE))
+        assert torch.equal(first(*batch(number), LR), second(*batch(number), LR))
     assert differing(second._trained.network.state_dict(), first._trained.network.state_dict()) == []
     expected = first if decay else first._trained
     assert differing(second.network.state_dict(), expected.network.state_dict()) == []
@@ -129,8 +129,8 @@ def test_an_average_starts_at_the_weights_that_are_loaded() -> None:
     """Those of a training without an average, at the start or in between."""
     source, resumed, fresh, trained = make(None), make(), make(), make()
     for number in range(3):
-        source(*batch(number), RATE)
-        trained(*batch(number + 10), RATE)
+        source(*batch(number), LR)
+        trained(*batch(number + 10), LR)
     resumed.load_state(source.state())
     for step in (fresh, trained):
         step.load_weights(source.network.state_dict())
@@ -151,7 +151,7 @@ def test_channel_weights_count_in_training_alone() -> None:
         differences = (step.predict(inputs) - targets).abs().mean(dim=(0, 2, 3, 4))
         assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(float(differences.mean()), rel=1e-6)
         weighted = float((differences * torch.tensor(channel_weights)).sum() / sum(channel_weights))
-        assert float(step(inputs, targets, RATE)) == pytest.approx(weighted, rel=1e-6)
+        assert float(step(inputs, targets, LR)) == pytest.approx(weighted, rel=1e-6)
         assert weighted != pytest.approx(float(differences.mean()), rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Compiled steps train as plain ones do, compile in the first epoch alone, and run plain where a compiler fails."""
+"""Compiled steps train like plain ones, compile in the first epoch only, and run uncompiled if the compiler fails."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import shutil
 import pytest
 import torch
 from processes import run_ranks
-from small_steps import RATE, batch, differing, make_step, snapshot
+from small_steps import LR, batch, differing, make_step, snapshot
 from torch import nn
 from torch._dynamo.utils import counters
 
 import train
 from networks import build_network, initialise
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.steps import compile as compilers
 from utils.steps.compile import Compiled
 from utils.steps.eager import EagerStep
 
 
 def why_no_compiler() -> str | None:
-    """What torch.compile lacks on a CPU."""
+    """The reason why torch.compile cannot run on this CPU, or None."""
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         return "no C++ compiler, which torch.compile needs on a CPU"
     if " " in torch.__file__:
@@ -36,15 +37,7 @@ needs_compiler = pytest.mark.skipif(why_no_compiler() is not None, reason=str(wh
 
 def losses(step: EagerStep, seed: int = 0, count: int = 4) -> list[float]:
     step.warm_up(*batch(seed))
-    return [float(step(*batch(seed + number), RATE)) for number in range(count)]
-
-
-def test_a_traced_step_trains_as_the_plain_one() -> None:
-    traced, plain = make_step(enable_jit=True, compiler="torchscript"), make_step()
-    assert losses(traced) == pytest.approx(losses(plain), rel=1e-6)
-    assert (traced.compiled, plain.compiled) == (True, False)
-    assert isinstance(traced._forward._trace[0], torch.jit.ScriptModule)
-    assert list(traced.network.state_dict()) == list(plain.network.state_dict())
+    return [float(step(*batch(seed + number), LR)) for number in range(count)]
 
 
 def trained_on_ranks(world: World) -> list[list[float]]:
@@ -59,63 +52,59 @@ def test_compiled_ranks_with_small_buckets_exchange_gradients() -> None:
     answers = run_ranks(trained_on_ranks, 2)
     for plain, compiled in answers:
         assert compiled == pytest.approx(plain, rel=1e-5)
-    assert answers[0][0] != pytest.approx(losses(make_step(), count=2), rel=1e-6), "the other rank's samples count"
+    assert answers[0][0] != pytest.approx(losses(make_step(), count=2), rel=1e-6), "the other rank's samples must count"
 
 
 class CompilerFailure(Exception):
     __module__ = "torch._inductor.exc"
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "torchscript"])
-def test_a_failing_compiler_gives_one_warning_and_the_plain_step(compiler: str, monkeypatch, caplog) -> None:
+def test_a_failing_compiler_gives_one_warning_and_the_plain_step(monkeypatch, caplog) -> None:
     def broken(*arguments, **options):
-        raise (CompilerFailure if compiler == "inductor" else RuntimeError)("no C++ compiler\nmore lines")
+        raise CompilerFailure("no C++ compiler\nmore lines")
 
-    monkeypatch.setattr(compilers.torch.jit, "trace", broken)
     monkeypatch.setattr(compilers.torch, "compile", lambda module: broken)
-    step = make_step(enable_jit=True, compiler=compiler)
+    step = make_step(enable_jit=True)
     with caplog.at_level(logging.WARNING):
         assert losses(step) == losses(make_step())
-    name = "torch.compile" if compiler == "inductor" else "TorchScript"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{name} failed, going on without it: no C++ compiler"
+        "torch.compile failed, the step runs without it: no C++ compiler"
     ]
     assert not step.compiled
-    assert step.describe() == [f"Step: no autocast, not compiled: {compiler} failed"]
+    assert step.describe() == ["Step: no autocast, not compiled: torch.compile failed"]
 
 
 class Asserting(nn.Module):
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("of the module itself")
+        raise AssertionError("from the module itself")
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "torchscript"])
-def test_an_error_of_the_network_is_not_blamed_on_the_compiler(compiler: str, monkeypatch, caplog) -> None:
+def test_an_error_of_the_network_is_not_blamed_on_the_compiler(monkeypatch, caplog) -> None:
     monkeypatch.setattr(compilers.torch, "compile", lambda module: module)
-    step = make_step(enable_jit=True, compiler=compiler)
+    step = make_step(enable_jit=True)
     inputs, targets = batch()
     with pytest.raises(RuntimeError, match="channels"):
-        step(inputs[:, :3], targets, RATE)
+        step(inputs[:, :3], targets, LR)
     with pytest.raises(AssertionError, match="itself"):
         Compiled(Asserting())(torch.ones(1), torch.ones(1))
     assert not caplog.records
 
 
 def test_a_compiled_step_skips_an_update_with_nan() -> None:
-    """aot_eager runs the graphs that inductor traces, without the C++ compiler's seconds."""
+    """The backend aot_eager runs the graphs that inductor would compile, without the time of a C++ compiler."""
     torch._dynamo.reset()
     undisturbed, disturbed = (make_step("adam", enable_jit=True) for _ in range(2))
     for step in (undisturbed, disturbed):
-        step._forward._compiled = torch.compile(step._objective, backend="aot_eager")
-    for number, spoilt in enumerate(("inputs", "targets")):
+        step._forward._compiled = torch.compile(step._trained, backend="aot_eager")
+    for number, bad in enumerate(("inputs", "targets")):
         inputs, targets = batch(50)
-        (inputs if spoilt == "inputs" else targets)[1, 2, 3] = float("nan")
+        (inputs if bad == "inputs" else targets)[1, 2, 3] = float("nan")
         before = snapshot(disturbed)
-        disturbed(inputs, targets, RATE)
+        disturbed(inputs, targets, LR)
         after = snapshot(disturbed)
         assert differing({name: after[name] for name in before}, before) == []
         for step in (undisturbed, disturbed):
-            step(*batch(number), RATE)
+            step(*batch(number), LR)
         assert differing(snapshot(disturbed), snapshot(undisturbed)) == []
     assert disturbed.compiled
 
@@ -124,7 +113,7 @@ def test_a_compiled_step_skips_an_update_with_nan() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("space_to_depth", [(), ("down1", "last")], ids=str)
 def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tuple[str, ...]) -> None:
-    """As the _opt configs train: bfloat16, channels last."""
+    """With bfloat16 and channels_last, like the _opt configs."""
     torch._dynamo.reset()
     curves = []
     for compiled in (False, True):
@@ -137,17 +126,17 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
         pair = (torch.rand(4, channels, 16, 16, 16, generator=generator) for channels in (4, 5))
         inputs, targets = (part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair)
         step.warm_up(inputs, targets)
-        curves.append([float(step(inputs, targets, RATE)) for _ in range(6)])
+        curves.append([float(step(inputs, targets, LR)) for _ in range(6)])
         assert step.compiled is compiled
     assert curves[1] == pytest.approx(curves[0], rel=1e-2)
     assert curves[0][-1] < curves[0][0]
 
 
 @needs_compiler
-def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_alone(
+def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_only(
     tmp_path, data_flags, monkeypatch
 ) -> None:
-    """Two epochs with validation, through the compiler that users get; graphs are counted by the compiler."""
+    """Two epochs with validation, with the default compiler, which counts its graphs."""
     torch._dynamo.reset()
     graphs: list[int] = []
     plain = train.Trainer._train_epoch

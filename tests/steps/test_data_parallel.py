@@ -1,4 +1,4 @@
-"""N ranks compute what one rank computes at the same global batch: same samples, same parameters."""
+"""N ranks compute what one rank computes at the same global batch size: same samples, same parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from utils.config import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep, StepOptions
 from utils.training.metrics import WeightedMean
@@ -27,28 +28,28 @@ def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> E
     initialise(network, torch.Generator().manual_seed(3), scale=0.1)
     network.to(dtype)
     settings = OptimizerConfig(name=optimizer, momentum=0.9 if optimizer == "sgd" else 0.0)
-    rate = 0.02 if optimizer == "sgd" else 1e-3
-    # A bucket cap far below the network's size: the exchange takes several buckets.
+    lr = 0.02 if optimizer == "sgd" else 1e-3
+    # A bucket cap far below the network's size, so that there are several buckets.
     step_options = StepOptions(bucket_cap_mb=0.005, **options)
-    optimizer_object = build_optimizer(settings, network.named_parameters(), rate)
+    optimizer_object = build_optimizer(settings, network.named_parameters(), lr)
     return EagerStep(network, build_loss("l1", lambda_rho=0.01), optimizer_object, world, step_options)
 
 
 def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options) -> dict:
-    """Twenty steps over more than one epoch; what this rank saw and where it ended."""
+    """Trains twenty steps over more than one epoch; returns the rank's samples, losses and parameters."""
     step = build_step(world, optimizer, dtype, **options)
     volume = open_volume(path, (4, 5))
     layout = {"rank": world.rank, "world_size": world.size, "batch_size": GLOBAL_BATCH // world.size}
     plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
     loader = ThreadedCropLoader(volume, plan, vectors=VECTORS, **layout)
     losses, crops = [], []
-    rate = 0.02 if optimizer == "sgd" else 1e-3
+    lr = 0.02 if optimizer == "sgd" else 1e-3
     for number in range(STEPS):
         if number % len(loader) == 0:
             batches = loader.epoch(number // len(loader))
         inputs, targets = next(batches)
         crops += [part.numpy().tobytes() for part in inputs]
-        loss = step(inputs.to(dtype), targets.to(dtype), rate)
+        loss = step(inputs.to(dtype), targets.to(dtype), lr)
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
     valid = ThreadedCropLoader(volume, SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid"), vectors=VECTORS, **layout)
@@ -74,9 +75,9 @@ CASES: dict[str, dict] = {
     "sgd float32, 2 micro-batches": {"optimizer": "sgd", "dtype": torch.float32, "accumulation_steps": 2},
     "sgd float32, static graph": {"optimizer": "sgd", "dtype": torch.float32, "static_graph": True},
     "sgd float32, no buffers": {"optimizer": "sgd", "dtype": torch.float32, "disable_broadcast_buffers": True},
-    "sgd float32, by hand": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual"},
-    "sgd float64, by hand": {"optimizer": "sgd", "dtype": torch.float64, "ddp": "manual"},
-    "by hand, 2 micro-batches": {
+    "sgd float32, manual": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual"},
+    "sgd float64, manual": {"optimizer": "sgd", "dtype": torch.float64, "ddp": "manual"},
+    "manual, 2 micro-batches": {
         "optimizer": "sgd",
         "dtype": torch.float32,
         "ddp": "manual",
@@ -114,38 +115,38 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
-    """Bit for bit the same on all ranks, and those of one rank within rounding."""
+    """All ranks end with the same bits, and within rounding with the parameters of one rank."""
     for case, settings in CASES.items():
         first = together[0][case]["parameters"]
         for rank in together[1:]:
             assert np.array_equal(rank[case]["parameters"], first), case
         if case == "adam float32":
-            continue  # see the test of its losses
+            continue  # see test_adam_losses_agree
         start = build_step(ALONE, "sgd", settings["dtype"]).network
         before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
-        assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: the training must have moved them"
+        assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: training must have changed the parameters"
         tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
         assert distance(first, alone[case]["parameters"]) <= tolerance, case
 
 
 def test_adam_losses_agree(together, alone) -> None:
-    """Adam divides by gradients that may vanish, which magnifies rounding: its losses are compared."""
+    """Compares losses: Adam divides by gradients near zero, which magnifies rounding errors in the parameters."""
     ours, theirs = np.array(together[0]["adam float32"]["losses"]), np.array(alone["adam float32"]["losses"])
     assert np.abs(ours / theirs - 1).max() <= 1e-4
 
 
 @pytest.mark.parametrize(
-    ("case", "by_hand", "tolerance"),
+    ("case", "manual", "tolerance"),
     [
-        ("sgd float32", "sgd float32, by hand", 1e-6),
-        ("sgd float64", "sgd float64, by hand", 1e-14),
-        ("sgd float32, 2 micro-batches", "by hand, 2 micro-batches", 1e-6),
+        ("sgd float32", "sgd float32, manual", 1e-6),
+        ("sgd float64", "sgd float64, manual", 1e-14),
+        ("sgd float32, 2 micro-batches", "manual, 2 micro-batches", 1e-6),
     ],
 )
-def test_distributed_data_parallel_equals_the_exchange_by_hand(
-    together, case: str, by_hand: str, tolerance: float
+def test_distributed_data_parallel_equals_manual_data_parallel(
+    together, case: str, manual: str, tolerance: float
 ) -> None:
-    assert distance(together[0][case]["parameters"], together[0][by_hand]["parameters"]) <= tolerance
+    assert distance(together[0][case]["parameters"], together[0][manual]["parameters"]) <= tolerance
 
 
 def test_measuring_the_noise_scale_changes_no_bit(together) -> None:
@@ -154,13 +155,13 @@ def test_measuring_the_noise_scale_changes_no_bit(together) -> None:
         assert np.array_equal(rank["sgd float32, noise scale"]["parameters"], rank["sgd float32"]["parameters"])
 
 
-def test_without_exchange_the_ranks_parameters_differ(together) -> None:
-    """--noddp measures what the exchange costs: it must really be gone."""
+def test_without_gradient_exchange_the_ranks_parameters_differ(together) -> None:
+    """--noddp measures the cost of the exchange, so no gradients may be exchanged."""
     first, second = (rank["no exchange"]["parameters"] for rank in together[:2])
     assert distance(first, second) > 1e-4
 
 
-def test_ranks_together_see_the_samples_of_one_rank_and_no_crop_twice(together, alone) -> None:
+def test_ranks_together_read_the_samples_of_one_rank_and_no_crop_twice(together, alone) -> None:
     seen = [crop for rank in together for crop in rank["sgd float32"]["crops"]]
     assert sorted(seen) == sorted(alone["sgd float32"]["crops"])
     per_epoch = 12 * GLOBAL_BATCH // len(together)
@@ -174,7 +175,7 @@ def test_validation_counts_every_crop_once(together, alone) -> None:
         assert rank["sgd float64"]["validation"] == pytest.approx(alone["sgd float64"]["validation"], rel=1e-9)
 
 
-def test_micro_batches_give_the_gradients_of_the_whole_batch(alone) -> None:
+def test_micro_batches_give_the_gradients_of_the_full_batch(alone) -> None:
     whole, parts = alone["sgd float32"], alone["sgd float32, 2 micro-batches"]
     assert distance(parts["parameters"], whole["parameters"]) <= 1e-5
 

@@ -1,4 +1,4 @@
-"""The eager step in all its modes: update, warm-up, skipped updates, exchange of gradients, saved state."""
+"""The eager step in all its modes: update, warm-up, skipped updates, gradient exchange, saved state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from small_steps import ALONE, RATE, batch, differing, flat_parameters, make_step, small_network, snapshot
+from small_steps import ALONE, LR, batch, differing, flat_parameters, make_step, small_network, snapshot
 from torch import nn
 
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.steps.eager import EagerStep
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -37,27 +38,27 @@ def cuda_world() -> World:
     return World(Launch("test"), torch.device("cuda", 0))
 
 
-def test_one_step_is_forward_backward_clip_and_update_at_the_given_rate() -> None:
+def test_one_step_is_forward_backward_clip_and_update_at_the_given_learning_rate() -> None:
     step, plain = make_step(), make_step()
     inputs, targets = batch()
-    loss = step(inputs, targets, RATE)
-    expected = plain._bare(inputs, targets)
+    loss = step(inputs, targets, LR)
+    expected = plain._trained(inputs, targets)
     gradients = torch.autograd.grad(expected, list(plain.network.parameters()))
     assert torch.equal(loss, expected.detach())
     assert not loss.requires_grad
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    torch.testing.assert_close(flat_parameters(step), flat_parameters(plain) - RATE * flat, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(flat_parameters(step), flat_parameters(plain) - LR * flat, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(step.gradient_norm, flat.norm())
     clipped = make_step(clip_grad_norm=1e-3)
     start = flat_parameters(clipped)
-    clipped(inputs, targets, RATE)
+    clipped(inputs, targets, LR)
     torch.testing.assert_close(clipped.gradient_norm, step.gradient_norm, msg="the norm before clipping")
-    assert float((flat_parameters(clipped) - start).norm()) == pytest.approx(RATE * 1e-3, rel=1e-2)
+    assert float((flat_parameters(clipped) - start).norm()) == pytest.approx(LR * 1e-3, rel=1e-2)
 
 
 def test_bfloat16_trains_close_to_float32() -> None:
     full, half = make_step("adam"), make_step("adam", enable_amp=True)
-    losses = [(float(full(*batch(), RATE)), float(half(*batch(), RATE))) for _ in range(10)]
+    losses = [(float(full(*batch(), LR)), float(half(*batch(), LR))) for _ in range(10)]
     assert losses[-1][0] < 0.9 * losses[0][0]
     for exact, rounded in losses:
         assert rounded == pytest.approx(exact, rel=0.01)
@@ -66,16 +67,16 @@ def test_bfloat16_trains_close_to_float32() -> None:
 
 
 def test_float16_halves_its_scale_at_an_overflow_and_saves_it(tmp_path) -> None:
-    """State through a file: the scale, and the number of good steps since; the reported norm is the unscaled one."""
+    """The saved state includes the scale and the number of finite steps since its last change. Norms are unscaled."""
     exact = make_step("adam")
     first, second = (make_step("adam", enable_amp=True, precision="float16") for _ in range(2))
-    exact(*batch(), RATE)
+    exact(*batch(), LR)
     before, scale = flat_parameters(first), first._scaler.get_scale()
-    first(*spoilt("inf in targets"), RATE)
+    first(*bad_batch("inf in targets"), LR)
     assert torch.equal(flat_parameters(first), before)
     assert first._scaler.get_scale() == scale / 2
     for number in range(3):
-        first(*batch(number), RATE)
+        first(*batch(number), LR)
         if number == 0:
             assert float(first.gradient_norm) == pytest.approx(float(exact.gradient_norm), rel=0.02)
     torch.save(first.state(), tmp_path / "state.pt")
@@ -83,14 +84,14 @@ def test_float16_halves_its_scale_at_an_overflow_and_saves_it(tmp_path) -> None:
     assert second._scaler.state_dict() == first._scaler.state_dict()
     assert second._scaler.state_dict()["_growth_tracker"] == 3
     for step in (first, second):
-        step(*batch(3), RATE)
-        step(*spoilt("nan in inputs"), RATE)
-        step(*batch(4), RATE)
+        step(*batch(3), LR)
+        step(*bad_batch("nan in inputs"), LR)
+        step(*batch(4), LR)
     assert second._scaler.state_dict() == first._scaler.state_dict()
     assert torch.equal(flat_parameters(first), flat_parameters(second))
 
 
-def test_evaluation_changes_nothing_and_gives_the_loss_of_the_predictions() -> None:
+def test_evaluation_changes_nothing_and_returns_the_loss_of_the_predictions() -> None:
     step = make_step()
     before = flat_parameters(step)
     inputs, targets = batch()
@@ -104,7 +105,7 @@ def test_evaluation_changes_nothing_and_gives_the_loss_of_the_predictions() -> N
 
 
 class Changeable(nn.Module):
-    """A network that training mode changes: running statistics, and random numbers drawn."""
+    """A network that in training mode updates running statistics and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,13 +122,13 @@ def make_changeable(optimizer: str = "adam", world: World = ALONE, **options: An
 
 
 def train(step: EagerStep, warm: bool, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Everything that three steps lead to."""
+    """Losses, norms, weights, optimizer state and random state after three steps."""
     torch.manual_seed(1)
     if warm:
         step.warm_up(*batch(seed))
     results = {}
     for number in range(3):
-        results[f"loss {number}"] = step(*batch(seed + number), RATE)
+        results[f"loss {number}"] = step(*batch(seed + number), LR)
         results[f"norm {number}"] = step.gradient_norm
     scale = torch.tensor(step._scaler.get_scale())
     return {**results, **snapshot(step), "random state": torch.get_rng_state(), "scale": scale}
@@ -136,7 +137,7 @@ def train(step: EagerStep, warm: bool, seed: int = 0) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize(
     ("optimizer", "options"), [*(("adam", mode) for mode in MODES), ("sgd, momentum", MODES[2])], ids=str
 )
-def test_training_is_bit_for_bit_the_one_without_a_warm_up(optimizer: str, options: dict[str, Any]) -> None:
+def test_a_warm_up_changes_no_bit_of_the_training(optimizer: str, options: dict[str, Any]) -> None:
     cold, warm = (train(make_changeable(optimizer, **options), warm) for warm in (False, True))
     assert not torch.equal(cold["loss 0"], cold["loss 2"])
     assert differing(cold, warm) == []
@@ -144,7 +145,7 @@ def test_training_is_bit_for_bit_the_one_without_a_warm_up(optimizer: str, optio
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_a_warm_up_passes_forward_and_backward_as_a_step_and_leaves_no_trace(
+def test_a_warm_up_runs_forward_and_backward_like_a_step_and_changes_nothing(
     options: dict[str, Any], device: str
 ) -> None:
     step = make_changeable(world=ALONE if device == "cpu" else cuda_world(), **options)
@@ -158,7 +159,7 @@ def test_a_warm_up_passes_forward_and_backward_as_a_step_and_leaves_no_trace(
     device_state = torch.cuda.get_rng_state() if device == "cuda" else None
     step.warm_up(inputs, targets)
     if device_state is not None:
-        assert torch.cuda.current_stream().query(), "the device has finished"
+        assert torch.cuda.current_stream().query(), "the device must have finished"
         assert torch.equal(torch.cuda.get_rng_state(), device_state)
     assert differing(before, snapshot(step)) == []
     assert step._scaler.state_dict() == scale
@@ -166,19 +167,19 @@ def test_a_warm_up_passes_forward_and_backward_as_a_step_and_leaves_no_trace(
     assert all(parameter.grad is None for parameter in step.network.parameters())
     warm = list(passes)
     passes.clear()
-    step(inputs, targets, RATE)
+    step(inputs, targets, LR)
     assert len(passes) == 2 * options.get("accumulation_steps", 1)
     assert warm == passes
 
 
 # --- skipped updates -------------------------------------------------------------------------------------------------
 
-# NaN in the targets alone has gradient 0 under L1 by itself.
-SPOILT = ["nan in targets", "all targets nan", "inf in targets", "nan in inputs", "-inf in inputs"]
+# Under L1, NaN in the targets alone has gradient 0.
+BAD_VALUES = ["nan in targets", "all targets nan", "inf in targets", "nan in inputs", "-inf in inputs"]
 
 
-def spoilt(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch that is bad in a cell of one sample, or all over."""
+def bad_batch(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch with a bad value in one cell of one sample, or everywhere."""
     inputs, targets = batch(seed)
     value = float("nan") if "nan" in how else float("inf")
     if how.startswith("all"):
@@ -189,16 +190,16 @@ def spoilt(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fix_scale(step: EagerStep, scale: float) -> None:
-    """The scaler's own growth and backing off would make steps differ that are to be compared."""
+    """Fixes the gradient scale, so that steps can be compared."""
     step._scaler.load_state_dict({**step._scaler.state_dict(), "scale": scale, "backoff_factor": 1.0})
 
 
 @pytest.mark.parametrize("optimizer", SETTINGS)
-def test_a_step_that_is_not_finite_leaves_no_trace(optimizer: str) -> None:
-    """The first step of all, and one in between; bit for bit, the optimizer's step count included."""
+def test_a_non_finite_step_changes_nothing(optimizer: str) -> None:
+    """At the first step and at a later one; bit for bit, including the optimizer's step count."""
     for index, options in enumerate(MODES):
-        # Over all optimizers every mode meets every kind of bad value.
-        how = SPOILT[(list(SETTINGS).index(optimizer) + index) % len(SPOILT)]
+        # Over all optimizers, every mode is tested with every kind of bad value.
+        how = BAD_VALUES[(list(SETTINGS).index(optimizer) + index) % len(BAD_VALUES)]
         undisturbed, disturbed = (make_step(SETTINGS[optimizer], **options) for _ in range(2))
         start = flat_parameters(disturbed)
         for step in (undisturbed, disturbed):
@@ -206,13 +207,13 @@ def test_a_step_that_is_not_finite_leaves_no_trace(optimizer: str) -> None:
         for number in range(4):
             if number in (0, 2):
                 before = snapshot(disturbed)
-                loss = disturbed(*spoilt(how), RATE)
+                loss = disturbed(*bad_batch(how), LR)
                 assert not loss.isfinite()
-                assert not disturbed.gradient_norm.isfinite(), "which is how the other ranks know"
+                assert not disturbed.gradient_norm.isfinite(), "so that the other ranks see it"
                 after = snapshot(disturbed)
                 assert differing({name: after[name] for name in before}, before) == [], (options, how)
                 assert all(not value.any() for name, value in after.items() if name not in before), "new state is zero"
-            losses = [step(*batch(number), RATE) for step in (undisturbed, disturbed)]
+            losses = [step(*batch(number), LR) for step in (undisturbed, disturbed)]
             assert torch.equal(*losses)
             assert torch.isfinite(losses[0])
             assert differing(snapshot(undisturbed), snapshot(disturbed)) == [], (options, how)
@@ -226,10 +227,10 @@ class InfiniteGradient(nn.Module):
         return (outputs - outputs.detach()).abs().sqrt().sum() + 1.0
 
 
-def test_a_gradient_that_is_not_finite_is_enough_to_skip_the_update() -> None:
+def test_a_non_finite_gradient_alone_skips_the_update() -> None:
     step = make_step("adam", loss=InfiniteGradient())
     before = flat_parameters(step)
-    assert float(step(*batch(), RATE)) == 1.0
+    assert float(step(*batch(), LR)) == 1.0
     assert not step.gradient_norm.isfinite()
     assert torch.equal(flat_parameters(step), before)
 
@@ -244,7 +245,7 @@ WARM_UP_CASES: list[dict[str, Any]] = [
 ]
 SKIP_CASES: list[tuple[dict[str, Any], str]] = [
     ({}, "nan in targets"),
-    # The bad sample is not in the micro-batch after which gradients are exchanged.
+    # The bad sample is not in the last micro-batch, after which gradients are exchanged.
     ({"accumulation_steps": 4}, "nan in targets"),
     ({"static_graph": True}, "all targets nan"),
     ({"gradient_compression": "bfloat16"}, "-inf in inputs"),
@@ -257,16 +258,16 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
     for options in ({"bucket_cap_mb": 0.005}, {"gradient_compression": "bfloat16"}, {"noddp": True}):
         step = make_step(world=world, **options)
         for number in range(3):
-            step(*batch(10 * world.rank + number), RATE)
+            step(*batch(10 * world.rank + number), LR)
         answers["described"].append((step.describe(), float(flat_parameters(step).norm())))
 
     step = make_step("adam", world=world, network=small_network("batch"), ema_decay=0.9, bucket_cap_mb=0.005)
     for number in range(3):
-        step(*batch(10 * world.rank + number), RATE)
+        step(*batch(10 * world.rank + number), LR)
     step.broadcast_buffers()
     answers["same"] = [*flat_parameters(step).tolist(), float(step.evaluate(*batch(99))[0])]
     with step.no_sync():
-        step(*batch(world.rank), RATE)
+        step(*batch(world.rank), LR)
     answers["apart"] = flat_parameters(step).tolist()
 
     for options in WARM_UP_CASES:
@@ -282,12 +283,12 @@ def on_ranks(world: World) -> dict[str, list[Any]]:
         changed, known = [], True
         for number in range(3):
             before = snapshot(disturbed)
-            disturbed(*(spoilt(how) if world.rank == 1 else batch(50)), RATE)
+            disturbed(*(bad_batch(how) if world.rank == 1 else batch(50)), LR)
             known &= not bool(disturbed.gradient_norm.isfinite())
             after = snapshot(disturbed)
             changed += differing({name: after[name] for name in before}, before)
             for step in (undisturbed, disturbed):
-                step(*batch(10 * world.rank + number), RATE)
+                step(*batch(10 * world.rank + number), LR)
         left = differing(snapshot(undisturbed), snapshot(disturbed))
         answers["skipped"].append((changed, known, left, flat_parameters(disturbed).tolist()))
     return answers
@@ -298,7 +299,7 @@ def ranks() -> list[dict[str, list[Any]]]:
     return run_ranks(on_ranks, 2)
 
 
-def test_the_log_describes_the_buckets_of_gradients(ranks) -> None:
+def test_the_log_describes_the_gradient_buckets(ranks) -> None:
     first, second = (rank["described"] for rank in ranks)
     (how, line), norm = first[0]
     assert how == "Step: no autocast"
@@ -311,26 +312,26 @@ def test_the_log_describes_the_buckets_of_gradients(ranks) -> None:
     assert sum(sizes) == pytest.approx(float(found[2]), rel=0.01)
     assert first[1][0][1].startswith("DistributedDataParallel: 1 bucket of gradients")
     assert first[1][0][1].endswith("sent as bfloat16")
-    assert len(first[2][0]) == 1, "nothing is exchanged"
+    assert len(first[2][0]) == 1, "no gradients are exchanged"
     for index in (0, 1):
-        assert first[index][1] == second[index][1], "the ranks agree, also on what was rounded"
+        assert first[index][1] == second[index][1], "all ranks have the same rounded gradients"
     assert first[1][1] == pytest.approx(norm, rel=1e-3)
-    assert first[1][1] != norm, "rounding to bfloat16 leaves a trace"
+    assert first[1][1] != norm, "rounding to bfloat16 must change the result"
 
 
-def test_ranks_have_the_same_average_and_running_statistics_and_diverge_without_exchange(ranks) -> None:
+def test_ranks_have_the_same_average_and_running_statistics_and_diverge_under_no_sync(ranks) -> None:
     assert ranks[0]["same"] == ranks[1]["same"]
     assert ranks[0]["apart"] != ranks[1]["apart"]
 
 
-def test_ranks_train_bit_for_bit_as_without_a_warm_up(ranks) -> None:
+def test_a_warm_up_changes_no_bit_of_the_training_on_ranks(ranks) -> None:
     for options, one, other in zip(WARM_UP_CASES, *(rank["warm-up"] for rank in ranks), strict=True):
         assert one[0] == other[0] == [], options
-        assert (one[1] == other[1]) is not options.get("noddp", False), "gradients are exchanged as before"
+        assert (one[1] == other[1]) is not options.get("noddp", False), "ranks must still exchange gradients"
 
 
 def test_a_bad_loss_on_one_rank_skips_the_update_on_all(ranks) -> None:
-    """What the bad step changes, whether this rank knows of it, and what differs in the end from a run without it."""
+    """The bad steps change nothing, every rank reports a non-finite norm, and the run ends like one without them."""
     for case, one, other in zip(SKIP_CASES, *(rank["skipped"] for rank in ranks), strict=True):
         assert one[:3] == other[:3] == ([], True, []), case
         assert one[3] == other[3], case
@@ -345,14 +346,14 @@ def test_a_step_resumes_from_its_state_bit_for_bit(optimizer: str, tmp_path) -> 
     for options in MODES:
         first, second = (make_step(SETTINGS[optimizer], **options) for _ in range(2))
         for number in range(2):
-            first(*batch(number), RATE)
+            first(*batch(number), LR)
         torch.save(first.state(), tmp_path / "state.pt")
         second.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
         for number in range(2, 4):
-            first(*batch(number), RATE)
+            first(*batch(number), LR)
             second.evaluate(*batch(0))
             second.warm_up(*batch(0))
-            second(*batch(number), RATE)
+            second(*batch(number), LR)
         assert differing(snapshot(first), snapshot(second)) == [], options
         assert torch.equal(first.gradient_norm, second.gradient_norm), options
 
@@ -392,16 +393,16 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer: str, options: dict[str, Any]) -> None:
     step = make_step(SETTINGS[optimizer], world=cuda_world(), **options)
     if not getattr(step._optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("apex's optimizer waits for the host")
+        pytest.skip("the host waits for apex's optimizer")
     fix_scale(step, 1024.0)
     good = [part.cuda() for part in batch()]
-    step(*good, RATE)
-    for how in SPOILT:
-        bad, before = [part.cuda() for part in spoilt(how)], snapshot(step)
+    step(*good, LR)
+    for how in BAD_VALUES:
+        bad, before = [part.cuda() for part in bad_batch(how)], snapshot(step)
         for pair, changes in ((bad, 0), (good, len(before))):
             torch.cuda.set_sync_debug_mode("error")
             try:
-                step(*pair, RATE)
+                step(*pair, LR)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert bool(step.gradient_norm.isfinite()) is (pair is good)

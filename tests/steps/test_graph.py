@@ -1,4 +1,4 @@
-"""The step as a CUDA graph: one line where that is impossible; the plain step's losses, imitated and on a GPU."""
+"""CUDA graph steps compute what eager steps compute, on a fake device and on a GPU; one error line without CUDA."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from processes import run
-from small_steps import RATE, differing, make_step, small_network, snapshot, weights
+from small_steps import LR, differing, make_step, small_network, snapshot, weights
 from torch import nn
 
 import train
 from networks import build_loss
 from utils.config import OptimizerConfig
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.pending_work import Work
@@ -45,14 +46,14 @@ def make(kind: type[EagerStep], optimizer: str = "adam", device: str = "cuda", *
 
 
 def buffers(count: int, device: str = "cuda") -> list[Slot]:
-    """What a loader rotates through."""
+    """The batch buffers that a loader reuses in turn."""
     return [
         (torch.empty(4, 4, 8, 8, 8, device=device), torch.empty(4, 5, 8, 8, 8, device=device)) for _ in range(count)
     ]
 
 
 def curve(step: EagerStep, slots: list[Slot], steps: int = STEPS) -> torch.Tensor:
-    """Losses and gradient norms, [steps, 2], with a rate and a batch that change from step to step."""
+    """Losses and gradient norms, [steps, 2]. The learning rate and the batch change from step to step."""
     generator = torch.Generator().manual_seed(1)
     values = torch.zeros(steps, 2, device=slots[0][0].device)
     step.warm_up(*(part.fill_(0.5) for part in slots[0]))
@@ -60,36 +61,36 @@ def curve(step: EagerStep, slots: list[Slot], steps: int = STEPS) -> torch.Tenso
         slot = slots[number % len(slots)]
         for part in slot:
             part.copy_(torch.rand(part.shape, generator=generator))
-        # A rate that float32 holds: that of a graph is a tensor.
-        rate = float(torch.tensor(RATE * (1 - number / steps)))
-        values[number, 0] = step(*slot, as_held(step, rate))
+        # Rounded to float32, since the learning rate of a graph is a float32 tensor.
+        lr = float(torch.tensor(LR * (1 - number / steps)))
+        values[number, 0] = step(*slot, exact_lr(step, lr))
         values[number, 1] = step.gradient_norm
     return values.cpu()
 
 
-def as_held(step: EagerStep, rate: float) -> float:
-    """In a tensor for torch's NAdam, which on a CPU rounds differently with such a rate."""
-    held: Any = torch.tensor(rate)
-    return held if isinstance(step._optimizer, torch.optim.NAdam) and held.device == step._device else rate
+def exact_lr(step: EagerStep, lr: float) -> float:
+    """A tensor for torch's NAdam, which on a CPU rounds differently if its learning rate is one."""
+    held: Any = torch.tensor(lr)
+    return held if isinstance(step._optimizer, torch.optim.NAdam) and held.device == step._device else lr
 
 
-def spoil(slot: Slot) -> None:
+def make_bad(slot: Slot) -> None:
     slot[1][1, 2, 3, 4, 5] = float("nan")
 
 
-# --- where there is no graph ---------------------------------------------------------------------------------------
+# --- no CUDA graphs --------------------------------------------------------------------------------------------------
 
 
-def test_on_a_cpu_train_graph_prints_one_line_and_the_alternative(data_flags, tmp_path, capsys) -> None:
-    line = "error: the step cannot become a CUDA graph: the run's device is cpu, and only CUDA has them; "
-    line += "use train.py, which takes the same flags\n"
+def test_on_a_cpu_train_graph_exits_with_one_line_and_a_remedy(data_flags, tmp_path, capsys) -> None:
+    line = "error: cannot record the step as a CUDA graph: the run's device is cpu, and only CUDA devices have graphs; "
+    line += "use train.py, which has the same flags\n"
     folder = tmp_path / "runs"
     command = ["train_graph.py", "--config=test", *data_flags, f"--set=expdir={folder}"]
     result = run(command, tmp_path / "graph")
     assert (result.returncode, result.stderr) == (2, line)
     assert not folder.exists()
     with pytest.raises(SystemExit) as stop:
-        train.main(["--config=test", *data_flags, "--preflight"], make_step=GraphStep)
+        train.main(["--config=test", *data_flags, "--preflight"], step_class=GraphStep)
     assert stop.value.code == 2
     assert capsys.readouterr().err == line
 
@@ -101,7 +102,7 @@ def test_train_graph_takes_every_flag_of_train(tmp_path) -> None:
     assert second == first
 
 
-def test_ranks_that_communicate_through_gloo_have_no_graphs(monkeypatch) -> None:
+def test_ranks_that_communicate_through_gloo_cannot_use_graphs(monkeypatch) -> None:
     for size, noddp, backends, words in (
         (1, False, "", None),
         (4, False, "cpu:gloo,cuda:nccl", None),
@@ -113,13 +114,13 @@ def test_ranks_that_communicate_through_gloo_have_no_graphs(monkeypatch) -> None
         assert reason is None if words is None else words in (reason or "")
 
 
-# --- on an imitated device --------------------------------------------------------------------------------------------
+# --- a fake device ----------------------------------------------------------------------------------------------------
 
 
-class ImitatedGraph:
-    """Recording changes nothing and computes nothing that stays; a replay carries out what was recorded."""
+class FakeGraph:
+    """Recording leaves everything unchanged; a replay runs what was recorded."""
 
-    now: ImitatedGraph | None = None  # the one that is being recorded
+    now: FakeGraph | None = None  # the graph being recorded
 
     def __init__(self) -> None:
         self.replays = 0
@@ -135,7 +136,7 @@ class ImitatedGraph:
 
     @contextlib.contextmanager
     def recording(self, step: GraphStep) -> Iterator[None]:
-        ImitatedGraph.now = self
+        FakeGraph.now = self
         plain = step._train
         states = [value for parameter in step._parameters for value in step._optimizer.state[parameter].values()]
         written = [*weights(step).values(), *states]
@@ -151,7 +152,7 @@ class ImitatedGraph:
             yield
         finally:
             del step._train
-            ImitatedGraph.now = None
+            FakeGraph.now = None
         self.norm, self.step = step.gradient_norm.zero_(), step
         with torch.no_grad():
             for value, old in zip(written, before, strict=True):
@@ -165,8 +166,8 @@ class ImitatedGraph:
         self.norm.copy_(self.step.gradient_norm)
 
 
-class ImitatedStream:
-    """Everything is done at once; tests/data/loaders/test_prefetcher.py tests the order that streams keep."""
+class FakeStream:
+    """Runs everything at once. tests/data/loaders/test_prefetcher.py tests the order of streams."""
 
     def wait_stream(self, other: object) -> None:
         pass
@@ -178,31 +179,31 @@ class ImitatedStream:
 
 
 @pytest.fixture
-def imitated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's streams and graphs on the CPU."""
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces CUDA streams and graphs by fakes on the CPU."""
     cuda, record = graph.torch.cuda, GraphStep._record
     recording: list[GraphStep] = []
     monkeypatch.setattr(
         GraphStep, "_record", lambda self, *arguments: recording.append(self) or record(self, *arguments)
     )
     monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(recording[-1]))
-    monkeypatch.setattr(cuda, "CUDAGraph", ImitatedGraph)
+    monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(cuda, "Stream", lambda device: ImitatedStream())
-    monkeypatch.setattr(cuda, "current_stream", lambda device: ImitatedStream())
-    monkeypatch.setattr(cuda, "Event", ImitatedStream)
+    monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream())
+    monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
+    monkeypatch.setattr(cuda, "Event", FakeStream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(graph, "obstacle", lambda *arguments: None)
 
 
-# --- on an imitated device and on a GPU -------------------------------------------------------------------------------
+# --- a fake device and a GPU ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["imitated", pytest.param("cuda", marks=on_gpu)])
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=on_gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On a GPU sums have a fixed order: Adam divides by gradients that may vanish, which magnifies rounding."""
-    if request.param == "imitated":
-        request.getfixturevalue("imitated")
+    """On a GPU, sums are deterministic: Adam divides by gradients near zero, which magnifies rounding errors."""
+    if request.param == "fake":
+        request.getfixturevalue("fake_cuda")
         return "cpu"
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
@@ -210,7 +211,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def pair(device: str, optimizer: str = "adam", norm: str = "none", **options: Any) -> tuple[Any, Any]:
-    """The plain step and the recorded one, with the same weights."""
+    """An eager step and a graph step with the same weights."""
     plain, recorded = (
         make(kind, optimizer, device, network=small_network(norm), **options) for kind in (EagerStep, GraphStep)
     )
@@ -240,8 +241,8 @@ def refusing_to_wait(device: str) -> Iterator[None]:
     ],
     ids=str,
 )
-def test_replayed_steps_are_the_plain_ones(device: str, optimizer: str, count: int, options: dict[str, Any]) -> None:
-    """The same losses, norms and weights for any number of loader buffers, from a bounded number of graphs."""
+def test_replayed_steps_equal_eager_steps(device: str, optimizer: str, count: int, options: dict[str, Any]) -> None:
+    """Same losses, norms and weights for any number of loader buffers, with a bounded number of graphs."""
     steps = WARMUP_STEPS + 2 * count + 1
     plain, recorded = pair(device, optimizer, **options)
     expected, got = (curve(step, buffers(count, device), steps) for step in (plain, recorded))
@@ -265,11 +266,11 @@ def test_replayed_steps_are_the_plain_ones(device: str, optimizer: str, count: i
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_no_python_hook_is_recorded_with_the_exchange(imitated, monkeypatch, parts: int) -> None:
-    """With micro-batches the noise scale needs none; otherwise several ranks do not measure it."""
+def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, parts: int) -> None:
+    """With micro-batches the noise scale needs no hook; without them, several ranks do not measure it."""
     monkeypatch.setattr(eager, "_data_parallel", lambda module, world, options, probe: module)
     network = small_network()
-    built = build_optimizer(OptimizerConfig(), network.named_parameters(), RATE, True)
+    built = build_optimizer(OptimizerConfig(), network.named_parameters(), LR, True)
     options = StepOptions(log_noise_scale=True, accumulation_steps=parts)
     step = GraphStep(network, build_loss("l1"), built, world("cpu", size=2), options)
     assert (step.probe is not None) == (parts > 1)
@@ -285,26 +286,26 @@ def test_no_python_hook_is_recorded_with_the_exchange(imitated, monkeypatch, par
     ],
     ids=str,
 )
-def test_a_replay_that_is_not_finite_skips_its_update(device: str, optimizer: str, options: dict, when: int) -> None:
-    """Weights, average and step count stay; the steps that follow are those of a run without it. Nothing waits."""
+def test_a_non_finite_replay_skips_its_update(device: str, optimizer: str, options: dict, when: int) -> None:
+    """Weights, average and step count are unchanged, and so are all later steps. The host does not wait."""
     undisturbed, step = pair(device, optimizer, **options)
     (slot,) = buffers(1, device)
     generator = torch.Generator().manual_seed(3)
-    rate = float(torch.tensor(RATE))
+    lr = float(torch.tensor(LR))
     for number in range(WARMUP_STEPS + 6):
         batch = [torch.rand(part.shape, generator=generator).to(device) for part in slot]
         for part, values in zip(slot, batch, strict=True):
             part.copy_(values)
         if number == when:
             before = snapshot(step)
-            spoil(slot)
+            make_bad(slot)
             with refusing_to_wait(device if number > WARMUP_STEPS else "cpu"):
-                loss = step(*slot, RATE)
+                loss = step(*slot, LR)
             assert not loss.isfinite()
             assert not step.gradient_norm.isfinite()
             assert differing(snapshot(step), before) == []
             slot[1].copy_(batch[1])
-        losses = undisturbed(*batch, as_held(undisturbed, rate)), step(*slot, rate)
+        losses = undisturbed(*batch, exact_lr(undisturbed, lr)), step(*slot, lr)
         assert torch.equal(*losses) if device == "cpu" else losses[1].isfinite()
         if number == when:
             assert len(differing(snapshot(step), before)) == len(before), "the graph that skips also updates"
@@ -315,18 +316,16 @@ def test_a_replay_that_is_not_finite_skips_its_update(device: str, optimizer: st
         assert int(weights(step)["updates"]) == WARMUP_STEPS + 6
 
 
-def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(imitated) -> None:
-    """A loader offers it, see tests/data/loaders/test_prefetcher.py; steps without it have a graph of their own."""
+def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(fake_cuda) -> None:
+    """Loaders offer the work, see tests/data/loaders/test_prefetcher.py. Steps without work have a separate graph."""
     step, (slot,) = make(GraphStep, "sgd", "cpu"), buffers(1, "cpu")
     curve(step, [slot], WARMUP_STEPS)
     done: list[str] = []
-    fills = {
-        key: Work(key, functools.partial(ImitatedGraph.launch, functools.partial(done.append, key))) for key in "ab"
-    }
+    fills = {key: Work(key, functools.partial(FakeGraph.launch, functools.partial(done.append, key))) for key in "ab"}
     for key in "ab ba":
         if key in fills:
             step.pending_work.offer(fills[key])
-        step(*slot, RATE)
+        step(*slot, LR)
     assert "".join(done) == "abba"
     assert [key[3] for key in step._graphs] == ["a", "b", None]
 
@@ -336,46 +335,46 @@ def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(imitated
 def test_a_step_resumes_from_its_state_and_then_records(
     device: str, optimizer: str, saved_after: int, tmp_path
 ) -> None:
-    """Its rate stays the tensor that graphs read, in the same memory on the device."""
+    """The learning rate stays the same tensor on the device, which graphs read."""
     first, second = (make(GraphStep, optimizer, device) for _ in range(2))
     (slot,) = buffers(1, device)
     curve(first, [slot], saved_after)
     torch.save(first.state(), tmp_path / "state.pt")
     second.load_state(torch.load(tmp_path / "state.pt", weights_only=True, map_location="cpu"))
     assert differing(snapshot(first), snapshot(second)) == []
-    rate = second._optimizer.param_groups[0]["lr"]
-    assert isinstance(rate, torch.Tensor)
-    assert rate.device.type == device
+    lr = second._optimizer.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor)
+    assert lr.device.type == device
     expected, got = (curve(step, [slot]) for step in (first, second))
     if device == "cpu":
         assert torch.equal(got, expected)
         assert differing(snapshot(first), snapshot(second)) == []
     else:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert second._optimizer.param_groups[0]["lr"] is rate
+    assert second._optimizer.param_groups[0]["lr"] is lr
     assert len(second._graphs) == 1
 
 
-def test_graphs_are_kept_apart_and_refuse_another_shape_or_a_loaded_state(device: str) -> None:
-    """Without the exchange of gradients a step has graphs of its own; evaluation sees what replays have learnt."""
+def test_no_sync_has_its_own_graph_and_graphs_refuse_another_shape_or_a_loaded_state(device: str) -> None:
+    """Evaluation sees the weights that replays have updated."""
     step = make(GraphStep, device=device)
     (slot,) = buffers(1, device)
     curve(step, [slot])
     before = float(step.evaluate(*slot)[0])
-    step(*slot, RATE)
+    step(*slot, LR)
     assert float(step.evaluate(*slot)[0]) < before
     with step.no_sync():
-        step(*slot, RATE)
-    step(*slot, RATE)
+        step(*slot, LR)
+    step(*slot, LR)
     assert [key[2] for key in step._graphs] == [True, False]
     with pytest.raises(UserError, match=r"inputs of a batch have shape \[3, 4, 8, 8, 8\], .* \[4, 4, 8, 8, 8\]"):
-        step(slot[0][:3], slot[1][:3], RATE)
+        step(slot[0][:3], slot[1][:3], LR)
     with pytest.raises(AssertionError, match="graphs hold the memory"):
         step.load_state(step.state())
 
 
 @pytest.mark.parametrize("out_of_memory", [False, True])
-def test_a_recording_that_fails_reports_the_first_reason(imitated, monkeypatch, out_of_memory: bool) -> None:
+def test_a_recording_that_fails_reports_the_first_reason(fake_cuda, monkeypatch, out_of_memory: bool) -> None:
     step, (slot,) = make(GraphStep, device="cpu"), buffers(1, "cpu")
 
     @contextlib.contextmanager
@@ -393,10 +392,10 @@ def test_a_recording_that_fails_reports_the_first_reason(imitated, monkeypatch, 
     monkeypatch.setattr(graph.torch.cuda, "graph", failing)
     curve(step, [slot], WARMUP_STEPS)
     step._train = waiting
-    message = r"^the step .* graph: CUDA error: operation not permitted .*capturing; use t"
+    message = r"^cannot record .* graph: CUDA error: operation not permitted .*capturing; use t"
     kind, text = (torch.OutOfMemoryError, "out of memory") if out_of_memory else (LocalError, message)
     with pytest.raises(kind, match=text):
-        step(*slot, RATE)
+        step(*slot, LR)
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -404,13 +403,13 @@ def test_a_recording_that_fails_reports_the_first_reason(imitated, monkeypatch, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_an_operation_that_waits_for_the_device_is_one_line() -> None:
-    """In a process of its own: a recording that fails leaves PyTorch's allocator and generators in disorder."""
+def test_an_operation_that_waits_for_the_device_gives_one_error_line() -> None:
+    """In a subprocess: a failed recording leaves PyTorch's allocator and generators in an invalid state."""
     command = [sys.executable, __file__, "record what waits"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOP), str(TOP / "tests")])}
     result = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True)
     *_, line = result.stderr.splitlines()
-    assert re.fullmatch(r"error: the step cannot become a CUDA graph: .*; use train\.py, .* flags", line)
+    assert re.fullmatch(r"error: cannot record the step as a CUDA graph: .*; use train\.py, .* flags", line)
     assert result.returncode == 2
 
 

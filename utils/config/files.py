@@ -19,8 +19,13 @@ RENAMED_KEYS = {
     "network.rewritten": "network.space_to_depth",
     "loss_weights": "channel_weights",
     "max_skipped_updates": "max_consecutive_skips",
+    "evaluation.tile": "evaluation.window",
+    "evaluation.step": "evaluation.overlap (= window - step)",
 }
-REMOVED_KEYS: dict[str, str] = {}
+REMOVED_KEYS = {
+    "compiler": "enable_jit uses torch.compile",
+    "evaluation.budget": "set evaluation.every_epochs",
+}
 
 
 def read_file(path: str) -> dict[str, dict[str, Any]]:

@@ -82,12 +82,11 @@ class TransformConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Whole-volume predictions of the validation box during training, judged by physics; see utils/evaluation."""
+    """Evaluation of the whole validation volume during training; see utils/evaluation."""
 
-    every_epochs: Count = 0  # 0: never
-    budget: Annotated[float, Field(gt=0, le=1)] = 0.1  # at most this share of the time that training has taken
-    tile: Positive | None = None  # cells a side of what the network is given at once; None: data_size
-    step: Positive | None = None  # cells from one tile to the next; None: half a tile
+    every_epochs: Count = 0  # 0: never; else also after the last epoch
+    window: Positive | None = None  # cells per side of the network's input; None: data_size
+    overlap: Count | None = None  # cells by which neighbouring windows overlap; None: half a window
 
 
 class VectorChannelsConfig(Section):
@@ -172,7 +171,6 @@ class Config(Section):
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
     cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest
-    compiler: Literal["inductor", "torchscript"] = "inductor"  # under enable_jit
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
     accumulation_steps: Positive = 1  # micro-batches per step
@@ -311,9 +309,9 @@ class Config(Section):
                     f"vector_channels.{name} {triples}: channel {max(used)} does not exist; use 0 to {channels - 1}"
                 )
         block = 2**self.scales
-        if self.evaluation.tile is not None and self.evaluation.tile % block:
+        if self.evaluation.window is not None and self.evaluation.window % block:
             raise ValueError(
-                f"evaluation.tile {self.evaluation.tile} is not a multiple of {block}, by which the network divides "
+                f"evaluation.window {self.evaluation.window} is not a multiple of {block}, by which the network divides "
                 f"the grid"
             )
         if self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels:

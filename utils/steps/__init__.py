@@ -1,4 +1,7 @@
-"""One training step, owned whole: the trainer calls it and never asks which kind it is."""
+"""The training step: forward, loss, backward, gradient exchange, clipping and update behind one call.
+
+The trainer and the benchmark know a step by the protocol below, and treat eager steps and CUDA graphs alike.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +16,41 @@ from utils.steps.probe import GradientNormProbe
 
 
 class Step(Protocol):
-    """What the trainer needs of a step."""
+    """Trains and evaluates one network on one rank."""
 
-    network: nn.Module  # the bare network as it is used: validated and saved, with averaged weights where that is asked
-    gradient_norm: torch.Tensor  # of the last step, before clipping; a scalar on the device
-    probe: GradientNormProbe | None  # the gradient of a part of the batch, where that is measured
+    network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
+    gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
+    probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        """Trains on one local batch at the given learning rate; returns its loss, on the device, detached."""
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+        """Trains on one local batch; returns its loss, detached, on the device."""
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Pays what a first step costs once (compiling, cuDNN's search), and waits for it; training goes as without it.
+        """Runs what only a first step has to do (compilation, cuDNN's algorithm search) and waits for it.
 
-        Every rank calls it, with a batch like those it will train on.
+        The training does not change. Every rank calls it, with a batch like those it will train on.
         """
 
     def state(self) -> dict[str, Any]:
-        """All that changes from step to step, "network" among it, by the tensors themselves."""
+        """Everything that changes from step to step, including "network". Holds the tensors themselves, not copies."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave; before the first step."""
+        """Resumes from what `state` returned. Call it before the first step."""
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Loads the network's weights; ValueError if they belong to another network."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Within it, ranks keep their gradients to themselves."""
+        """Context in which ranks do not exchange gradients."""
 
     def describe(self) -> list[str]:
-        """Lines for the log, once a step has been made: how it computes."""
+        """Lines for the log about how the step computes. Call it after the first step."""
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss without training."""
-
-    def measure(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss and the metrics, without training: [1 + metrics]."""
+        """The loss and the metrics without training, shape [1 + metrics]."""
 
     def broadcast_buffers(self) -> None:
-        """Before ranks measure together: all have the same running statistics. Every rank calls it."""
+        """Gives all ranks the running statistics of rank 0. Every rank calls it before the ranks evaluate together."""
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The network's outputs, in evaluation mode."""
+        """The network's outputs in evaluation mode."""

@@ -1,11 +1,9 @@
-"""Compilers for network and loss (`enable_jit`): where one fails, a warning, and on without it."""
+"""torch.compile for network and loss (`enable_jit`); if it fails, the step logs a warning and runs without it."""
 
 from __future__ import annotations
 
 import logging
 import traceback
-import warnings
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,16 +12,17 @@ log = logging.getLogger(__name__)
 
 
 class Compiled(nn.Module):
-    """torch.compile, or the module as it is where this machine's compiler fails.
+    """A module under torch.compile, or the module itself if the compiler fails on this machine.
 
-    It goes around DistributedDataParallel, which it then splits at the gradient buckets: compiled in one piece, the
-    backward pass would hand over all gradients at its end, with nothing left to compute while they are exchanged.
+    Wrap DistributedDataParallel in it, not the other way round: torch.compile then splits the graph at DDP's gradient
+    buckets. Compiled as one graph, the backward pass would return all gradients at its end, and no computation would be
+    left to overlap with their exchange.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._plain, self._compiled = module, torch.compile(module)
-        self.works: bool | None = None  # None: not tried yet
+        self.works: bool | None = None  # None until the first call
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.works is None:
@@ -32,52 +31,19 @@ class Compiled(nn.Module):
                 self.works = True
                 return loss
             except Exception as error:
-                if not _of_the_compiler(error):
+                if not _is_compiler_error(error):
                     raise
                 self.works = False
-                _warn("torch.compile", error)
+                reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+                log.warning("torch.compile failed, the step runs without it: %s", reason[0])
         return self._compiled(inputs, targets) if self.works else self._plain(inputs, targets)
 
 
-class Traced(nn.Module):
-    """TorchScript's trace of the module, made at the first call, or the module as it is where tracing fails.
-
-    It goes inside DistributedDataParallel, whose hooks hang on the parameters. A trace holds for one shape and one
-    kind of autocast; it is meant for a training step, which has one of each.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        # In a list: a submodule would show up in the state dict, beside the module that it was made of.
-        self._trace: list[Callable[..., torch.Tensor]] = []
-        self.works: bool | None = None
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.works is None:
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # newer versions of PyTorch advise against it
-                    self._trace.append(torch.jit.trace(self.module, (inputs, targets), check_trace=False))
-                self.works = True
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, torch.jit.TracingCheckError) as error:
-                self.module(inputs, targets)  # what is wrong with the module itself is told by itself
-                _warn("TorchScript", error)
-                self.works = False
-        return self._trace[0](inputs, targets) if self.works else self.module(inputs, targets)
-
-
-def _of_the_compiler(error: Exception) -> bool:
-    """Whether the compiler failed, and not what it compiles: by the error's class, or by where it was raised."""
+def _is_compiler_error(error: Exception) -> bool:
+    """True for an error of the compiler, by its class or the file that raised it; False for the module's own."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     raised_in = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(error.__traceback__)[-1:]]
-    parts = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/torchinductor_")  # the last: what it wrote
+    # The last one is the directory of the code that the compiler generates.
+    parts = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/torchinductor_")
     return type(error).__module__.startswith("torch._") or any(part in name for name in raised_in for part in parts)
-
-
-def _warn(compiler: str, error: Exception) -> None:
-    reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-    log.warning("%s failed, going on without it: %s", compiler, reason[0])
