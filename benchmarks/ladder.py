@@ -39,7 +39,7 @@ from utils.data import Loaders, attach_pending_work, build_loaders
 from utils.data.loaders.prefetcher import DEVICE_SLOTS, Batch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors, value_errors_for_users
-from utils.profiling.flops import counted
+from utils.profiling.flops import training_flops
 from utils.runs.logger import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep
@@ -98,8 +98,7 @@ CPU_RUNGS = (
     Rung("bfloat16", {"enable_amp": True}),
     Rung("channels last", {"channels_last": True}),
     Rung("down1 and last rewritten", {"network.space_to_depth": ["down1", "last"]}),
-    Rung("TorchScript", {"enable_jit": True, "compiler": "torchscript"}),
-    Rung("torch.compile", {"enable_jit": True, "compiler": "inductor"}),
+    Rung("torch.compile", {"enable_jit": True}),
     Rung("volume in memory", {"data_loader_config": "resident"}),
 )
 
@@ -191,8 +190,6 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
     batches = endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
-    with counted(step.network) as flops:
-        step.evaluate(*fixed)
     step.warm_up(*fixed)
     if config.enable_jit and not step.compiled:
         raise RuntimeError("the compiler failed: its warning says why")
@@ -208,7 +205,7 @@ def build(machine: Machine, changes: Changes, graph: bool, warmup_steps: int) ->
         inputs, targets = next(batches)
     step(fixed.inputs, fixed.targets, RATE)
     machine.wait()
-    return Built(config, step, fixed, batches, flops.training / len(fixed.inputs), losses, norms)
+    return Built(config, step, fixed, batches, training_flops(step.network, fixed.inputs), losses, norms)
 
 
 def rate_of(machine: Machine, action: Callable[[], object], steps: int, batch: int) -> float:
