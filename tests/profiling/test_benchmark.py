@@ -1,4 +1,4 @@
-"""Benchmark mode measures, prints the contract's lines, writes JSON, and ends."""
+"""Tests of the benchmark mode: its measurements, log lines, JSON file and settings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import torch
 from processes import run_ranks
 from torch import nn
 
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.synthetic import SyntheticLoader
-from utils.distributed.world import Launch, World
+from utils.data.plan import SamplePlan
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.benchmark import Benchmark, Settings, read_settings
+from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
 from utils.runs.logger import NullLogger
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
 
 class CountingStep:
-    """Counts its calls, those without exchange of gradients apart."""
+    """Counts its calls with (True) and without (False) gradient exchange."""
 
     gradient_norm = torch.zeros(())
 
@@ -32,12 +35,12 @@ class CountingStep:
         self.calls = {True: 0, False: 0}
         self._exchanging = True
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         self.calls[self._exchanging] += 1
         return torch.zeros(())
 
     def describe(self) -> list[str]:
-        return ["how it computes"]
+        return ["description of the step"]
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (self.network(inputs) - targets).abs().mean()[None]
@@ -49,7 +52,7 @@ class CountingStep:
         self._exchanging = True
 
 
-class KeptLines(NullLogger):
+class RecordingLogger(NullLogger):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -58,54 +61,50 @@ class KeptLines(NullLogger):
 
 
 def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
-    """The lines logged by this rank, and its step's calls with and without exchange."""
-    step, logs = CountingStep(), KeptLines()
-    # Three batches an epoch, so that a trial of five needs a second epoch.
-    options = {"samples": 12 * world.size, "crop": 4, "channels": (4, 5), "batch_size": 4, "drop_last": True}
-    loader = SyntheticLoader(**options, rank=world.rank, world_size=world.size)
+    """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
+    step, logger = CountingStep(), RecordingLogger()
+    # Three batches per epoch, so that a trial of five needs a second epoch.
+    plan = SamplePlan(samples=12 * world.size, box=8, crop=4, seed=0, split="train")
+    loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
-    Benchmark(
-        step=step,
-        loader=loader,
-        world=world,
-        logs=logs,
-        rate=1e-3,
-        global_batch_size=4 * world.size,
-        settings=Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output}),
-        exchanges=exchanges,
-        peak_seconds=0.01,
-    ).run({"commit": "none"})
-    return logs.lines, step.calls
+    settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
+    options = BenchmarkOptions(1e-3, 4 * world.size, exchanges_gradients=exchanges, peak_seconds=0.01)
+    Benchmark(step, loader, world, logger, settings, options).run()
+    return logger.lines, step.calls
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_measure_print_and_write(tmp_path: Path, ranks: int) -> None:
-    """With several ranks, NO-COMM measures the step without its exchange of gradients."""
+def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) -> None:
+    """With several ranks, NO-COMM measures the step without gradient exchange."""
     output, exchanges = str(tmp_path / "rates.json"), ranks > 1
     answers = run_ranks(measure, ranks, output, True) if exchanges else [measure(ALONE, output, False)]
     names = ["IO", "SYNTHETIC", "FULL", "NO-COMM"][: 4 if exchanges else 3]
     for lines, calls in answers:
-        assert "how it computes" in lines
-        assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, "SYNTHETIC and FULL take steps, not IO"
+        assert "description of the step" in lines
+        assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, (
+            "SYNTHETIC and FULL call the step, IO does not"
+        )
         summary = [line for line in lines if "average trial throughput" in line]
         for line, name in zip(summary, names, strict=True):
             pattern = rf"BENCHY::SUMMARY::{name} average trial throughput: \d+\.\d{{3}} \+/- \d+\.\d{{3}}"
             assert re.fullmatch(pattern, line)
         assert any("NO-COMM communication overhead" in line for line in lines) is exchanges
     result = json.loads(Path(output).read_text())
-    # 4 × 5 products a cell, forward and for the weights: the network's first layer needs no gradient of its inputs.
+    # 4 × 5 products per cell, forward and for the weights: the first layer needs no gradient of its inputs.
     assert result["flops_per_sample"] == 2 * 2 * 4 * 5 * 4**3
     assert len(result["matmul_peak"]["TFLOP/s of each rank"]) == result["ranks"] == ranks
     for name in names:
         assert result[name]["median"] == sorted(result[name]["trials"])[1]
         if name != "IO":
             teraflops = result[name]["median"] * result["flops_per_sample"] / ranks / 1e12
-            assert result[name]["TFLOP/s a rank"] == pytest.approx(teraflops)
+            assert result[name]["TFLOP/s per rank"] == pytest.approx(teraflops)
             share = teraflops / result["matmul_peak"]["TFLOP/s"]
             assert result[name]["share of matmul peak"] == pytest.approx(share)
 
 
-def test_settings_come_from_the_named_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_from_the_given_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert read_settings(ALONE).output == "benchy.json"
     conf = tmp_path / "conf.yaml"
@@ -116,7 +115,7 @@ def test_settings_come_from_the_named_file_and_environment(tmp_path: Path, monke
     assert (settings.IO.batches, settings.FULL.batches, settings.output) == (2, 30, "weak_scale.json")
 
 
-def test_bad_settings_and_output_are_refused_before_anything_is_measured(
+def test_invalid_settings_and_output_are_refused_before_the_measurements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conf = tmp_path / "conf.yaml"

@@ -1,4 +1,4 @@
-"""--preflight checks and prints what can be known before training, and writes nothing."""
+"""Tests of --preflight: it checks a run before training, prints the findings and writes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def preflight(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixtu
     return run
 
 
-def test_valid_config_passes_with_the_right_figures(preflight, tmp_path: Path) -> None:
+def test_valid_config_passes_and_its_properties_are_printed(preflight, tmp_path: Path) -> None:
     code, printed, errors = preflight()
     assert (code, errors) == (0, "")
     lines = printed.splitlines()
@@ -46,40 +46,40 @@ def test_valid_config_passes_with_the_right_figures(preflight, tmp_path: Path) -
     parameters = 64 * (4 * 4 + 4 * 8 + 8 * 4 + 8 * 5) + 4 + 8 + 4 + 5
     for part in (
         "ranks 1 × local batch 8 = global batch 8\n",
-        "steps: 8 an epoch × 2 epochs = 16\n",
-        f"network: unet, {parameters:,} parameters; a sample of 4 × 8 × 8 × 8 fits",
-        "memory a rank: about ",
-        "learning rate: none scaling, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
+        "steps: 8 per epoch × 2 epochs = 16\n",
+        f"network: unet, {parameters:,} parameters, accepts samples of shape 4 × 8 × 8 × 8\n",
+        "memory per rank: about ",
+        "learning rate: shape cosine, scaling none, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
         "step 15: 0.000e+00",
         f"run directory: {tmp_path / 'runs' / 'test' / '1GPU' / '00'} is new",
         "train data: ",
         "valid data: ",
         "16³ cells, 0.00 GiB, all finite, mapped",
-        "differs from base: ",
+        "differences from base: ",
         "data_size 64 -> 8",
     ):
         assert part in printed, part
 
 
 def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> None:
-    """Ranks, batches, learning rate, loader and data."""
+    """The report contains ranks, batches, learning rate, loader and data."""
     chunked = volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8), compression="gzip")
     schedule = "--set=lr_schedule={scaling: linear, start_lr: 1e-3, end_lr: 1e-5, warmup_steps: 4}"
     for flags, parts in (
         (
             ["4", "--local_batch_size=8", "--set=accumulation_steps=2"],
-            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 an epoch", "/4GPU/00 is new"],
+            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 per epoch", "/4GPU/00 is new"],
         ),
         (
             [schedule, "--set=global_batch_size=16"],
-            ["linear scaling, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.000e-05"],
+            ["scaling linear, 4 steps of warm-up, peak 2.000e-03; step 0: 5.000e-04", "step 7: 1.000e-05"],
         ),
         (
             ["--data_loader_config=auto"],
-            ["data_loader_config auto: on this machine lowmem, the files lie in one piece"],
+            ["data_loader_config auto: lowmem on this machine, the files are contiguous and mapped"],
         ),
-        ([f"--set=train_path={chunked}"], ["rewrite it contiguous for speed"]),
-        (["--set=device=cuda"], ["all checks passed"]),  # also on a login node without such a device
+        ([f"--set=train_path={chunked}"], ["rewrite it contiguously for speed"]),
+        (["--set=device=cuda"], ["all checks passed"]),  # on a login node without such a device, too
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
     ):
         code, printed, errors = preflight(*flags)
@@ -88,7 +88,7 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
             assert part in printed, flags
 
 
-def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_rank_prints_the_report(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
@@ -100,7 +100,7 @@ def test_launched_ranks_print_one_report(preflight, monkeypatch: pytest.MonkeyPa
 def test_existing_run_directory_is_reported_and_kept(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """It says what a training with these flags would do: resume, or replace what is there."""
+    """The report says whether a training with these flags would resume or replace the earlier one."""
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
     weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
@@ -134,7 +134,7 @@ def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pyt
     code, _, errors = preflight()
     assert code == 2
     assert re.fullmatch(
-        r"error: memory a rank: about .* on Small: it does not fit; lower local_batch_size or raise .*\n", errors
+        r"error: memory per rank: about .* on Small: it does not fit; lower local_batch_size or raise .*\n", errors
     )
 
 
@@ -145,14 +145,14 @@ def test_mixed_precision_and_micro_batches_lower_the_memory_of_activations(prefl
         assert match
         return float(match.group(1))
 
-    whole = activations("--local_batch_size=4096")
-    assert whole > 1
-    assert activations("--local_batch_size=4096", "--enable_amp") == pytest.approx(whole / 2, abs=0.01)
-    assert activations("--local_batch_size=4096", "--set=accumulation_steps=4") == pytest.approx(whole / 4, abs=0.01)
+    full = activations("--local_batch_size=4096")
+    assert full > 1
+    assert activations("--local_batch_size=4096", "--enable_amp") == pytest.approx(full / 2, abs=0.01)
+    assert activations("--local_batch_size=4096", "--set=accumulation_steps=4") == pytest.approx(full / 4, abs=0.01)
 
 
-def test_activation_memory_is_what_the_backward_pass_keeps() -> None:
-    """A convolution keeps its input, a tanh its output; weights are counted elsewhere."""
+def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() -> None:
+    """A convolution saves its input, a tanh its output. Weights are not activations."""
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
     assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)

@@ -1,4 +1,4 @@
-"""A profile covers its window of steps, and nothing is annotated outside it."""
+"""Tests of utils.profiling.profiler: a profile covers its window of steps, and no step outside it is annotated."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from processes import run_ranks
 import train
 from utils import cli
 from utils.config import Config, ProfileConfig, load
+from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
-from utils.distributed.world import Launch, World
+from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.profiler import Nsys, NullProfiler, TorchProfiler, WindowProfiler, annotate
+from utils.profiling.profiler import (
+    Nsys,
+    NullProfiler,
+    Profiler,
+    TorchProfiler,
+    WindowProfiler,
+    annotate,
+    build_profiler,
+)
 
 TOP = Path(__file__).parent.parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 RANGES = ("step", "data", "forward", "backward", "optimizer")
 
 
-def steps_annotated(profiler: NullProfiler, count: int) -> list[int]:
+def steps_annotated(profiler: Profiler, count: int) -> list[int]:
     """Runs `count` steps; returns those that were annotated."""
     annotated = []
     for step in range(count):
@@ -47,7 +56,7 @@ def events(trace: Path) -> list[dict]:
 
 
 def ranges(trace: Path) -> Counter[str]:
-    """The number of each of our ranges in the trace, on the host."""
+    """The number of occurrences of each of our ranges in the trace, on the host."""
     return Counter(event["name"] for event in events(trace) if event.get("cat") == "user_annotation")
 
 
@@ -56,7 +65,7 @@ def window(directory: Path, first: int = 2, length: int = 3) -> WindowProfiler:
 
 
 def test_only_the_window_is_profiled(tmp_path, caplog) -> None:
-    """Into a directory that need not exist: rank 0 makes it, perhaps on another node."""
+    """The directory may not exist yet, because rank 0 creates it, perhaps on another node."""
     caplog.set_level(logging.INFO)
     directory = tmp_path / "runs" / "00"
     assert steps_annotated(window(directory), 8) == [2, 3, 4]
@@ -67,7 +76,7 @@ def test_only_the_window_is_profiled(tmp_path, caplog) -> None:
 
 
 def test_training_that_ends_inside_the_window_writes_its_profile(tmp_path, caplog) -> None:
-    """One that ends before the window writes none."""
+    """A training that ends before the window writes no profile."""
     caplog.set_level(logging.INFO)
     assert steps_annotated(window(tmp_path, 5), 3) == []
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +87,7 @@ def test_training_that_ends_inside_the_window_writes_its_profile(tmp_path, caplo
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """Records the CUDA calls without making them."""
+    """Replaces the CUDA calls and records them."""
     made: list[str] = []
 
     @contextlib.contextmanager
@@ -94,16 +103,16 @@ def calls(monkeypatch) -> list[str]:
 
 
 def test_nsys_captures_complete_steps_with_nvtx_ranges(calls) -> None:
-    """Without waiting for the device, kernels of the step before would be captured and those of the last one missed."""
+    """Without synchronization, kernels of the previous step would be captured, and those of the last step missed."""
     assert steps_annotated(WindowProfiler(1, 2, Nsys(), GPU), 5) == [1, 2]
     assert calls == ["wait for cuda:0", "start", "forward", "forward", "wait for cuda:0", "stop"]
 
 
-def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: int = 2, **profile) -> NullProfiler:
-    """build_profiler for a training of eight steps an epoch."""
+def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: int = 2, **profile) -> Profiler:
+    """The profiler of a training with eight steps per epoch."""
     options = {"global_batch_size": 8, "Nsamples": 64, "num_epochs": epochs, "profile": ProfileConfig(**profile)}
     config = Config(enable_manual_profiling=True, **options)
-    return train.build_profiler(config, World(Launch("test", rank, rank, 2), device), directory)
+    return build_profiler(config, World(Launch("test", rank, rank, 2), device), directory)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +123,20 @@ def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: in
         ({"first_step": 15, "steps": 2}, [15]),
     ],
 )
-def test_window_is_thirty_steps_from_the_sixth_of_the_second_epoch_by_default(calls, tmp_path, settings, steps):
+def test_default_window_is_thirty_steps_from_the_sixth_step_of_the_second_epoch(calls, tmp_path, settings, steps):
     """On a GPU, the default profiler is nsys."""
     profiler = built(tmp_path, GPU, **settings)
     assert steps_annotated(profiler, 8 * settings.get("epochs", 2)) == steps
     assert "start" in calls
 
 
-def test_rank_0_alone_profiles_by_default_and_every_rank_refuses_the_impossible(tmp_path) -> None:
+def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_profile(tmp_path) -> None:
     assert isinstance(built(tmp_path, rank=0), WindowProfiler)
-    assert type(built(tmp_path, rank=1)) is NullProfiler
+    assert isinstance(built(tmp_path, rank=1), NullProfiler)
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
-        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, and .* runs on cpu; use --profiler=torch"),
-        ({"first_step": 16}, "profile.first_step 16 lies beyond the training: it has 16 steps, .*; lower it"),
+        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but .* runs on cpu; use --profiler=torch"),
+        ({"first_step": 16}, "profile.first_step 16 is not a step of the training, which has 16 steps, .*; lower it"),
     ):
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
@@ -136,7 +145,7 @@ def test_rank_0_alone_profiles_by_default_and_every_rank_refuses_the_impossible(
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process grows beyond 100 bytes; a full disk does the same, with another error name."""
+    """Limits the files of this process to 100 bytes. A full disk has the same effect, with another error name."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -145,10 +154,10 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("length", [1, 100], ids=["at the trace's end", "amid the trace"])
-def test_full_disk_costs_only_the_profile(tmp_path, caplog, length) -> None:
-    """torch.profiler raises nothing then, and leaves a broken trace or a part of one."""
-    (tmp_path / "trace.json.gz").write_text("an earlier one")
+@pytest.mark.parametrize("length", [1, 100], ids=["at the end of the trace", "within the trace"])
+def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog, length) -> None:
+    """torch.profiler raises no error if the disk is full, and leaves an incomplete trace."""
+    (tmp_path / "trace.json.gz").write_text("an earlier trace")
     profiler = window(tmp_path, 0, length)
     for step in range(length):
         profiler.before_step(step)
@@ -157,16 +166,16 @@ def test_full_disk_costs_only_the_profile(tmp_path, caplog, length) -> None:
         profiler.before_step(length)
     (line,) = caplog.messages
     assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: torch could not write the trace; ")
-    assert line.endswith("; training goes on without it")
+    assert line.endswith("; training continues without it")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
-    assert (tmp_path / "trace.json.gz").read_text() == "an earlier one"
+    assert (tmp_path / "trace.json.gz").read_text() == "an earlier trace"
 
 
-def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path, caplog) -> None:
+def test_profile_that_cannot_be_written_is_reported_as_a_warning(tmp_path, caplog) -> None:
     (tmp_path / "trace.json.gz").mkdir()
     steps_annotated(window(tmp_path, 0, 1), 2)
     (line,) = caplog.messages
-    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: Is a directory; training goes on")
+    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: Is a directory; training continues")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 

@@ -1,8 +1,8 @@
-"""Benchmark mode (`--enable_benchy`): how fast is the input alone, the step alone, and both together.
+"""Benchmark mode (`--enable_benchy`): the throughput of the loader, of the step, and of both together.
 
-IO reads batches and throws them away; SYNTHETIC trains on one batch again and again; FULL trains on real batches;
-NO-COMM, where several ranks exchange gradients, is SYNTHETIC without that exchange. All in samples/s of all ranks.
-The settings are in benchy-conf.yaml, or the file that BENCHY_CONFIG_FILE names.
+IO reads batches and discards them. SYNTHETIC trains on the same batch repeatedly. FULL trains on loaded batches.
+NO-COMM, if several ranks exchange gradients, is SYNTHETIC without that exchange. All are in samples/s over all ranks.
+The settings are in benchy-conf.yaml, or in the file named by the environment variable BENCHY_CONFIG_FILE.
 """
 
 from __future__ import annotations
@@ -13,28 +13,32 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, ValidationError
 
-from utils.config import Section, parse_value
+from utils.config import Config, Section, parse_value
 from utils.data import Loader
 from utils.data.loaders.prefetcher import Batch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.profiling.flops import counted, matmul_peak
+from utils.optim.schedules import build_schedule
+from utils.profiling.flops import training_flops
+from utils.profiling.timing import matmul_tflops, summary, synchronize
 from utils.progress import Progress
-from utils.runs.logger import NullLogger
+from utils.runs.logger import Logger
+from utils.runs.provenance import provenance
 from utils.steps import Step
 
-DEFAULT_SETTINGS = Path(__file__).parent.parent.parent / "benchy-conf.yaml"
+DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
 
 
 class Trials(Section):
-    """`warmup_trials` come first and do not count."""
+    """The size of one measurement. Warm-up trials run first and are discarded."""
 
     batches: Annotated[int, Field(ge=1)] = 30
     trials: Annotated[int, Field(ge=1)] = 5
@@ -42,7 +46,7 @@ class Trials(Section):
 
 
 class Settings(Section):
-    """What benchy-conf.yaml may hold."""
+    """The keys of benchy-conf.yaml."""
 
     IO: Trials = Trials()
     SYNTHETIC: Trials = Trials()
@@ -50,10 +54,30 @@ class Settings(Section):
     output: str = "benchy.json"
 
 
-def read_settings(world: World) -> Settings:
-    """Of the file that BENCHY_CONFIG_FILE names, else the shipped one; BENCHY_OUTPUT overrides the output's name.
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """The properties of the run that the benchmark needs."""
 
-    Every rank calls it; UserError, too, where the first one could not write the output in the end.
+    lr: float
+    global_batch_size: int
+    dtype: torch.dtype = torch.float32  # type of the step's matrix products
+    exchanges_gradients: bool = False
+    peak_seconds: float = 1.0  # duration of the measurement of the matmul peak
+
+    @classmethod
+    def from_config(cls, config: Config, world: World) -> BenchmarkOptions:
+        return cls(
+            lr=build_schedule(config).peak,
+            global_batch_size=config.global_batch_size,
+            dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
+            exchanges_gradients=world.size > 1 and not config.noddp,
+        )
+
+
+def read_settings(world: World) -> Settings:
+    """The settings of the file BENCHY_CONFIG_FILE, or of the shipped one; BENCHY_OUTPUT replaces the output's name.
+
+    Every rank calls it. Raises UserError if the settings are invalid or rank 0 could not write the output later.
     """
     settings = _read()
     with world.raise_together():
@@ -62,7 +86,9 @@ def read_settings(world: World) -> Settings:
             if path.is_dir() or settings.output.endswith("/"):
                 raise UserError(f"cannot write {settings.output}: it is a directory; set BENCHY_OUTPUT to a file")
             if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-                raise UserError(f"cannot write {settings.output}: {path.parent} is no directory that can be written to")
+                raise UserError(
+                    f"cannot write {settings.output}: {path.parent} is not a writable directory; set BENCHY_OUTPUT"
+                )
     return settings
 
 
@@ -88,83 +114,122 @@ def _read() -> Settings:
 
 
 class Benchmark:
-    """Measures with the objects a training would use; all ranks take part."""
+    """Measures the step and the loader of a training run. All ranks take part."""
 
     def __init__(
         self,
-        *,
         step: Step,
         loader: Loader,
         world: World,
-        logs: NullLogger,
-        rate: float,
-        global_batch_size: int,
+        logger: Logger,
         settings: Settings,
-        dtype: torch.dtype = torch.float32,
-        exchanges: bool = False,
-        peak_seconds: float = 1.0,
+        options: BenchmarkOptions,
     ) -> None:
-        """`dtype` is what products are computed in; `exchanges` tells whether ranks send each other gradients."""
-        self._step, self._loader, self._world, self._logs = step, loader, world, logs
-        self._rate, self._samples, self._settings = rate, global_batch_size, settings
-        self._dtype, self._exchanges, self._peak_seconds = dtype, exchanges, peak_seconds
+        self._step, self._loader, self._world, self._logger = step, loader, world, logger
+        self._settings, self._options = settings, options
 
-    def run(self, provenance: dict[str, Any]) -> dict[str, Any]:
-        """All trials; logs the summary lines and writes the JSON file on rank 0."""
+    def run(self) -> dict[str, Any]:
+        """Runs all trials, logs the summary lines and writes the JSON file on rank 0; returns its content."""
         peak = self._measure_peak()
         endless = self._endless()
         fixed = Batch(*(part.clone() for part in next(endless)))
-        with counted(self._step.network) as flops:
-            self._step.evaluate(*fixed)
-        flops_per_sample = flops.training / len(fixed.inputs)
-        settings = self._settings
+        settings, lr = self._settings, self._options.lr
         plan: dict[str, tuple[Trials, Callable[[], object]]] = {
             "IO": (settings.IO, lambda: next(endless)),
-            "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, self._rate)),
-            "FULL": (settings.FULL, lambda: self._step(*next(endless), self._rate)),
+            "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, lr)),
+            "FULL": (settings.FULL, lambda: self._step(*next(endless), lr)),
         }
-        if self._exchanges:  # last: it leaves each rank with parameters of its own
+        if self._options.exchanges_gradients:  # last, because the ranks' parameters differ afterwards
             plan["NO-COMM"] = plan["SYNTHETIC"]
         results: dict[str, Any] = {
-            "provenance": provenance,
+            "provenance": provenance(self._world),
             "unit": "samples/s",
-            "global_batch_size": self._samples,
+            "global_batch_size": self._options.global_batch_size,
             "ranks": self._world.size,
-            "flops_per_sample": flops_per_sample,
+            "flops_per_sample": training_flops(self._step.network, fixed.inputs),
             "matmul_peak": peak,
         }
-        total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
-        with Progress("benchmark", total, "trials", silent=not self._world.is_root) as progress:
-            for name, (trials, action) in plan.items():
-                apart = self._step.no_sync() if name == "NO-COMM" else contextlib.nullcontext()
-                with apart:
-                    rates = self._trials(name, trials, action, progress)
-                results[name] = {**_summary(rates[trials.warmup_trials :]), "settings": trials.model_dump()}
-                if name != "IO":
-                    teraflops = results[name]["median"] * flops_per_sample / self._world.size / 1e12
-                    results[name]["TFLOP/s a rank"] = teraflops
-                    results[name]["share of matmul peak"] = teraflops / peak["TFLOP/s"]
+        results |= self._measure(plan, results["flops_per_sample"], peak["TFLOP/s"])
         endless.close()
-        for line in self._step.describe():
-            self._logs.info(line)
-        for name in plan:
-            self._tell(name, results[name])
         if "NO-COMM" in plan:
-            lost = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
-            results["communication overhead"] = lost
-            self._logs.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
+            results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
+        self._log(results, list(plan))
         self._write(results)
         return results
 
-    def _tell(self, name: str, result: dict[str, Any]) -> None:
-        line = f"BENCHY::SUMMARY::{name}"
-        mean, spread = result["mean"], result["stdev"]
-        self._logs.info(f"{line} average trial throughput: {mean:.3f} +/- {spread:.3f}")
-        text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
-        if "TFLOP/s a rank" in result:
-            share = 100 * result["share of matmul peak"]
-            text += f"; {result['TFLOP/s a rank']:.3g} TFLOP/s a rank, {share:.1f} % of the matmul peak"
-        self._logs.info(f"{line} {text}")
+    def _measure(
+        self, plan: dict[str, tuple[Trials, Callable[[], object]]], flops_per_sample: float, peak: float
+    ) -> dict[str, Any]:
+        """The result of each measurement of the plan."""
+        results: dict[str, Any] = {}
+        total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
+        with Progress("benchmark", total, "trials", silent=not self._world.is_root) as progress:
+            for name, (trials, action) in plan.items():
+                exchange = self._step.no_sync() if name == "NO-COMM" else contextlib.nullcontext()
+                with exchange:
+                    rates = self._trials(name, trials, action, progress)
+                moments = {"mean": statistics.fmean(rates), "stdev": statistics.pstdev(rates)}
+                results[name] = {**summary(rates), **moments, "settings": trials.model_dump()}
+                if name != "IO":
+                    teraflops = results[name]["median"] * flops_per_sample / self._world.size / 1e12
+                    results[name]["TFLOP/s per rank"] = teraflops
+                    results[name]["share of matmul peak"] = teraflops / peak
+        return results
+
+    def _trials(self, name: str, trials: Trials, action: Callable[[], object], progress: Progress) -> list[float]:
+        """Samples/s of each trial, without the warm-up trials."""
+        rates = []
+        for number in range(trials.warmup_trials + trials.trials):
+            rates.append(self._trial(action, trials.batches))
+            kind = "warm-up, " if number < trials.warmup_trials else ""
+            progress.advance(note=f"{name}: {kind}{rates[-1]:.1f} samples/s")
+        return rates[trials.warmup_trials :]
+
+    def _trial(self, action: Callable[[], object], batches: int) -> float:
+        """Samples/s over all ranks, by the time of the slowest rank."""
+        self._world.barrier()
+        synchronize(self._world.device)
+        started = time.perf_counter()
+        for _ in range(batches):
+            action()
+        synchronize(self._world.device)
+        seconds = torch.tensor(time.perf_counter() - started, device=self._world.device)
+        return batches * self._options.global_batch_size / float(self._world.gather(seconds).max())
+
+    def _endless(self) -> Generator[Batch, None, None]:
+        epoch = 0
+        while True:
+            yield from self._loader.epoch(epoch)
+            epoch += 1
+
+    def _measure_peak(self) -> dict[str, Any]:
+        """TFLOP/s of a matrix product, measured on all ranks at the same time, and the mean over the ranks."""
+        self._world.barrier()
+        dtype = self._options.dtype
+        # The best of many trials: other programs on the machine only slow it down.
+        best = max(matmul_tflops(self._world.device, dtype, self._options.peak_seconds))
+        peaks = self._world.gather_objects(best)
+        name = str(dtype).removeprefix("torch.")
+        if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
+            name = "float32 as TF32"
+        mean = statistics.fmean(peaks)
+        self._logger.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s per rank")
+        return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
+
+    def _log(self, results: dict[str, Any], names: list[str]) -> None:
+        for line in self._step.describe():
+            self._logger.info(line)
+        for name in names:
+            line, result = f"BENCHY::SUMMARY::{name}", results[name]
+            self._logger.info(f"{line} average trial throughput: {result['mean']:.3f} +/- {result['stdev']:.3f}")
+            text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
+            if "TFLOP/s per rank" in result:
+                share = 100 * result["share of matmul peak"]
+                text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank, {share:.1f} % of the matmul peak"
+            self._logger.info(f"{line} {text}")
+        if "NO-COMM" in names:
+            lost = 100 * results["communication overhead"]
+            self._logger.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {lost:.1f} % of SYNTHETIC's time")
 
     def _write(self, results: dict[str, Any]) -> None:
         path = self._settings.output
@@ -175,56 +240,4 @@ class Benchmark:
                         partial.write_text(json.dumps(results, indent=2) + "\n")
                 except OSError as error:
                     raise UserError(f"cannot write {path}: {error.strerror}; set BENCHY_OUTPUT") from None
-        self._logs.info(f"Benchmark results: {path}")
-
-    def _measure_peak(self) -> dict[str, Any]:
-        """TFLOP/s of a matrix product on each rank's device, of all ranks at once, and their mean."""
-        self._world.barrier()
-        peak = matmul_peak(self._world.device, self._dtype, self._peak_seconds) / 1e12
-        peaks = self._world.gather_objects(peak)
-        name = str(self._dtype).removeprefix("torch.")
-        if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
-            name = "float32 as TF32"
-        mean = statistics.fmean(peaks)
-        self._logs.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s a rank")
-        return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
-
-    def _trials(self, name: str, trials: Trials, action: Callable[[], object], progress: Progress) -> list[float]:
-        rates = []
-        for number in range(trials.warmup_trials + trials.trials):
-            rates.append(self._trial(action, trials.batches))
-            kind = "warm-up, " if number < trials.warmup_trials else ""
-            progress.advance(note=f"{name}: {kind}{rates[-1]:.1f} samples/s")
-        return rates
-
-    def _endless(self) -> Generator[Batch, None, None]:
-        epoch = 0
-        while True:
-            yield from self._loader.epoch(epoch)
-            epoch += 1
-
-    def _trial(self, action: Callable[[], object], batches: int) -> float:
-        """Samples/s of all ranks; the slowest rank's time counts."""
-        self._world.barrier()
-        self._wait_for_device()
-        started = time.perf_counter()
-        for _ in range(batches):
-            action()
-        self._wait_for_device()
-        seconds = torch.tensor(time.perf_counter() - started, device=self._world.device)
-        return batches * self._samples / float(self._world.gather(seconds).max())
-
-    def _wait_for_device(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
-
-
-def _summary(rates: list[float]) -> dict[str, Any]:
-    return {
-        "trials": rates,
-        "mean": statistics.fmean(rates),
-        "stdev": statistics.pstdev(rates),
-        "median": statistics.median(rates),
-        "min": min(rates),
-        "max": max(rates),
-    }
+        self._logger.info(f"Benchmark results: {path}")

@@ -1,4 +1,4 @@
-"""How much memory a training takes on each rank, before it is run: what a network keeps on torch's meta device."""
+"""Estimates a training run's memory per rank before it starts, from a network on torch's meta device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 
 from utils.config import Config
 from utils.errors import LocalError
+from utils.files import GIB
 
-GIB = 2**30
-# A loader hands out one batch while it fills the next; on a GPU kernels of a third may still run.
+# A loader fills one batch while another is in use; on a GPU, kernels may still read a third.
 BATCHES = 3
 TRAINING_REMEDY = (
-    "lower local_batch_size, raise accumulation_steps, or, if the volume is kept there, use --data_loader_config=lowmem"
+    "lower local_batch_size, raise accumulation_steps, or, if the loader is resident, use --data_loader_config=lowmem"
 )
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes a rank, each an estimate."""
+    """Estimates, in bytes per rank."""
 
-    parameters: int  # a number, not bytes
-    state: int
+    parameters: int  # their number, not bytes
+    state: int  # weights, gradients, optimizer
     activations: int
     batches: int
 
@@ -36,16 +36,16 @@ class TrainingMemory:
 
     @property
     def reserve(self) -> int:
-        """What to leave for it on a device: libraries' workspaces and memory lost between allocations come on top."""
+        """Device memory to keep free for the training: the total plus workspaces of libraries and fragmentation."""
         return self.total + self.total // 5 + GIB
 
 
 def training_memory(
     config: Config, build: Callable[[], nn.Module], batch_like: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 ) -> TrainingMemory:
-    """What the config's training takes; `config` has its batch sizes settled (`Config.for_world`).
+    """The memory of the config's training; its batch sizes are resolved (`Config.for_world`).
 
-    `batch_like` gives so many samples' inputs and targets on torch's meta device.
+    `batch_like(n)` returns inputs and targets of n samples on torch's meta device.
     """
     assert config.local_batch_size is not None
     with torch.device("meta"):
@@ -55,7 +55,7 @@ def training_memory(
     activations = activation_bytes(network, batch_like(micro)[0])
     return TrainingMemory(
         parameters,
-        # fp32 weights, gradients and Adam's two moments, and the weights' mean
+        # fp32 weights, gradients, Adam's two moments, and the average of the weights
         state=(16 if config.ema_decay is None else 20) * parameters,
         activations=activations // 2 if config.enable_amp else activations,
         batches=BATCHES * sum(part.nbytes for part in batch_like(config.local_batch_size)),
@@ -63,7 +63,7 @@ def training_memory(
 
 
 def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
-    """fp32 bytes that the forward pass of a network keeps for the backward pass, both on torch's meta device."""
+    """Bytes of float32 activations that the forward pass saves for the backward pass; both on torch's meta device."""
     kept: dict[Any, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,9 +80,9 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
-    """A device that is full is the user's to mend; PyTorch's own account of it is a paragraph."""
+    """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        account = str(error).split(". ")[0].strip()
-        raise LocalError(f"no device memory left ({account}); {remedy}") from error
+        reason = str(error).split(". ")[0].strip()
+        raise LocalError(f"no device memory left ({reason}); {remedy}") from error

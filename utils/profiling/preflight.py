@@ -1,4 +1,4 @@
-"""Everything that can be known before training: checked and printed, without a GPU or the other ranks."""
+"""The preflight of a run (`--preflight`): all checks that need neither a GPU nor the other ranks."""
 
 from __future__ import annotations
 
@@ -12,116 +12,113 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.data import (
-    SPLITS,
-    batch_like,
-    choose,
-    get_loader,
-    open_labelled,
-    open_split,
-    open_split_npy,
-    shuffle_plan,
-)
+from utils.data import get_loader
 from utils.data.files.hdf5 import Volume, first_nonfinite
-from utils.data.loaders.dali import check_installed
-from utils.distributed.world import Launch, World, choose_device
-from utils.errors import UserError
-from utils.files import atomic_write
+from utils.data.loaders import auto
+from utils.data.loaders.classification import open_splits, shuffle_plan
+from utils.data.plan import SPLITS
+from utils.data.sources import batch_like, open_split, open_split_npy
+from utils.distributed.launch import Launch, read_launch
+from utils.distributed.world import World, choose_device
+from utils.errors import UserError, value_errors_for_users
+from utils.files import GIB, atomic_write
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
-from utils.profiling.memory import GIB, TrainingMemory, training_memory
+from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
+from utils.runs.directory import run_directory
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.resume import starts_from_scratch
 
 
-def report(
+def run(
+    options: cli.Options,
     config: Config,
-    base: Config | None,
-    directory: Path,
-    ranks: int,
-    build: Callable[[], nn.Module],
-    anew: bool,
-    plot: Callable[[], str] | None = None,
+    build_network: Callable[[Config], nn.Module],
+    check: Callable[[Config], object] = lambda config: None,
+) -> None:
+    """Prints the findings on the first rank; raises UserError at the first fault.
+
+    `check` raises UserError or ValueError for faults that this module cannot find. Both functions receive the config
+    with the batch sizes of the number of ranks.
+    """
+    launch = read_launch()
+    if launch.rank > 0:
+        return
+    ranks = options.preflight_ranks or launch.world_size
+    config = config.for_world(ranks)
+    with value_errors_for_users():
+        check(config)
+        for line in _report(options, config, ranks, build_network):
+            sys.stdout.write(f"preflight: {line}\n")
+            sys.stdout.flush()
+    sys.stdout.write("preflight: all checks passed\n")
+
+
+def _report(
+    options: cli.Options, config: Config, ranks: int, build_network: Callable[[Config], nn.Module]
 ) -> Iterator[str]:
-    """The findings, line by line; raises UserError at the first fault. `config` is settled for `ranks` ranks."""
-    assert config.local_batch_size is not None
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
-    yield f"steps: {config.steps_per_epoch} an epoch × {config.num_epochs} epochs = {config.total_steps}"
-    memory = training_memory(config, build, lambda samples: batch_like(config, samples))
+    yield f"steps: {config.steps_per_epoch} per epoch × {config.num_epochs} epochs = {config.total_steps}"
+    memory = training_memory(config, partial(build_network, config), partial(batch_like, config))
     shape = " × ".join(map(str, batch_like(config, 1)[0].shape[1:]))
-    yield f"network: {config.network.name}, {memory.parameters:,} parameters; a sample of {shape} fits"
+    yield f"network: {config.network.name}, {memory.parameters:,} parameters, accepts samples of shape {shape}"
     build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
     if config.enable_benchy:
         read_settings(World(Launch("preflight"), torch.device("cpu")))
-    yield from _memory(memory)
-    yield from _rates(config)
-    if plot is not None:
-        yield plot()
-    yield f"run directory: {_writable(directory, anew)}"
+    yield _memory(memory)
+    yield _learning_rate(config)
+    if options.plot is not None:
+        yield _plot_learning_rate(config, options.config, Path(options.plot))
+    directory = run_directory(config, options.config, options.run_num, ranks)
+    yield f"run directory: {_run_directory(directory, starts_from_scratch(options.resume))}"
     if config.data_loader_config == "auto":
-        here = World(Launch("preflight"), choose_device(config.device, 0))
-        yield "data_loader_config auto: on this machine {}, {}".format(*choose(config, here, lambda: memory.reserve))
-    reads = get_loader(config.data_loader_config).reads
-    if reads is None:
-        yield f"data: {config.data_loader_config}, no files are read"
-    elif reads == "npy":
-        check_installed()
-        for split in SPLITS:
-            yield _data(open_split_npy(config, split).volume(), split)
-    elif reads == "classification":
-        for split, data in open_labelled(config)[1].items():
-            plan = shuffle_plan(config, split, len(data.labels))
-            used = f"{plan.samples} of {plan.available} samples"
-            yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
-    else:
-        for split in SPLITS:
-            yield _data(open_split(config, split), split)
-    if base is not None:
-        changed, own = configs.flatten(base), configs.flatten(config)
-        differences = [
-            f"{key} {changed[key]} -> {value}"
-            for key, value in own.items()
-            if changed.get(key) != value and key != "local_batch_size"
-        ]
-        yield "differs from base: " + ("; ".join(differences) if differences else "in nothing")
+        world = World(Launch("preflight"), choose_device(config.device, 0))
+        name, reason = auto.choose(config, world, lambda: memory.reserve)
+        yield f"data_loader_config auto: {name} on this machine, {reason}"
+    yield from _data(config)
+    if "base" in configs.read_file(options.yaml_config):
+        yield _differences(configs.load(options.yaml_config, "base"), config)
 
 
-def _memory(memory: TrainingMemory) -> Iterator[str]:
+def _memory(memory: TrainingMemory) -> str:
     line = (
-        f"memory a rank: about {memory.total / GIB:.2f} GiB (weights, gradients, optimizer {memory.state / GIB:.2f}; "
+        f"memory per rank: about {memory.total / GIB:.2f} GiB (weights, gradients, optimizer {memory.state / GIB:.2f}; "
         f"activations {memory.activations / GIB:.2f}; batches {memory.batches / GIB:.2f})"
     )
     if torch.cuda.is_available():
-        there = torch.cuda.get_device_properties(0).total_memory
-        line += f" of {there / GIB:.2f} GiB on {torch.cuda.get_device_name(0)}"
-        if memory.total > there:
+        available = torch.cuda.get_device_properties(0).total_memory
+        line += f" of {available / GIB:.2f} GiB on {torch.cuda.get_device_name(0)}"
+        if memory.total > available:
             raise UserError(f"{line}: it does not fit; lower local_batch_size or raise accumulation_steps")
-    yield line
+    return line
 
 
-def _rates(config: Config) -> Iterator[str]:
+def _learning_rate(config: Config) -> str:
     schedule, total, options = build_schedule(config), config.total_steps, config.lr_schedule
-    turns = schedule.drops if isinstance(schedule, StepSchedule) else (total // 4, total // 2, 3 * total // 4)
-    marks = sorted({0, schedule.warmup_steps, *turns, total - 1})
-    curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in marks if step < total)
-    kind = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
-    how = f"{options.scaling} scaling, {kind}, peak {schedule.peak:.3e}"
-    yield f"learning rate: {how}; {curve}; shape {options.shape}"
+    inner = schedule.drops if isinstance(schedule, StepSchedule) else (total // 4, total // 2, 3 * total // 4)
+    steps = sorted({0, schedule.warmup_steps, *inner, total - 1})
+    curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in steps if step < total)
+    warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
+    return (
+        f"learning rate: shape {options.shape}, scaling {options.scaling}, {warmup}, peak {schedule.peak:.3e}; {curve}"
+    )
 
 
-def plot_rates(config: Config, name: str, file: Path) -> str:
-    """Draws the learning rate of config `name`, settled for its ranks, into a PNG file; what to say of it."""
+def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
+    """Plots the learning rate of all steps of config `name` to a PNG file; returns the line to print."""
     if file.is_dir():
         raise UserError(f"--plot={file}: it is a directory; give a file to write")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib, or leave --plot out") from None
+        raise UserError("--plot needs matplotlib: pip install matplotlib, or remove --plot") from None
     schedule, options, per_epoch = build_schedule(config), config.lr_schedule, config.steps_per_epoch
     steps = range(config.total_steps)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -136,45 +133,64 @@ def plot_rates(config: Config, name: str, file: Path) -> str:
     else:
         axes.set_ylim(bottom=0)
     axes.set(xlabel="step")
-    to_and_fro = (partial(operator.mul, 1 / per_epoch), partial(operator.mul, per_epoch))
-    axes.secondary_xaxis("top", functions=to_and_fro).set_xlabel("epoch")
+    conversions = (partial(operator.mul, 1 / per_epoch), partial(operator.mul, per_epoch))
+    axes.secondary_xaxis("top", functions=conversions).set_xlabel("epoch")
     axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
     axes.legend()
     axes.grid(alpha=0.3)
     try:
-        with atomic_write([file]) as (whole,):
-            figure.savefig(whole, format="png", dpi=150)
+        with atomic_write([file]) as (partial_file,):
+            figure.savefig(partial_file, format="png", dpi=150)
     except OSError as error:
         raise UserError(f"--plot={file}: cannot write it: {error.strerror or error}; give another file") from None
     return f"learning rate plotted in {file}"
 
 
-def _writable(directory: Path, anew: bool) -> str:
-    existing = directory.absolute()
-    while not os.path.exists(existing):  # unlike Path.exists, it raises nothing where a folder may not be looked into
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+def _run_directory(directory: Path, from_scratch: bool) -> str:
+    parent = directory.absolute()
+    while not os.path.exists(parent):  # unlike Path.exists, it does not raise in a directory without permission
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
     if not os.path.exists(directory):
         return f"{directory} is new"
-    goes_on = not anew and any(saved_steps(directory / FOLDER))
-    return f"{directory} exists: " + (
-        "training goes on from its newest checkpoint" if goes_on else "its logs and checkpoints will be replaced"
-    )
+    if not from_scratch and any(saved_steps(directory / FOLDER)):
+        return f"{directory} exists: training resumes from its newest checkpoint"
+    return f"{directory} exists: its logs and checkpoints will be replaced"
 
 
-def _data(volume: Volume, split: str) -> str:
-    with Progress(f"looking for NaN in {volume.path}", volume.slab_count(), "slabs") as progress:
+def _data(config: Config) -> Iterator[str]:
+    """Opens and checks what the loader will read."""
+    spec = get_loader(config.data_loader_config)
+    if spec.requires is not None:
+        spec.requires()
+    if spec.reads is None:
+        yield f"data: {config.data_loader_config}, no files are read"
+    elif spec.reads == "classification":
+        for split, data in open_splits(config)[1].items():
+            plan = shuffle_plan(config, split, len(data.labels))
+            used = f"{plan.samples} of {plan.available} samples"
+            yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
+    else:
+        for split in SPLITS:
+            npy = spec.reads == "npy"
+            yield _volume(open_split_npy(config, split).volume() if npy else open_split(config, split), split)
+
+
+def _volume(volume: Volume, split: str) -> str:
+    with Progress(f"looking for NaN in {volume.path}", len(volume.slab_locations()), "slabs") as progress:
         fault = first_nonfinite(volume, progress.advance)
     if fault is not None:
-        raise UserError(f"{fault}; mend or remove it: training would stop at its first crop")
-    how = "mapped" if volume.mapped else "chunked or compressed, read through h5py: rewrite it contiguous for speed"
-    return f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {how}"
+        raise UserError(f"{fault}; correct or remove it: training skips every update whose samples contain it")
+    access = "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
+    return f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {access}"
 
 
-def show(lines: Iterator[str]) -> None:
-    """Prints findings as they come."""
-    for line in lines:
-        sys.stdout.write(f"preflight: {line}\n")
-        sys.stdout.flush()
-    sys.stdout.write("preflight: all checks passed\n")
+def _differences(base: Config, config: Config) -> str:
+    before = configs.flatten(base)
+    changes = [
+        f"{key} {before.get(key)} -> {value}"
+        for key, value in configs.flatten(config).items()
+        if before.get(key) != value and key != "local_batch_size"
+    ]
+    return f"differences from base: {'; '.join(changes) or 'none'}"

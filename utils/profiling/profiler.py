@@ -1,7 +1,8 @@
-"""Seeing where a step's time goes: named ranges, and a window of steps under a profiler.
+"""Profiling of a window of steps (`--enable_manual_profiling`), with named ranges for the parts of a step.
 
-Nsight Systems, run around the training (`nsys profile -c cudaProfilerApi …`), takes NVTX ranges and the CUDA profiler's
-start and stop. torch.profiler needs no such tool: it writes a trace for https://ui.perfetto.dev and a table.
+There are two profilers. Nsight Systems runs around the training (`nsys profile -c cudaProfilerApi …`) and records NVTX
+ranges between the CUDA profiler's start and stop. torch.profiler needs no other program; it writes a trace for
+https://ui.perfetto.dev and a table.
 """
 
 from __future__ import annotations
@@ -14,24 +15,41 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
 Range = contextlib.AbstractContextManager[Any]
 
-_named_range: Callable[[str], Range] | None = None  # that of the profiler at work
+_named_range: Callable[[str], Range] | None = None  # creates a range of the running profiler
 
 
 def annotate(name: str) -> Range:
-    """A named range in a profile; free while nothing is profiled."""
+    """A named range of the profile. It costs nothing while no profiler runs."""
     return contextlib.nullcontext() if _named_range is None else _named_range(name)
 
 
+class Tool(Protocol):
+    """A program or library that records a profile."""
+
+    def named_range(self, name: str) -> Range:
+        """A context manager that records its block under this name."""
+
+    def start(self) -> None:
+        """Starts recording."""
+
+    def stop(self, steps: str) -> None:
+        """Stops recording; `steps` describes the recorded steps for the log."""
+
+
 class Nsys:
-    """Nsight Systems' capture range; the tool around the training writes the file."""
+    """Starts and stops the capture range of Nsight Systems, which runs around the training and writes the file."""
 
     def named_range(self, name: str) -> Range:
         return torch.cuda.nvtx.range(name)
@@ -41,13 +59,13 @@ class Nsys:
 
     def stop(self, steps: str) -> None:
         torch.cuda.profiler.stop()
-        log.info("Profile of %s: nsys' capture range has ended", steps)
+        log.info("Profile of %s: end of the capture range of nsys", steps)
 
 
 class TorchProfiler:
-    """torch.profiler on the host and, where there is one, the GPU: trace.json.gz and top_operations.txt.
+    """Records the host and, if used, the GPU with torch.profiler; writes trace.json.gz and top_operations.txt.
 
-    With a rank, both names carry it: every rank writes its own.
+    If `rank` is set, both file names contain it, because every rank writes its own files.
     """
 
     def __init__(self, directory: Path, on_gpu: bool, rank: int | None = None) -> None:
@@ -65,26 +83,26 @@ class TorchProfiler:
         self._profile.start()
 
     def stop(self, steps: str) -> None:
-        """Writes the files; where that fails, a warning: no training ends for its profile."""
+        """Writes the files. If that fails, logs a warning: a failed profile must not stop the training."""
         profile, self._profile = self._profile, None
         profile.stop()
         try:
             self._write(profile)
         except OSError as error:
             reason = error.strerror or error
-            log.warning("Cannot write the profile %s: %s; training goes on without it", self._trace, reason)
+            log.warning("Cannot write the profile %s: %s; training continues without it", self._trace, reason)
         else:
             log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", steps, self._trace, self._table)
 
     def _write(self, profile: Any) -> None:
-        """Both files, whole; raises OSError, and leaves what stood under their names."""
+        """Writes both files atomically; raises OSError and keeps earlier files of these names if it fails."""
         directory = self._trace.parent
-        directory.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its own node
+        directory.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own node
         with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-", ignore_cleanup_errors=True) as name:
             plain, trace, table = (Path(name) / part for part in ("plain.json", self._trace.name, self._table.name))
-            # Given a name in .gz torch compresses by itself, but would do so with a broken trace, too.
+            # With a name in .gz, torch compresses the file itself, even if the trace is incomplete.
             profile.export_chrome_trace(str(plain))
-            if not _is_whole(plain):
+            if not _is_complete(plain):
                 raise OSError("torch could not write the trace; is the disk full?")
             with open(plain, "rb") as source, gzip.open(trace, "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target)
@@ -94,13 +112,23 @@ class TorchProfiler:
             os.replace(table, self._table)
 
 
-def _is_whole(trace: Path) -> bool:
-    """torch raises nothing where the disk is full: the file is missing then, or lacks its end."""
+def _is_complete(trace: Path) -> bool:
+    """If the disk is full, torch raises no error, but the file is missing or its end is."""
     if not trace.exists():
         return False
     with open(trace, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
         return file.read() == b"}"
+
+
+class Profiler(Protocol):
+    """Profiles some steps of a training."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step with its number, counted from 0."""
+
+    def close(self) -> None:
+        """Called after the last step."""
 
 
 class NullProfiler:
@@ -113,13 +141,13 @@ class NullProfiler:
         pass
 
 
-class WindowProfiler(NullProfiler):
-    """Profiles steps first … first + length − 1, counted from the start of training, or up to its end."""
+class WindowProfiler:
+    """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the training."""
 
-    def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:
+    def __init__(self, first: int, length: int, tool: Tool, device: torch.device) -> None:
         self._first, self._end = first, first + length
         self._tool, self._device = tool, device
-        self._step = 0  # the latest
+        self._step = 0  # the latest step
         self._running = False
 
     def before_step(self, step: int) -> None:
@@ -133,16 +161,51 @@ class WindowProfiler(NullProfiler):
         if not self._running:
             return
         global _named_range
-        self._synchronize()  # or the last step's kernels would be missing
+        self._synchronize()  # otherwise kernels of the last step would be missing
         self._running, _named_range = False, None
         self._tool.stop(f"steps {self._first} to {self._step}, counted from 0")
 
     def _start(self) -> None:
         global _named_range
-        self._synchronize()  # or the kernels of earlier steps would be in it
+        self._synchronize()  # otherwise kernels of earlier steps would be recorded
         self._tool.start()
         self._running, _named_range = True, self._tool.named_range
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
+    """The profiler of this rank, a NullProfiler if it is not to be profiled.
+
+    Raises UserError, on every rank, if the config asks for an impossible profile.
+    """
+    if not config.enable_manual_profiling:
+        return NullProfiler()
+    options, on_gpu = config.profile, world.device.type == "cuda"
+    with_nsys = options.profiler == "nsys" or (options.profiler == "auto" and on_gpu)
+    if with_nsys and not on_gpu:
+        raise UserError(
+            f"profile.profiler nsys needs a GPU, but this training runs on {world.device}; use --profiler=torch"
+        )
+    first = _first_step(config)
+    if options.ranks == "root" and not world.is_root:
+        return NullProfiler()
+    rank = world.rank if options.ranks == "all" else None
+    tool: Tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
+    return WindowProfiler(first, options.steps, tool, world.device)
+
+
+def _first_step(config: Config) -> int:
+    """The first step of the window; by default the sixth step of the second epoch, when everything is warmed up."""
+    first = config.profile.first_step
+    if first is None:
+        second_epoch = config.steps_per_epoch if config.num_epochs > 1 else 0
+        return second_epoch + min(5, config.steps_per_epoch - 1)
+    if first >= config.total_steps:
+        raise UserError(
+            f"profile.first_step {first} is not a step of the training, which has {config.total_steps} steps, counted "
+            f"from 0; lower it, or raise num_epochs"
+        )
+    return first
