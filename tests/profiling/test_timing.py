@@ -1,0 +1,27 @@
+"""Tests of utils.profiling.timing."""
+
+from __future__ import annotations
+
+import torch
+
+from utils.profiling.timing import matmul_tflops, repeat, summary
+
+CPU = torch.device("cpu")
+
+
+def test_matmul_throughput_of_a_cpu_is_between_a_megaflop_and_a_petaflop_per_second() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        values = matmul_tflops(CPU, dtype, seconds=0.0, size=128)
+        assert len(values) == 3
+        assert all(1e-6 < value < 1e3 for value in values)
+
+
+def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:
+    calls = []
+    assert len(repeat(lambda: calls.append(1), CPU, seconds=0.0)) == 3
+    assert len(calls) == 5, "two more calls as a warm-up and to estimate the duration"
+    assert len(repeat(lambda: None, CPU, seconds=10.0, most=7)) == 7
+
+
+def test_summary_holds_median_range_and_values() -> None:
+    assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3, "trials": [3.0, 1.0, 2.0]}

@@ -1,0 +1,80 @@
+"""Timing of repeated calls on a device, their statistics, and the throughput of large matrix products."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+CYCLES_PER_SECOND = 2e9  # at least a GPU's clock rate: waits may be too long but not too short
+LONGEST_WAIT = 0.05  # s
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device if it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, range and all values."""
+    return {**spread(values), "trials": list(values)}
+
+
+def repeat(
+    call: Callable[[], object], device: torch.device, seconds: float, least: int = 3, most: int = 500
+) -> list[float]:
+    """Seconds of each of several calls after a warm-up: as many calls as fit into `seconds`, within the limits."""
+    call()  # compiles, allocates, and runs cuDNN's search
+    synchronize(device)
+    started = time.perf_counter()
+    call()
+    issued = time.perf_counter() - started
+    synchronize(device)
+    count = int(seconds / max(time.perf_counter() - started, 1e-6))
+    count = min(max(count, least), most)
+    if device.type != "cuda":
+        return [_seconds(call) for _ in range(count)]
+    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
+    # The device sleeps until the calls are queued: otherwise the launch of a short kernel would be timed.
+    torch.cuda._sleep(int(min(1.5 * issued * count, LONGEST_WAIT) * CYCLES_PER_SECOND))
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        call()
+        end.record()
+    synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def matmul_size(device: torch.device) -> int:
+    """The side of a square matrix whose product fills the device and takes milliseconds."""
+    return 8192 if device.type == "cuda" else 1024
+
+
+def matmul_tflops(
+    device: torch.device, dtype: torch.dtype, seconds: float = 1.0, size: int | None = None
+) -> list[float]:
+    """TFLOP/s of repeated products of two square matrices of normally distributed numbers.
+
+    Zeros would be faster than real data, because they need less power.
+    """
+    size = size or matmul_size(device)
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    times = repeat(lambda: torch.mm(left, right, out=product), device, seconds)
+    return [2 * size**3 / taken / 1e12 for taken in times]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
