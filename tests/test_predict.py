@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from log_lines import LOG_LINE, other_lines
 from processes import GENEROUS, context, run_ranks, wait_until
 from volume_files import smooth_field, write_volume
 
@@ -34,7 +35,6 @@ from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
 TOP = Path(__file__).parent.parent
-LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
 BOX = (24, 16, 16)
 
 
@@ -107,7 +107,7 @@ def same_bits(path: Path, expected: Path) -> None:
 
 def log_of(stderr: str) -> str:
     """The log without times."""
-    return "\n".join(re.sub(LOG_LINE, "", line) for line in stderr.splitlines())
+    return "\n".join(LOG_LINE.sub("", line) for line in stderr.splitlines())
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def refuse(run: Path, nbody: Path, tmp_path: Path, capsys: pytest.CaptureFixture
             predict.main(command_line(paths["checkpoint"], paths["nbody"], paths["output"], *flags))
         output = capsys.readouterr()
         assert (stop.value.code, output.out) == (2, ""), output.err
-        lines = [line for line in output.err.splitlines() if not re.match(LOG_LINE, line)]
+        lines = other_lines(output.err)
         assert len(lines) == 1, output.err
         assert lines[0].startswith("error: ")
         for part in says:

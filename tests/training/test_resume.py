@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import threading
@@ -18,14 +17,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from disks import fill, small_disk
+from log_lines import messages, other_lines
 from processes import GENEROUS, run_ranks
 from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
 from utils import cli
 from utils import config as configs
+from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
-from utils.distributed.world import Launch, World
+from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, trainer
@@ -198,11 +199,11 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
     assert run(ALONE, [*flags, "--run_num=two-one", f"--resume={two}"])
     expected = last(whole)
     for source, end in ((one, directory(tmp_path, 2, "one-two")), (two, directory(tmp_path, 1, "two-one"))):
-        assert last(source).position.step in (11, 12)
-        assert last(end).position.step == STEPS
+        assert last(source).state.step in (11, 12)
+        assert last(end).state.step == STEPS
         moved = distance(last(source).weights["network"], expected.weights["network"])
         assert distance(last(end).weights["network"], expected.weights["network"]) < min(1e-5, moved / 100)
-        assert last(end).position.final_loss == pytest.approx(expected.position.final_loss, rel=1e-5)
+        assert last(end).state.final_loss == pytest.approx(expected.state.final_loss, rel=1e-5)
 
 
 # --- from the command line -------------------------------------------------------------------------------------------
@@ -225,18 +226,9 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
     return start
 
 
-LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - ([A-Z]+) - (.*)")
-
-
-def logged(stderr: str, level: str) -> list[str]:
-    """The log's lines of that level."""
-    found = (LOG_LINE.fullmatch(line) for line in stderr.splitlines())
-    return [match[2] for match in found if match and match[1] == level]
-
-
 def error_line(stderr: str) -> str:
     """The one line that is not the log's."""
-    (line,) = (line for line in stderr.splitlines() if not LOG_LINE.fullmatch(line))
+    (line,) = other_lines(stderr)
     assert line.startswith("error: ")
     return line
 
@@ -275,9 +267,9 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     flip(place(run / FOLDER, 7) / name)
     code, stderr = command(*OFTEN)
     assert code == 0, stderr
-    (warning,) = logged(stderr, "WARNING")
+    (warning,) = messages(stderr, "WARNING")
     assert warning.startswith(f"Checkpoint {place(run / FOLDER, 7)} is skipped: ")
-    assert f"Going on from {place(run / FOLDER, 6)}, after step 6" in logged(stderr, "INFO")
+    assert f"Going on from {place(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
     assert_same_training(whole, run)
 
 
@@ -320,7 +312,7 @@ def test_a_job_that_its_launcher_restarts_resumes_whatever_its_flags_say(
     monkeypatch.setenv(count, "1")
     code, stderr = command("--resume=no", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Going on from {place(finished / FOLDER, 16)}, after step 16" in logged(stderr, "INFO")
+    assert f"Going on from {place(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
     assert saved_steps(finished / FOLDER) == [24, 16]
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
@@ -350,7 +342,7 @@ def test_a_complete_training_says_so_and_changes_nothing(command: Any, finished:
         code, stderr = command(flag)
         assert code == 0, stderr
         line = "This training is complete; raise num_epochs, start anew with --resume=no, or give a --run_num"
-        assert line in logged(stderr, "INFO")
+        assert line in messages(stderr, "INFO")
         assert HookedStep.made == 0
         assert contents(finished, "out.log", "provenance.json") == before
 
@@ -360,11 +352,11 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
     first = metrics(finished)
     code, stderr = command("--num_epochs=3")
     assert code == 0, stderr
-    assert any("num_epochs 2 -> 3" in line for line in logged(stderr, "INFO"))
+    assert any("num_epochs 2 -> 3" in line for line in messages(stderr, "INFO"))
     assert HookedStep.made == 8
     assert metrics(finished)[: len(first)] == first
     assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
-    assert last(finished).position.epoch == 3
+    assert last(finished).state.epoch == 3
     assert command("--num_epochs=4")[0] == 0
     record = json.loads((finished / "provenance.json").read_text())
     assert len(record["earlier"]) == 2
@@ -413,12 +405,12 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
     before = contents(other)
     code, stderr = command(f"--resume={other}")
     assert code == 0, stderr
-    assert f"Going on from {place(other / FOLDER, 12)}, after step 12" in logged(stderr, "INFO")
+    assert f"Going on from {place(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
     assert (HookedStep.made, saved_steps(run / FOLDER)) == (4, [16])
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     code, stderr = command(f"--resume={other}", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Going on from {place(run / FOLDER, 16)}, after step 16" in logged(stderr, "INFO"), "its own comes first"
+    assert f"Going on from {place(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), "its own comes first"
     assert contents(other) == before
 
 
@@ -434,15 +426,15 @@ def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole:
         flags = [f"--init_from={path}", f"--run_num={name}", "--set=seed=7"]
         code, stderr = command(*flags, "--num_epochs=1")
         assert code == 0, stderr
-        assert f"Weights of {path}" in logged(stderr, "INFO")
+        assert f"Weights of {path}" in messages(stderr, "INFO")
         run = directory(tmp_path, run_num=name)
         end = last(run)
-        assert (end.position.step, end.position.epoch) == (8, 1)
-        assert end.position.initial_loss == metrics(run)[0]["Loss/valid"] == source.position.final_loss
+        assert (end.state.step, end.state.epoch) == (8, 1)
+        assert end.state.initial_loss == metrics(run)[0]["Loss/valid"] == source.state.final_loss
         assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
     code, stderr = command(*flags)
     assert code == 0, stderr
-    lines = logged(stderr, "INFO")
+    lines = messages(stderr, "INFO")
     assert "--init_from has no effect: this training has a checkpoint of its own; give a --run_num" in lines
     assert f"Going on from {place(run / FOLDER, 8)}, after step 8" in lines
 
@@ -482,7 +474,7 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     assert run(ALONE, flags, valid={0: 9.0, 4: 2.0, 12: 4.0})
     assert saved_steps(source / FOLDER) == [32, 16]
     assert os.readlink(source / FOLDER / BEST) == "step_00000016"
-    assert (last(source).position.best_loss, last(source).position.best_step) == (1.0, 16)
+    assert (last(source).state.best_loss, last(source).state.best_step) == (1.0, 16)
 
 
 # --- when it saves ---------------------------------------------------------------------------------------------------
@@ -525,7 +517,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert code == 2, stderr
         why = f"the trained network is not in {run / FOLDER}: No space left on device; mend that"
         assert f"\nerror: {why}" in stderr
-        warnings = logged(stderr, "WARNING")
+        warnings = messages(stderr, "WARNING")
         fault = "No space left on device; training goes on"
         steps = [8, 12, 16]
         expected = [
@@ -535,11 +527,11 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         assert warnings.count(f"Cannot record scalars in {run}: {fault}") == 1
         assert len(warnings) <= 5, "and one of pictures at most"
         assert "Traceback" not in stderr
-        assert "DONE ---- rank 0" not in logged(stderr, "INFO")
+        assert "DONE ---- rank 0" not in messages(stderr, "INFO")
         os.remove(tmp_path / "disk" / "filler")
         code, stderr = command(*flags)
         assert code == 0, stderr
-        assert f"Going on from {place(run / FOLDER, 4)}, after step 4" in logged(stderr, "INFO")
+        assert f"Going on from {place(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
@@ -557,7 +549,7 @@ def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: An
     code, stderr = command("--set=checkpoint.every_steps=2", after=after)
     assert code == 0, stderr
     assert "Traceback" not in stderr
-    assert last(run).position.step == STEPS
+    assert last(run).state.step == STEPS
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
 
 
@@ -583,12 +575,12 @@ def test_a_save_that_hangs_ends_no_training(
         code, stderr = command(*flags, after=after)
     assert code == 2, "trained to the end, but the result is not on the disk"
     assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; mend that" in stderr
-    assert len(logged(stderr, "WARNING")) == 6, "of each save after it, and of its own at the end"
-    assert last(run).position.step == 4
+    assert len(messages(stderr, "WARNING")) == 6, "of each save after it, and of its own at the end"
+    assert last(run).state.step == 4
     release.set()
     wait_for_writes()
-    assert last(run).position.step == 6
+    assert last(run).state.step == 6
     code, stderr = command(*flags)
-    assert (code, logged(stderr, "WARNING")) == (0, [])
+    assert (code, messages(stderr, "WARNING")) == (0, [])
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     assert metrics(run) == metrics(whole)

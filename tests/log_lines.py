@@ -1,0 +1,19 @@
+"""The format of log lines on stderr and in out.log."""
+
+from __future__ import annotations
+
+import re
+
+# The prefix of a line: time, logger's name, level.
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - (?P<level>[A-Z]+) - ")
+
+
+def messages(text: str, level: str | None = None) -> list[str]:
+    """The messages of the log lines of a text; only those of one level, if given."""
+    lines = [(line, LOG_LINE.match(line)) for line in text.splitlines()]
+    return [line[match.end() :] for line, match in lines if match and level in (None, match["level"])]
+
+
+def other_lines(text: str) -> list[str]:
+    """The lines of a text that are not log lines."""
+    return [line for line in text.splitlines() if not LOG_LINE.match(line)]
