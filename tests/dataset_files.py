@@ -1,4 +1,4 @@
-"""Small files in the formats of the published data sets, and the arrays that must be read from them."""
+"""Small files in the formats of the published data sets, and the arrays expected from them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_npz(path: Path, count: int, pickled: bytes, labels: np.ndarray) -> Non
 
 
 def texts(count: int = 22, seed: int = 0) -> tuple[list[list[int]], np.ndarray]:
-    """Texts and labels: one empty, short and long ones, lengths about 300, indices of one, two and four bytes."""
+    """Texts and labels: an empty text, short and long texts, lengths about 300, indices of one, two and four bytes."""
     generator = np.random.default_rng(seed)
     lengths = [*(0, 1, 298, 299, 300, 301, 650), *generator.integers(2, 40, count)][:count]
     bounds = generator.choice([200, 3000, 30980], count)
@@ -107,7 +107,7 @@ def write_reuters(directory: Path, arrays: Any = None, packed: bool = True) -> N
 
 
 def keras(lists: list[list[int]], labels: np.ndarray) -> Arrays:
-    """`reuters.load_data()` and `pad_sequences(maxlen=300)` with Keras's defaults, word by word."""
+    """Reference of Keras's `reuters.load_data()` and `pad_sequences(maxlen=300)`, written word by word."""
     order = np.arange(len(lists))
     np.random.RandomState(113).shuffle(order)
     sequences = [[1] + [word + 3 for word in lists[row]] for row in order]
@@ -134,7 +134,7 @@ WRITERS: dict[str, Callable[..., None]] = {
 
 
 def write(name: str, directory: Path, packed: bool = True) -> Arrays:
-    """Writes the data set's files; returns what must be read from them."""
+    """Writes the data set's files; returns the arrays expected from them."""
     directory.mkdir(exist_ok=True)
     arrays = keras(*texts()) if name == "reuters" else drawn(name)
     WRITERS[name](directory, arrays, packed)

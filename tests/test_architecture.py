@@ -132,7 +132,9 @@ def test_optional_libraries_and_the_simulation_are_imported_where_they_are_used(
 
 def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
     faults = {module: unsafe_statements(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
-    assert {module: found for module, found in faults.items() if found} == {}
+    # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
+    allowed = {"utils.data.datasets.restricted_pickle": ["import pickle"]}
+    assert {module: found for module, found in faults.items() if found} == allowed
 
 
 def test_imports_inside_functions_are_distinguished_from_those_of_the_module() -> None:

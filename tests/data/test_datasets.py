@@ -1,4 +1,4 @@
-"""Labelled data sets: files in the published formats are read exactly; damaged and malicious files are refused."""
+"""Classification data sets: published formats are read exactly; damaged and malicious files are refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import gzip
 import hashlib
 import os
 import pickle
+import re
 import struct
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,19 +35,20 @@ from dataset_files import (
 )
 
 from utils.data import datasets
-from utils.data.datasets import DATASETS, LARGEST_BYTES, Labelled, find_dataset, open_dataset
+from utils.data.datasets import DATASETS, ClassificationData, common, get_dataset, open_dataset
+from utils.data.datasets.restricted_pickle import unpickle_object_array
 from utils.errors import UserError
 
 # The first of scikit-learn's images in each split. They must never change: a resumed run would otherwise train on
 # samples of its validation split.
 GOLDEN_DIGITS = {"train": [1302, 591, 1180, 711], "valid": [798, 1292, 260, 1112]}
 IN_FILES = sorted(WRITERS)
-# One data set per format, as it is downloaded and unpacked. Fashion-MNIST differs from MNIST in its checksums alone.
+# Each format, as it is downloaded and unpacked. Fashion-MNIST differs from MNIST only in its checksums.
 LAYOUTS = [("mnist", True), ("mnist", False), ("cifar10", True), ("cifar10", False), ("reuters", True)]
 CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 
 
-def read(name: str, directory: Path, verify: bool = False) -> dict[str, Labelled]:
+def read(name: str, directory: Path, verify: bool = False) -> dict[str, ClassificationData]:
     return open_dataset(name, str(directory), verify)
 
 
@@ -57,7 +60,7 @@ def refused(name: str, directory: Path, verify: bool = False) -> str:
     return str(caught.value)
 
 
-def assert_read(splits: dict[str, Labelled], expected: Arrays) -> None:
+def assert_read(splits: dict[str, ClassificationData], expected: Arrays) -> None:
     assert set(splits) == {"train", "valid"}
     for split, (inputs, labels) in expected.items():
         np.testing.assert_array_equal(splits[split].inputs, inputs)
@@ -73,7 +76,7 @@ def test_samples_are_read_exactly_in_the_declared_types(name: str, packed: bool,
     expected = write(name, tmp_path, packed)
     splits = read(name, tmp_path)
     assert_read(splits, expected)
-    dataset = find_dataset(name)
+    dataset = get_dataset(name)
     for data in splits.values():
         assert data.inputs.shape[1:] == dataset.shape
         assert data.inputs.dtype == (np.uint8 if dataset.vocabulary is None else np.int64)
@@ -84,24 +87,24 @@ def test_samples_are_read_exactly_in_the_declared_types(name: str, packed: bool,
 
 def test_an_unknown_name_is_reported_with_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"^unknown data set imagenet; known: digits, .*, reuters; .* dataset\.name$"):
-        find_dataset("imagenet")
+        get_dataset("imagenet")
 
 
 @pytest.mark.parametrize("name", IN_FILES)
 def test_a_missing_file_or_directory_is_named(name: str, tmp_path: Path) -> None:
     write(name, tmp_path)
-    last = tmp_path / DATASETS[name].files[-1]
+    first, *_, last = (tmp_path / file for file in [*DATASETS[name].checksums] * 2)
     last.unlink()
     last.mkdir()
     assert refused(name, tmp_path).startswith(f"no {last.name}"), "a directory is not a file"
     line = refused(name, tmp_path / "nowhere")
-    assert line.startswith(f"no {DATASETS[name].files[0]}")
-    assert line.endswith(f" in {tmp_path / 'nowhere'}; dataset.directory says where it lies")
+    assert line.startswith(f"no {first.name}")
+    assert line.endswith(f" in {tmp_path / 'nowhere'}; set dataset.directory to the directory that has it")
 
 
 @pytest.mark.parametrize(("name", "packed"), LAYOUTS)
 def test_damaged_files_are_refused_or_keep_their_shapes(name: str, packed: bool, tmp_path: Path) -> None:
-    """Truncated files are refused; random bytes are never a traceback, nor a data set of another size."""
+    """Truncated files are refused; random bytes give neither a traceback nor a data set of another size."""
     generator = np.random.default_rng(1)
     expected = write(name, tmp_path, packed)
     for path in sorted(path for path in tmp_path.rglob("*") if path.suffix != ".html" and path.is_file()):
@@ -133,16 +136,15 @@ def test_files_are_verified_by_checksum_and_number_of_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, dataset = write(name, tmp_path), DATASETS[name]
-    path = tmp_path / dataset.files[0]
-    checksums: Any = dataset.read.args[0]  # type: ignore[attr-defined]
-    algorithm, _, published = (checksums if isinstance(checksums, str) else checksums[path.name]).partition(":")
+    file, checksum = next(iter(dataset.checksums.items()))
+    path, (algorithm, _, published) = tmp_path / file, checksum.partition(":")
     found = hashlib.new(algorithm, path.read_bytes()).hexdigest()
     line = refused(name, tmp_path, verify=True)
-    assert line.startswith(f"{path} has {algorithm} {found}, the published file {published}; ")
+    assert line.startswith(f"{path} has {algorithm} {found}, the published file has {published}; ")
     assert line.endswith("dataset.verify=false accepts other files of the same format")
     read(name, tmp_path)
 
-    monkeypatch.setattr(datasets, "_verify", lambda *_: None)
+    monkeypatch.setattr(datasets, "verify", lambda *_: None)
     samples = {split: len(labels) for split, (_, labels) in expected.items()}
     monkeypatch.setitem(DATASETS, name, dataclasses.replace(dataset, samples=samples))
     assert_read(read(name, tmp_path, verify=True), expected)
@@ -164,7 +166,7 @@ def test_an_invalid_label_is_reported_with_file_and_sample(name: str, packed: bo
     arrays = drawn(name)
     arrays["train"][1][10] = 10
     WRITERS[name](tmp_path, arrays, packed)
-    assert refused(name, tmp_path) == f"{tmp_path}/{place} has label 10; they are 0 to 9"
+    assert refused(name, tmp_path) == f"{tmp_path}/{place} has label 10; labels are 0 to 9"
 
 
 def test_numbers_of_inputs_and_labels_must_agree_and_not_be_zero(tmp_path: Path) -> None:
@@ -173,10 +175,10 @@ def test_numbers_of_inputs_and_labels_must_agree_and_not_be_zero(tmp_path: Path)
     write_idx(tmp_path, arrays)
     line = refused("mnist", tmp_path)
     assert "t10k-labels-idx1-ubyte.gz has 6 labels" in line
-    assert "t10k-images-idx3-ubyte.gz 7 samples" in line
+    assert "t10k-images-idx3-ubyte.gz has 7 samples" in line
     none = {split: (images[:0], labels[:0]) for split, (images, labels) in drawn("mnist").items()}
     write_idx(tmp_path, none)
-    assert refused("mnist", tmp_path).startswith(f"{tmp_path}: no train samples; dataset.directory says where")
+    assert refused("mnist", tmp_path).startswith(f"{tmp_path}: no train samples; set dataset.directory")
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "reuters"])
@@ -184,11 +186,12 @@ def test_a_file_that_declares_more_than_any_data_set_has_is_not_unpacked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(name, tmp_path)
-    monkeypatch.setattr(datasets, "LARGEST_BYTES", 20)
+    monkeypatch.setattr(common, "LARGEST_BYTES", 20)
     line = refused(name, tmp_path)
-    assert str(tmp_path / DATASETS[name].files[0]) in line
+    assert str(tmp_path / next(iter(DATASETS[name].checksums))) in line
     assert "unpacks to more than 20 bytes" in line
-    assert LARGEST_BYTES >= 5 * 50000 * 3073, "no data set is that large"
+    monkeypatch.undo()
+    assert common.LARGEST_BYTES >= 5 * 50000 * 3073, "smaller than a data set"
 
 
 # --- digits --------------------------------------------------------------------------------------------------------
@@ -222,10 +225,10 @@ def test_faults_of_idx_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte.gz"
     zeros = np.zeros((15, 28, 28))
     for data, message in (
-        (idx(zeros, magic=0x0801), "not an IDX file of 3 axes"),
+        (idx(zeros, magic=0x0801), "not an IDX file with 3 axes"),
         (idx(zeros)[:15], "the file is truncated"),
         (idx(zeros)[:-1], "is truncated: 11759 bytes of 11760"),
-        (idx(zeros) + b"\0", "goes on after its 11760 bytes"),
+        (idx(zeros) + b"\0", "has more than its 11760 bytes"),
         (idx(np.zeros((15, 32, 28))), "images of 32 × 28 pixels, expected 28 × 28"),
     ):
         path.write_bytes(gzip.compress(data))
@@ -241,22 +244,22 @@ def test_broken_records_and_missing_or_linked_members_of_cifar10_are_reported(tm
     files, path = cifar_files(drawn("cifar10")), tmp_path / CIFAR_ARCHIVE
     broken = files["cifar-10-batches-bin/data_batch_2.bin"] + b"\1"
     write_tar(path, files | {"cifar-10-batches-bin/data_batch_2.bin": broken})
-    assert "data_batch_2.bin has 9220 bytes, no multiple of 3073" in refused("cifar10", tmp_path)
+    assert "data_batch_2.bin has 9220 bytes, not a multiple of 3073" in refused("cifar10", tmp_path)
     last = files.pop("cifar-10-batches-bin/test_batch.bin")
     write_tar(path, files | {"test_batch.bin": last})
-    assert refused("cifar10", tmp_path).startswith(f"{path} holds no cifar-10-batches-bin/test_batch.bin")
+    assert refused("cifar10", tmp_path).startswith(f"{path} does not contain cifar-10-batches-bin/test_batch.bin")
     with tarfile.open(path, "w:gz") as archive:
         link = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         archive.addfile(link)
-    assert refused("cifar10", tmp_path).startswith(f"{path} holds no cifar-10-batches-bin/data_batch_1.bin")
+    assert refused("cifar10", tmp_path).startswith(f"{path} does not contain cifar-10-batches-bin/data_batch_1.bin")
 
 
 # --- Reuters -------------------------------------------------------------------------------------------------------
 
 
 def python2_pickle(lists: list[list[int]]) -> bytes:
-    """As Python 2 and the numpy of its time wrote it: byte strings, an older module's name, flags as integers."""
+    """A pickle as written by Python 2 and its numpy: byte strings, an older module name, flags as integers."""
     head = (
         b"\x80\x02cnumpy.core.multiarray\n_reconstruct\nq\x00cnumpy\nndarray\nq\x01K\x00\x85q\x02U\x01bq\x03\x87q\x04"
     )
@@ -285,40 +288,40 @@ def test_pickles_of_all_protocols_and_of_python_2_are_read(tmp_path: Path) -> No
 def test_other_contents_of_the_archive_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, (lists, labels) = tmp_path / "reuters.npz", texts()
     x, beyond = object_array(lists), texts()[0]
-    beyond[6][-1] = 40000  # the largest of all becomes the unknown word, as in Keras; the next is that of sample 4
+    beyond[6][-1] = 40000  # the largest index becomes the unknown word, as in Keras; sample 4 has the next one
 
     def with_text(text: Any) -> dict[str, np.ndarray]:
         return {"x": object_array([lists[0], text, *lists[2:]]), "y": labels}
 
     for arrays, message in (
-        ({"x": x, "y": np.append(labels[:21], -1)}, "y: sample 21 has label -1; they are 0 to 45"),
+        ({"x": x, "y": np.append(labels[:21], -1)}, "y: sample 21 has label -1; labels are 0 to 45"),
         ({"x": x, "y": labels[:-1]}, "y has 21 labels"),
-        ({"x": object_array(beyond), "y": labels}, "sample 4 has word index 30982; they are 0 to 30981"),
-        (with_text([1, 2.5]), "x is no array of lists of integers"),
-        (with_text(["1", "2"]), "sample 1 is no list of integers"),
-        (with_text((1, 2, 3, 4)), "sample 1 is no list of integers"),
-        (with_text([None, True]), "sample 1 is no list of integers"),
-        (with_text([-1]), "sample 1 has a word index that is none"),
+        ({"x": object_array(beyond), "y": labels}, "sample 4 has word index 30982; indices are 0 to 30981"),
+        (with_text([1, 2.5]), "sample 1 is not a list of integers"),
+        (with_text(["1", "2"]), "sample 1 is not a list of integers"),
+        (with_text((1, 2, 3, 4)), "sample 1 is not a list of integers"),
+        (with_text([None, True]), "sample 1 is not a list of integers"),
+        (with_text([-1]), "sample 1 has an invalid word index"),
         ({"x": np.zeros((22, 300), dtype=int), "y": labels}, "x is int64 of shape (22, 300), expected lists (N,)"),
         ({"x": x, "y": labels / 2}, "y is float64 of shape (22,), expected integers (N,)"),
-        ({"x": x}, "holds no y.npy; it holds x.npy"),
+        ({"x": x}, "does not contain y.npy; it contains x.npy"),
     ):
         np.savez(path, **arrays)  # type: ignore[arg-type]
         line = refused("reuters", tmp_path)
         assert str(path) in line
         assert message in line
     write_npz(path, 21, pickle.dumps(x), labels[:21])
-    assert "x holds 22 texts where it says 21" in refused("reuters", tmp_path)
+    assert "x has 22 texts, its header says 21" in refused("reuters", tmp_path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("y.npy", b"")
-    assert "y.npy is not packed as numpy does" in refused("reuters", tmp_path)
-    monkeypatch.setattr(datasets, "LARGEST_BYTES", 2**20)
+    assert "y.npy is not compressed in numpy's way" in refused("reuters", tmp_path)
+    monkeypatch.setattr(common, "LARGEST_BYTES", 2**20)
     write_npz(path, 1000, pickle.dumps(object_array([[1, 2, 3]] * 1000)), np.zeros(1000, dtype=np.uint8))
     assert "unpacks to more than" in refused("reuters", tmp_path), "two bytes of pickle become 2,400 of the array"
 
 
 class Call:
-    """Unpickling it creates a directory."""
+    """Its pickle calls os.mkdir."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -332,8 +335,67 @@ def test_a_pickle_that_calls_a_function_or_is_malformed_is_refused_and_calls_not
     lists[3] = [1, Call(created), 2]
     good = python2_pickle([[1]])
     malformed = [b"", b"\x80\x02K\x01.", b"\x80\x02NNb.", b"\x80\x02h\x05.", b"\x80\x02NNR.", b"\x80\x02](K\x01e"]
-    malformed.append(good.replace(b"J\x01\0\0\0\x85", b"J\x07\0\0\0\x85"))
+    malformed += [good.replace(b"J\x01\0\0\0\x85", b"J\x07\0\0\0\x85"), good[: len(good) // 2], good[:-1]]
     for pickled in (*(pickle.dumps(object_array(lists), protocol) for protocol in (0, 2, 4)), *malformed):
         write_npz(tmp_path / "reuters.npz", len(lists), pickled, labels)
-        assert "x is no array of lists of integers" in refused("reuters", tmp_path)
+        assert "x is not an array of lists of integers" in refused("reuters", tmp_path)
         assert not created.exists()
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle of protocol 4 that calls module.name with the path '/created'."""
+    strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    return b"\x80\x04" + strings + b"\x93\x8c\x08/created\x85R."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "mkdir"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("numpy", "ndarray.__class__"),
+        ("numpy", "os.system"),
+        ("numpy.core.multiarray", "_reconstruct.__globals__"),
+        ("_codecs", "decode"),
+        ("numpy", "fromfile"),
+        ("utils.data.datasets.restricted_pickle", "io.open"),
+    ],
+)
+def test_names_that_numpys_pickles_do_not_need_are_not_looked_up(module: str, name: str) -> None:
+    """Protocol 4 resolves dotted names; protocol 0 names a module and an attribute on a line each."""
+    for pickled in (named(module, name), f"c{module}\n{name}\n(S'/created'\ntR.".encode()):
+        with pytest.raises(ValueError, match=rf"^its pickle names {re.escape(f'{module}.{name}')}$"):
+            unpickle_object_array(pickled)
+
+
+def test_attributes_that_a_pickle_sets_on_the_allowed_names_call_nothing(tmp_path: Path) -> None:
+    """BUILD sets attributes of any object; what the allowed names refer to stays the same."""
+    before = unpickle_object_array(python2_pickle([[1]]))
+    for target in ("_codecs\nencode", "numpy\nndarray", "numpy.core.multiarray\n_reconstruct"):
+        state = b"(N}X\x08\0\0\0__code__K\x01st"
+        with pytest.raises(ValueError, match="its pickle is damaged"):
+            unpickle_object_array(b"\x80\x02c" + target.encode() + b"\n" + state + b"b.")
+    assert unpickle_object_array(python2_pickle([[1]])) == before == [[1]]
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**45) + b"x.",  # bytes
+        b"\x80\x05\x96" + struct.pack("<Q", 2**45) + b"x.",  # a bytearray
+        b"\x80\x04\x8d" + struct.pack("<Q", 2**45) + b"x.",  # a string
+        b"\x80\x04\x95" + struct.pack("<Q", 2**45) + b"x.",  # a frame
+        b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b"x.",  # an integer
+        b"\x80\x02]r" + struct.pack("<I", 2**32 - 1) + b".",  # an index of the memo
+    ],
+    ids=["bytes", "bytearray", "string", "frame", "integer", "memo"],
+)
+def test_sizes_that_a_pickle_only_declares_take_no_memory(bomb: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"its pickle (is damaged|holds a list)"):
+            unpickle_object_array(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,84 @@
+"""MNIST and Fashion-MNIST: IDX files, packed by gzip or not. Source of the format: http://yann.lecun.com/exdb/mnist."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, cast
+
+import numpy as np
+
+from utils.data.datasets.common import (
+    DOWNLOAD_AGAIN,
+    ClassificationData,
+    Dataset,
+    check_labels,
+    find,
+    read_exactly,
+    reading,
+)
+from utils.errors import UserError
+
+IMAGE_SIDE = 28
+CLASSES = 10
+UNSIGNED_BYTES = 0x0800  # plus the number of axes: the first word of an IDX file
+PREFIXES = {"train": "train", "valid": "t10k"}
+# Source: torchvision/datasets/mnist.py, MNIST.resources and FashionMNIST.resources.
+MNIST_CHECKSUMS = {
+    "train-images-idx3-ubyte.gz": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "md5:9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+}
+FASHION_MNIST_CHECKSUMS = {
+    "train-images-idx3-ubyte.gz": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "md5:25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "md5:bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+}
+
+
+def read(directory: Path) -> dict[str, ClassificationData]:
+    """Reads images and labels of both splits."""
+    splits = {}
+    for split, prefix in PREFIXES.items():
+        image_path, images = _read_file(directory, f"{prefix}-images-idx3-ubyte", (IMAGE_SIDE, IMAGE_SIDE))
+        label_path, labels = _read_file(directory, f"{prefix}-labels-idx1-ubyte", ())
+        check_labels(labels, len(images), CLASSES, str(label_path), str(image_path))
+        splits[split] = ClassificationData(images[:, None].copy(), labels.astype(np.int64))
+    return splits
+
+
+def _read_file(directory: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndarray]:
+    """The file's path, and its bytes [N, *shape]."""
+    path = find(directory, f"{name}.gz", name)
+    with reading(path), _open(path) as stream:
+        axes = 1 + len(shape)
+        header = stream.read(4 * (1 + axes))
+        if header[:4] != struct.pack(">I", UNSIGNED_BYTES + axes):
+            raise UserError(f"{path}: not an IDX file with {axes} axes; {DOWNLOAD_AGAIN}")
+        if len(header) < 4 * (1 + axes):
+            raise UserError(f"{path}: the file is truncated; {DOWNLOAD_AGAIN}")
+        count, *sizes = struct.unpack(f">{axes}I", header[4:])
+        if tuple(sizes) != shape:
+            raise UserError(f"{path}: images of {_product(sizes)} pixels, expected {_product(shape)}; {DOWNLOAD_AGAIN}")
+        data = read_exactly(stream, count * int(np.prod(shape)), path)
+    return path, np.frombuffer(data, dtype=np.uint8).reshape(count, *shape)
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
+
+
+def _product(sizes: Sequence[int]) -> str:
+    return " × ".join(str(size) for size in sizes)
+
+
+def _dataset(checksums: Mapping[str, str]) -> Dataset:
+    counts = {"train": 60000, "valid": 10000}
+    return Dataset((1, IMAGE_SIDE, IMAGE_SIDE), CLASSES, counts, read, checksums, scale=1 / 255)
+
+
+MNIST, FASHION_MNIST = _dataset(MNIST_CHECKSUMS), _dataset(FASHION_MNIST_CHECKSUMS)

@@ -1,0 +1,133 @@
+"""The Reuters newswire topics of Keras: word indices of 11,228 texts in 46 classes."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from utils.data.datasets import common
+from utils.data.datasets.common import (
+    DOWNLOAD_AGAIN,
+    ClassificationData,
+    Dataset,
+    check_labels,
+    find,
+    read_exactly,
+    reading,
+    too_large,
+)
+from utils.data.datasets.restricted_pickle import unpickle_object_array
+from utils.errors import UserError
+
+FILE = "reuters.npz"
+USE_PUBLISHED_FILE = "use Keras's reuters.npz"
+TOPICS = 46
+VOCABULARY = 30982
+SEQUENCE_LENGTH = 300
+# Source of the following: keras/src/datasets/reuters.py.
+CHECKSUM = "sha256:d6586e694ee56d7a4e65172e12b3e987c03096cb01eab99753921ef915959916"
+SEED = 113
+START, UNKNOWN = 1, 2  # 0 is padding
+INDEX_FROM = 3  # added to the file's indices
+TRAINING_PART = 1 - 0.2
+
+
+def read(directory: Path) -> dict[str, ClassificationData]:
+    """Returns exactly what Keras's `reuters.load_data()` and `pad_sequences(…, maxlen=300)` return."""
+    path = find(directory, FILE)
+    with reading(path), zipfile.ZipFile(path) as archive:
+        labels = _labels(_read_member(archive, "y.npy", path), path)
+        texts = _texts(_read_member(archive, "x.npy", path), path)
+    check_labels(labels, len(texts), TOPICS, f"{path}: y", f"{path}: x")
+    inputs = _sequences(texts, path)
+    # Keras's generator; numpy guarantees that the stream of RandomState does not change.
+    order = np.arange(len(texts))
+    np.random.RandomState(SEED).shuffle(order)
+    train = int(len(order) * TRAINING_PART)
+    parts = {"train": order[:train], "valid": order[train:]}
+    return {split: ClassificationData(inputs[rows], labels[rows].astype(np.int64)) for split, rows in parts.items()}
+
+
+def _sequences(texts: list[np.ndarray], path: Path) -> np.ndarray:
+    """Word indices [N, 300]: zeros if the text is short, the start mark, and the last words of the text."""
+    # Keras takes the largest index for the number of words, so that this word becomes unknown.
+    words = max((int(text.max()) + INDEX_FROM for text in texts if len(text)), default=START)
+    inputs = np.zeros((len(texts), SEQUENCE_LENGTH), dtype=np.int64)
+    for row, text in zip(inputs, texts, strict=True):
+        sequence = np.append(START, text[-SEQUENCE_LENGTH:] + INDEX_FROM)[-SEQUENCE_LENGTH:]
+        row[-len(sequence) :] = np.where(sequence < words, sequence, UNKNOWN)
+    beyond = np.argwhere(inputs >= VOCABULARY)
+    if len(beyond):
+        sample, word = beyond[0]
+        raise UserError(
+            f"{path}: sample {sample} has word index {inputs[sample, word]}; indices are 0 to {VOCABULARY - 1}; "
+            f"{USE_PUBLISHED_FILE}"
+        )
+    return inputs
+
+
+class _Array(NamedTuple):
+    """A `.npy` file: the content of its header, and the bytes after it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    data: bytes
+
+
+def _labels(array: _Array, path: Path) -> np.ndarray:
+    if array.dtype.kind not in "iu" or len(array.shape) != 1:
+        raise UserError(f"{path}: y is {array.dtype} of shape {array.shape}, expected integers (N,); {DOWNLOAD_AGAIN}")
+    if len(array.data) != array.shape[0] * array.dtype.itemsize:
+        raise UserError(f"{path}: y.npy does not have the length in its header; {DOWNLOAD_AGAIN}")
+    return np.frombuffer(array.data, dtype=array.dtype)
+
+
+def _texts(array: _Array, path: Path) -> list[np.ndarray]:
+    """The word indices of each text, int64, from a pickled array of lists."""
+    if array.dtype.kind != "O" or len(array.shape) != 1:
+        raise UserError(f"{path}: x is {array.dtype} of shape {array.shape}, expected lists (N,); {DOWNLOAD_AGAIN}")
+    try:
+        lists = unpickle_object_array(array.data)
+    except ValueError as error:
+        raise UserError(f"{path}: x is not an array of lists of integers: {error}; {USE_PUBLISHED_FILE}") from None
+    if len(lists) != array.shape[0]:
+        raise UserError(f"{path}: x has {len(lists)} texts, its header says {array.shape[0]}; {USE_PUBLISHED_FILE}")
+    texts = []
+    space = common.LARGEST_BYTES // 8  # a few bytes of pickle can name one long list many times
+    for number, words in enumerate(lists):
+        if type(words) is not list or not {int}.issuperset(map(type, words)):
+            raise UserError(f"{path}: sample {number} is not a list of integers; {USE_PUBLISHED_FILE}")
+        if words and not 0 <= min(words) <= max(words) < 2**31:
+            raise UserError(f"{path}: sample {number} has an invalid word index; {USE_PUBLISHED_FILE}")
+        space -= max(len(words), SEQUENCE_LENGTH)
+        if space < 0:
+            raise too_large(path)
+        texts.append(np.array(words, dtype=np.int64))
+    return texts
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> _Array:
+    if name not in archive.namelist():
+        raise UserError(f"{path} does not contain {name}; it contains {', '.join(archive.namelist()[:5]) or 'nothing'}")
+    member = archive.getinfo(name)
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UserError(f"{path}: {name} is not compressed in numpy's way; {DOWNLOAD_AGAIN}")
+    with archive.open(member) as stream:
+        content = io.BytesIO(read_exactly(stream, member.file_size, f"{path}: {name}"))
+    version = np.lib.format.read_magic(content)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+    elif version == (2, 0):
+        shape, _, dtype = np.lib.format.read_array_header_2_0(content)
+    else:
+        raise UserError(f"{path}: {name} has npy format {version}, expected 1.0 or 2.0; {DOWNLOAD_AGAIN}")
+    return _Array(shape, dtype, content.read())
+
+
+REUTERS = Dataset(
+    (SEQUENCE_LENGTH,), TOPICS, {"train": 8982, "valid": 2246}, read, {FILE: CHECKSUM}, vocabulary=VOCABULARY
+)
