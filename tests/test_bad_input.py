@@ -1,4 +1,4 @@
-"""Bad input ends in one clear line and exit code 2, and writes nothing; valid input leaves the records of a run."""
+"""Invalid input ends with one error line and exit code 2 and writes nothing; valid input writes a run's records."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from log_lines import LOG_LINE, other_lines
 from processes import TOP, rank_variables
 
 import train
 from networks import build_network
-from utils import cli, errors
+from utils import build, cli, errors
 from utils.config import Config, load
-from utils.data import sample_plan
+from utils.data.sources import sample_plan
 from utils.optim.schedules import build_schedule
 from utils.training.checkpoint import AsyncCheckpointer, TrainState, newest, read_weights
 from utils.training.trainer import Trainer
 
-LOG_LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - \S+ - [A-Z]+ - "
-
 
 def check_error(stderr: str, *says: str) -> str:
-    """Returns the only error line in stderr, which must contain all of `says`."""
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, stderr
+    """Asserts that stderr has one error line, which contains all of `says`; returns it."""
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, stderr
     for part in says:
-        assert part in errors[0]
-    return errors[0]
+        assert part in lines[0]
+    return lines[0]
 
 
 def small_config(overrides: dict[str, Any] | None = None) -> Config:
@@ -49,7 +48,7 @@ def small_config(overrides: dict[str, Any] | None = None) -> Config:
 
 @pytest.fixture
 def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch):
-    """refuse(flags, *says): training and its preflight must refuse config 'test' with these flags in one line."""
+    """refuse(flags, *says): training and preflight of config 'test' must refuse these flags in one line."""
     monkeypatch.chdir(TOP)
 
     def check(flags: list[str], *says: str, preflight: bool = True) -> None:
@@ -65,9 +64,8 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
             else:
                 assert output.out == ""
             line = check_error(output.err, *says)
-            others = [text for text in output.err.splitlines() if not re.match(LOG_LINE, text)]
-            assert others == [line], "stderr holds the error line and log lines only"
-            assert not expdir.exists(), "nothing is written"
+            assert other_lines(output.err) == [line], "stderr contains only the error line and log lines"
+            assert not expdir.exists(), "a run directory was created"
 
     return check
 
@@ -78,7 +76,10 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config=shrt"], "unknown config shrt in ./config/UNet.yaml and the other YAML files of its directory; known: base"),
+        (
+            ["--config=shrt"],
+            "unknown config shrt in ./config/UNet.yaml and the other YAML files of its directory; known: base",
+        ),
         (["--set=num_epoch=3"], "unknown key num_epoch; did you mean num_epochs?"),
         (["--set=num_epochs.x=1"], "num_epochs is not a section, so num_epochs.x cannot be set"),
         (["--num_epochs=-1"], "num_epochs: Input should be greater than or equal to 1, not -1"),
@@ -93,25 +94,25 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--set=loss=l7"], "unknown loss l7; known: l1"),
     ],
 )
-def test_bad_flag_is_refused_with_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
+def test_invalid_flag_is_refused_in_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
     if "--data_loader_config=dali-lowmem" in flags:
         pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     refuse(flags, says)
 
 
-def test_bad_environment_is_refused_with_one_line(
+def test_invalid_environment_is_refused_in_one_line(
     refuse: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incomplete rank variables, no CUDA device, a run directory below a file, no benchmark settings, a full device."""
-    for rank in ("0", "1"):  # each reports it: there is no rank 0 to leave it to
+    """Incomplete rank variables, no CUDA device, a file in place of a directory, no benchmark settings, full memory."""
+    for rank in ("0", "1"):  # each rank reports it, because rank 0 may not exist
         with monkeypatch.context() as patched:
             patched.setenv("RANK", rank)
             refuse([], "the rank environment is half set: LOCAL_RANK, WORLD_SIZE missing", "or unset RANK")
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: False)
-        # A login node, where the preflight runs, may lack the device.
+        # The preflight may run on a login node without the device.
         refuse(["--set=device=cuda"], "device is cuda, but torch sees no CUDA device; use --set", preflight=False)
-    (tmp_path / "file").write_text("precious")  # permissions would not stop root
+    (tmp_path / "file").write_text("precious")  # root ignores permissions
     refuse([f"--set=expdir={tmp_path / 'file' / 'runs'}"], "cannot write to the run directory", "--set expdir=DIR")
     assert (tmp_path / "file").read_text() == "precious"
     with monkeypatch.context() as patched:
@@ -121,7 +122,7 @@ def test_bad_environment_is_refused_with_one_line(
     def fill(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
 
-    monkeypatch.setattr(train, "build_step", fill)
+    monkeypatch.setattr(build, "step", fill)
     refuse([], "no device memory left (CUDA out of memory); lower local_batch_size", preflight=False)
 
 
@@ -145,7 +146,7 @@ def truncated(path: Path, volume_file: Any) -> None:
         ),
     ],
 )
-def test_bad_data_file_is_refused_with_one_line_that_names_it(
+def test_invalid_data_file_is_refused_in_one_line_with_its_name(
     refuse: Callable[..., None], tmp_path: Path, volume_file, make: Callable[[Path, Any], None], says: str
 ) -> None:
     path = tmp_path / "bad.h5"
@@ -156,18 +157,18 @@ def test_bad_data_file_is_refused_with_one_line_that_names_it(
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
-def stopped_training(capsys: pytest.CaptureFixture[str], flags: list[str]) -> str:
-    """The standard error of a training that must end with exit code 2."""
+def failed_training(capsys: pytest.CaptureFixture[str], flags: list[str]) -> str:
+    """The stderr of a training that must end with exit code 2."""
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=test", *flags])
     assert stop.value.code == 2
     return capsys.readouterr().err
 
 
-def test_file_that_shrinks_during_training_ends_in_one_line(
+def test_truncation_of_a_file_during_training_is_reported_in_one_line(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The file is truncated once everything is open, before the first step."""
+    """The file is truncated when all files are open, before the first step."""
     monkeypatch.chdir(TOP)
     path, fit = volume_file(tmp_path / "train.h5", seed=1), Trainer.fit
 
@@ -176,11 +177,11 @@ def test_file_that_shrinks_during_training_ends_in_one_line(
         return fit(trainer)
 
     monkeypatch.setattr(Trainer, "fit", truncate_and_fit)
-    output = stopped_training(capsys, [*data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
+    output = failed_training(capsys, [*data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
     check_error(output, "train.h5 became shorter while it was being read", "to 5000 bytes")
 
 
-def test_bad_input_leaves_the_records_of_an_earlier_run(
+def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(TOP)
@@ -192,13 +193,13 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
         (directory / name).write_text(f"precious {name}")
 
     def found() -> dict[Path, tuple[bytes, int]]:
-        files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (".lock", ".anew"))
+        files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (".lock", ".discard"))
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = found()
     assert len(before) == 6
     for flag in ("--set=train_path=/nowhere.h5", "--set=num_epoch=3", "--set=data_size=6"):
-        stopped_training(capsys, [*data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
+        failed_training(capsys, [*data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
     assert found() == before
 
 
@@ -206,7 +207,7 @@ def test_bad_input_leaves_the_records_of_an_earlier_run(
 
 
 def volume_with_a_nan(path: Path, volume_file: Any) -> int:
-    """Writes a volume with one NaN; the step, counted from 1, that meets it first: the fifth to seventh."""
+    """Writes a volume with one NaN; returns the first step that reads it, 5 to 7, counted from 1."""
     config = small_config()
     origins, crop, batch = sample_plan(config, "train").epoch(0).origins, config.data_size, config.global_batch_size
     for cell in np.ndindex(16, 16, 16):
@@ -219,20 +220,20 @@ def volume_with_a_nan(path: Path, volume_file: Any) -> int:
     raise AssertionError("no such cell")
 
 
-def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
+def test_training_skips_updates_with_nan_up_to_a_limit(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The training continues to its end, or stops after max_consecutive_skips; nobody asked for pictures."""
+    """The training continues to its end, or stops after max_consecutive_skips."""
     monkeypatch.chdir(TOP)
     path = tmp_path / "nan.h5"
     step = volume_with_a_nan(path, volume_file)
     train.main(["--config=test", *data_flags, f"--set=train_path={path}", f"--set=expdir={tmp_path / 'runs'}"])
     rate = f"{build_schedule(small_config().for_world(1))(step - 1):.3e}"
-    spoilt = f"step {step}: loss nan on rank 0, gradient norm nan, learning rate {rate}: "
+    description = f"step {step}: loss nan on rank 0, gradient norm nan, learning rate {rate}"
     warnings = [line for line in capsys.readouterr().err.splitlines() if " WARNING - " in line]
-    assert re.sub(LOG_LINE, "", warnings[0]) == f"S{spoilt[1:]}no update (left out so far: 1)"
+    assert LOG_LINE.sub("", warnings[0]) == f"S{description[1:]}: update skipped (1 so far)"
     assert len(warnings) < 8
-    assert warnings[-1].endswith(f"no update (left out so far: {len(warnings)})")
+    assert warnings[-1].endswith(f"update skipped ({len(warnings)} so far)")
     directory = tmp_path / "runs/test/1GPU/00"
     saved = newest(directory / "checkpoints")
     assert saved is not None
@@ -240,10 +241,10 @@ def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
     assert "Result:" in (directory / "out.log").read_text()
     assert not list(directory.rglob("*.png"))
-    # Where one such step is one too many:
+    # With a limit of one step:
     flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'stopped'}", "--set=checkpoint.every_steps=1"]
-    output = stopped_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
-    says = f"no update for 1 steps in a row, the last is {spoilt}training stops; "
+    output = failed_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
+    says = f"training stopped: 1 updates in a row were skipped, the last one at {description}; "
     check_error(output, says, "check the data with --preflight")
     saved = newest(tmp_path / "stopped/test/1GPU/00/checkpoints")
     assert saved is not None
@@ -254,15 +255,15 @@ def test_training_skips_a_limited_number_of_updates_of_steps_that_meet_a_nan(
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_bad_config_of_several_ranks_is_one_line_from_rank_0(
+def test_invalid_config_is_reported_only_by_rank_0(
     data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
-    """It is found before the ranks have met."""
+    """The error occurs before the ranks are connected."""
     monkeypatch.chdir(TOP)
     monkeypatch.setattr(errors, "GRACE_SECONDS", 0.0)
     for name, value in rank_variables(int(rank), 2, 1).items():
         monkeypatch.setenv(name, value)
-    output = stopped_training(capsys, [*data_flags, "--set=num_epoch=3"])
+    output = failed_training(capsys, [*data_flags, "--set=num_epoch=3"])
     if rank == "0":
         check_error(output, "unknown key num_epoch; did you mean num_epochs?")
     else:
@@ -295,9 +296,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
     return Trained(flags, stdout.getvalue(), stderr.getvalue(), expdir / "test" / "1GPU" / "first")
 
 
-def test_valid_input_leaves_the_log_lines_of_the_contract(trained: Trained) -> None:
+def test_training_logs_the_lines_of_the_original(trained: Trained) -> None:
     log = (trained.directory / "out.log").read_text()
-    messages = [re.sub(LOG_LINE, "", line) for line in log.splitlines()]
+    messages = [LOG_LINE.sub("", line) for line in log.splitlines()]
     number = r"\d+(\.\d+)?(e-\d+)?"
     loss, seconds = r"  Avg {} loss=\d\.\d{{6}}", rf"  Total validation time: {number} sec"
     expected = [loss.format("val"), seconds]  # before training
@@ -309,7 +310,7 @@ def test_valid_input_leaves_the_log_lines_of_the_contract(trained: Trained) -> N
     assert len(found) == len(expected)
     for message, pattern in zip(found, expected, strict=True):
         assert re.fullmatch(pattern, message)
-        assert message in trained.stderr, "the terminal shows what the log file holds"
+        assert message in trained.stderr, "the terminal shows the lines of the log file"
     assert messages[-1] == "DONE ---- rank 0"
     dump = next(index for index, message in enumerate(messages) if message.startswith("Configuration test"))
     assert dump < messages.index(found[0])
@@ -318,7 +319,7 @@ def test_valid_input_leaves_the_log_lines_of_the_contract(trained: Trained) -> N
     assert trained.stdout == ""
 
 
-def test_valid_input_leaves_the_curves_of_the_contract(trained: Trained) -> None:
+def test_training_records_the_curves_of_the_original(trained: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags, directory = trained.flags, trained.directory
@@ -345,7 +346,7 @@ def test_valid_input_leaves_the_curves_of_the_contract(trained: Trained) -> None
     assert events.Tags()["images"] == ["Slices"]
 
 
-def test_valid_input_leaves_its_config_and_provenance(trained: Trained) -> None:
+def test_training_records_its_config_and_provenance(trained: Trained) -> None:
     flags, directory = trained.flags, trained.directory
     config = load(str(directory / "config.yaml"), "test")
     assert config == small_config(cli.parse(flags).overrides)
@@ -357,12 +358,12 @@ def test_valid_input_leaves_its_config_and_provenance(trained: Trained) -> None:
     assert record["versions"]["torch"] == torch.__version__
     assert record["versions"]["numpy"] == np.__version__
     assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    git = ["git", "-C", TOP, "rev-list", "--max-count=50", "HEAD"]  # others may commit to the checkout meanwhile
+    git = ["git", "-C", TOP, "rev-list", "--max-count=50", "HEAD"]  # somebody may commit during the test
     commits = subprocess.run(git, capture_output=True, text=True).stdout.split() if shutil.which("git") else []
     assert record["git_commit"].removesuffix("-dirty") in (commits or ["unknown"])
 
 
-def test_valid_input_leaves_weights_and_pictures(trained: Trained) -> None:
+def test_training_writes_weights_and_pictures(trained: Trained) -> None:
     directory = trained.directory
     assert sorted(os.listdir(directory / "checkpoints")) == ["best", "step_00000008", "step_00000016"]
     content = read_weights(directory / "checkpoints" / "step_00000016")
