@@ -1,4 +1,4 @@
-"""Does the image hold what the code needs? The build ends with this; run it again where there is a GPU:
+"""Checks that the image contains the packages that the code needs. The build ends with it; to repeat it on a GPU:
 
 python /opt/nbody-unet/check_image.py
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 FILES = ("from_image.txt", "requirements.txt")
-# Where the module has another name than the package. DALI's and apex's own modules may be there and not load.
+# Modules with another name than their package. For DALI and apex, submodules that can fail to load although the package
+# is installed.
 MODULES = {"pyyaml": "yaml", "nvidia-dali-cuda130": "nvidia.dali.fn", "apex": "apex.optimizers"}
-# Comes with PyTorch, under changing package names.
+# Installed with PyTorch, under changing package names.
 OTHER_MODULES = ("triton",)
 
 
@@ -26,12 +27,12 @@ def requirements(file: Path) -> list[Requirement]:
 
 
 def problem(requirement: Requirement) -> str:
-    """What is wrong with it here; empty where nothing is."""
+    """The problem with this requirement in the image; empty if there is none."""
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        return f"{requirement} is not there"
-    # NVIDIA builds PyTorch shortly before the release: 2.13.0a0 is its 2.13.
+        return f"{requirement} is not installed"
+    # NVIDIA builds PyTorch shortly before its release: 2.13.0a0 stands for 2.13.
     if not requirement.specifier.contains(version, prereleases=True):
         return f"{requirement} is not satisfied by {version}"
     print(f"{requirement.name:22}{version}")
@@ -47,24 +48,24 @@ def import_problem(module: str) -> str:
 
 
 def tensorboard_problem() -> str:
-    """NVIDIA's TensorBoard listens on all interfaces by default; empty where this one does not."""
+    """The problem with NVIDIA's TensorBoard, which listens on all interfaces by default; empty if this one does not."""
     from tensorboard.plugins.core.core_plugin import CorePluginLoader
 
     parser = argparse.ArgumentParser()
     CorePluginLoader().define_flags(parser)
-    everywhere = parser.get_default("bind_all")
-    return "tensorboard listens on all interfaces unless it is told otherwise" if everywhere else ""
+    all_interfaces = parser.get_default("bind_all")
+    return "tensorboard listens on all interfaces by default" if all_interfaces else ""
 
 
 def main() -> int:
-    here = Path(__file__).parent
-    problems = [problem(requirement) for name in FILES for requirement in requirements(here / name)]
+    directory = Path(__file__).parent
+    problems = [problem(requirement) for name in FILES for requirement in requirements(directory / name)]
     problems += [import_problem(module) for module in OTHER_MODULES]
     if not any(problems):
         problems.append(tensorboard_problem())
         import torch
 
-        print("GPUs:", [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] or "none in sight")
+        print("GPUs:", [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())] or "none")
     for text in filter(None, problems):
         print(f"check_image: {text}", file=sys.stderr)
     return 1 if any(problems) else 0

@@ -1,9 +1,9 @@
-"""A place for caches where the home directory cannot be written to. Every Python of the image starts with this.
+"""Provides directories for caches if the home directory is not writable. Every Python of the image imports this module.
 
-Shifter, Apptainer and `docker run --user` run as the caller, with a root file system that is read only and a home that
-may be missing or read only, too. Triton then fails at its first kernel, matplotlib builds its font cache anew in every
-process, and the CUDA driver compiles again what it has compiled. (Inductor has a directory of its own in /tmp.) A fixed
-path for all users would not do: what lies in these caches is loaded and executed.
+Shifter, Apptainer and `docker run --user` run as the caller with a read-only root file system; the home directory may
+be missing or read-only, too. Triton then fails at its first kernel, matplotlib builds its font cache in every process,
+and the CUDA driver compiles kernels again. (Inductor uses its own directory in /tmp.) One path for all users would be
+unsafe, because the files in these caches are loaded and executed.
 """
 
 import os
@@ -13,7 +13,7 @@ CACHES = {"TRITON_HOME": "triton", "MPLCONFIGDIR": "matplotlib", "CUDA_CACHE_PAT
 
 
 def provide() -> None:
-    """Points what is not set yet to a directory of the caller's alone, the same for all ranks of a node."""
+    """Sets the variables that are not set to a directory of this user, the same one for all ranks of a node."""
     if os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
         return
     folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"nbody-unet-{os.getuid()}")
@@ -21,7 +21,7 @@ def provide() -> None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         status = os.lstat(folder)
         mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if not mine:  # someone else was here first
+        if not mine:  # another user created it
             return
         for variable, name in CACHES.items():
             if variable not in os.environ:

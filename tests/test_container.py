@@ -1,4 +1,4 @@
-"""The packages listed in docker/ agree with pyproject.toml. No container engine is needed."""
+"""Tests of docker/ that need no container engine: its packages agree with pyproject.toml, and its scripts work."""
 
 from __future__ import annotations
 
@@ -25,50 +25,52 @@ def listed(file: str) -> dict[str, Requirement]:
 
 
 def project_lists(name: str) -> dict[str, Requirement]:
-    """A list of requirements in pyproject.toml, which Python 3.10 has no parser for."""
+    """A list of requirements in pyproject.toml, read without tomllib, which Python 3.10 does not have."""
     found = re.search(rf"^{name} = \[(.*?)\]\s*$", (TOP / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert found, name
     entries = [Requirement(text) for text in re.findall(r'"([^"]+)"', found[1])]
     return {canonicalize_name(entry.name): entry for entry in entries}
 
 
-def test_every_dependency_is_pinned_within_its_bounds_or_comes_with_the_image() -> None:
-    pinned, brought, bounds = listed("requirements.txt"), listed("from_image.txt"), project_lists("dependencies")
-    assert not set(pinned) & set(brought)
+def test_every_dependency_is_pinned_within_its_bounds_or_part_of_the_base_image() -> None:
+    pinned, included, bounds = listed("requirements.txt"), listed("from_image.txt"), project_lists("dependencies")
+    assert not set(pinned) & set(included)
     for name, entry in pinned.items():
         (pin,) = entry.specifier
         assert pin.operator == "=="
         assert bounds[name].specifier.contains(pin.version), entry
-    missing = set(bounds) - set(pinned) - set(brought)
-    assert not missing, f"add {missing} to docker/requirements.txt, or to docker/from_image.txt where the image has it"
+    missing = set(bounds) - set(pinned) - set(included)
+    assert not missing, (
+        f"add {missing} to docker/requirements.txt, or to docker/from_image.txt if the base image contains it"
+    )
 
 
-def test_the_image_is_held_to_the_project_s_bounds() -> None:
-    brought = listed("from_image.txt")
+def test_packages_of_the_base_image_have_the_bounds_of_the_project() -> None:
+    included = listed("from_image.txt")
     for name, entry in project_lists("dependencies").items():
-        if name in brought and name != "torch":  # pyproject.toml says why torch has none
-            assert brought[name].specifier == entry.specifier, name
+        if name in included and name != "torch":  # pyproject.toml gives the reason why torch has no bound
+            assert included[name].specifier == entry.specifier, name
     (dali,) = project_lists("dali").values()
-    assert brought["nvidia-dali-cuda130"].specifier == dali.specifier
+    assert included["nvidia-dali-cuda130"].specifier == dali.specifier
     assert "runs on torch 2.11 and later" in (TOP / "pyproject.toml").read_text()
-    assert str(brought["torch"].specifier) == ">=2.11.0a0"
+    assert str(included["torch"].specifier) == ">=2.11.0a0"
 
 
-def test_all_files_of_the_folder_are_copied() -> None:
+def test_all_files_of_the_directory_are_copied() -> None:
     (copied,) = re.findall(r"^COPY (.*)", (DOCKER / "Dockerfile").read_text().replace("\\\n", " "), re.MULTILINE)
     assert {*copied.split()[:-1], "Dockerfile"} == {path.name for path in DOCKER.iterdir() if path.is_file()}
 
 
-def test_the_check_of_the_image_names_each_fault() -> None:
+def test_check_of_the_image_reports_each_problem() -> None:
     assert check_image.problem(Requirement("numpy>=1.24")) == ""
     assert "numpy>=99 is not satisfied by" in check_image.problem(Requirement("numpy>=99"))
-    assert check_image.problem(Requirement("no-such-thing")) == "no-such-thing is not there"
+    assert check_image.problem(Requirement("no-such-thing")) == "no-such-thing is not installed"
     assert "ModuleNotFoundError" in check_image.import_problem("no_such_thing")
     assert check_image.tensorboard_problem() == ""
 
 
 def caches(home: Path, tmp: Path, **variables: str) -> dict[str, str]:
-    """The cache variables of a Python that imports writable_caches at its start."""
+    """The cache variables of a Python process that imports writable_caches."""
     code = "import os, writable_caches; print(*(f'{k}={v}' for k, v in os.environ.items()), sep='\\n')"
     inherited = {name: value for name, value in os.environ.items() if name not in CACHES}
     environment = {**inherited, "PYTHONPATH": str(DOCKER), "HOME": str(home), "TMPDIR": str(tmp), **variables}
@@ -77,17 +79,17 @@ def caches(home: Path, tmp: Path, **variables: str) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in output.splitlines()) if name in CACHES}
 
 
-def test_caches_go_to_the_temporary_directory_unless_the_home_is_writable(tmp_path: Path) -> None:
+def test_caches_are_in_the_temporary_directory_if_the_home_is_not_writable(tmp_path: Path) -> None:
     assert caches(tmp_path, tmp_path) == {}
     assert list(tmp_path.iterdir()) == []
     folder = tmp_path / f"nbody-unet-{os.getuid()}"
     expected = {"TRITON_HOME": f"{folder}/triton", "MPLCONFIGDIR": "/mine", "CUDA_CACHE_PATH": f"{folder}/cuda"}
-    for _ in range(2):  # the ranks of a node share it
+    for _ in range(2):  # the ranks of a node share the directory
         assert caches(Path("/nonexistent"), tmp_path, MPLCONFIGDIR="/mine") == expected
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_cache_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+def test_cache_directory_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / f"nbody-unet-{os.getuid()}"
     folder.mkdir()
     folder.chmod(0o777)
