@@ -1,4 +1,4 @@
-"""Kills trainings at random moments, restarts them until they are done, and compares bits with an undisturbed one.
+"""Kills trainings at random moments, restarts them to their end, and compares the bits with an undisturbed training.
 
 python tests/soak.py 100        100 kills; make soak N=100 does the same
 """
@@ -24,17 +24,17 @@ sys.path[:0] = [str(TOP), str(TOP / "tests")]
 from processes import GENEROUS, context, free_port, rank_variables  # noqa: E402 # found by the path above
 
 RANKS = 2
-# A save every third step in addition to each epoch's: many kills come during one.
+# A save every third step in addition to each epoch's end: many kills hit a save.
 FLAGS = [
     "--config=test",
     "--set=checkpoint.every_steps=3",
     "--set=report_baselines=false",
-    "--set=timeouts.rendezvous=30",  # what the survivors of a kill at the start wait
+    "--set=timeouts.rendezvous=30",  # how long the survivors of a kill at the start wait
 ]
 
 
 class PlannedKill(NamedTuple):
-    """One kill to carry out: from outside after `seconds`, or by the victims themselves after `steps` of their own."""
+    """A planned kill: from outside after `seconds`, or by the victims themselves after `steps` steps."""
 
     victims: list[int]
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Kill(NamedTuple):
 
 
 def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | None) -> None:
-    """One rank, as a launcher starts it; it kills itself after so many steps, if any."""
+    """Runs one rank as a launcher would; the rank kills itself after `steps` steps, if given."""
     with open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 2)
     os.chdir(TOP)
@@ -59,21 +59,21 @@ def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | Non
     import torch
 
     import train
-    from utils.distributed import world as distributed
+    from utils.distributed.launch import run_script
     from utils.steps.eager import EagerStep
 
     class DyingStep(EagerStep):
-        made = 0
+        calls = 0
 
         def __call__(self, *arguments: torch.Tensor | float) -> torch.Tensor:
             loss = super().__call__(*arguments)
-            self.made += 1
-            if self.made == steps:
+            self.calls += 1
+            if self.calls == steps:
                 os.kill(os.getpid(), signal.SIGKILL)
             return loss
 
     torch.set_num_threads(1)
-    distributed.run_script(lambda: train.main(flags, DyingStep))
+    run_script(lambda: train.main(flags, DyingStep))
 
 
 def start(flags: list[str], log: Path, planned: PlannedKill | None) -> list[BaseProcess]:
@@ -89,7 +89,7 @@ def start(flags: list[str], log: Path, planned: PlannedKill | None) -> list[Base
 
 
 def wait(processes: list[BaseProcess], why: str) -> None:
-    """Returns when all have ended by themselves."""
+    """Waits until all processes have ended by themselves."""
     deadline = time.monotonic() + GENEROUS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -100,7 +100,7 @@ def wait(processes: list[BaseProcess], why: str) -> None:
 
 
 def wait_for_moment(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> bool:
-    """Returns at the planned's moment, or earlier when a rank has ended; True during a save."""
+    """Returns at the planned moment, or earlier if a rank has ended; True if that is during a save."""
     moment = time.monotonic() + planned.seconds
     while all(process.is_alive() for process in processes):
         if time.monotonic() < moment:
@@ -112,8 +112,8 @@ def wait_for_moment(processes: list[BaseProcess], folder: Path, planned: Planned
     return False
 
 
-def carry_out(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> Kill | None:
-    """Carries out the kill and waits for the survivors; None if all ranks had ended before."""
+def kill_ranks(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> Kill | None:
+    """Carries out a planned kill and waits for the survivors; None if all ranks had already ended."""
     inside_a_save = False
     if planned.steps is None:
         inside_a_save = wait_for_moment(processes, folder, planned)
@@ -129,12 +129,12 @@ def carry_out(processes: list[BaseProcess], folder: Path, planned: PlannedKill) 
 
 
 def one_training(flags: list[str], folder: Path, log: Path, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
-    """One training to its end, with one planned kill after each start, as long as there are any and it is not done."""
+    """Runs one training to its end, with one planned kill after each start; returns the kills that were carried out."""
     done: list[Kill] = []
     for planned in [*plan, None]:
         processes = start(flags, log, planned)
         if planned is not None:
-            kill = carry_out(processes, folder, planned)
+            kill = kill_ranks(processes, folder, planned)
             if kill is not None:
                 done.append(kill)
                 continue
@@ -146,7 +146,7 @@ def one_training(flags: list[str], folder: Path, log: Path, plan: Sequence[Plann
 
 
 class KillTest:
-    """Trainings in one folder, each compared with one that was left undisturbed."""
+    """Trainings in one folder, each compared with an undisturbed one."""
 
     def __init__(self, folder: Path, epochs: int) -> None:
         from volume_files import write_volume
@@ -165,7 +165,7 @@ class KillTest:
         return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", plan)
 
     def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
-        """The kills that were carried out; AssertionError unless the training ends as the undisturbed one."""
+        """Returns the kills that were carried out; AssertionError unless the result equals the undisturbed one."""
         from trainings import assert_same_training
 
         kills = self._train(name, plan)
@@ -174,10 +174,10 @@ class KillTest:
 
 
 def soak(kills: int, seed: int, folder: Path, log: bool = False) -> list[Kill]:
-    """Kills at random moments, over as many trainings as it takes."""
-    draw, drill = random.Random(seed), KillTest(folder, epochs=6)
+    """Carries out that many kills at random moments, over several trainings."""
+    draw, test = random.Random(seed), KillTest(folder, epochs=6)
     started = time.monotonic()
-    drill.run("second", [])  # the first one has waited for imports
+    test.run("second", [])  # the first one includes the time of imports
     longest = time.monotonic() - started
 
     def draw_kill() -> PlannedKill:
@@ -189,7 +189,7 @@ def soak(kills: int, seed: int, folder: Path, log: bool = False) -> list[Kill]:
     trainings = 0
     while len(done) < kills:
         trainings += 1
-        more = drill.run(f"soak{trainings}", [draw_kill() for _ in range(min(kills - len(done), 10))])
+        more = test.run(f"soak{trainings}", [draw_kill() for _ in range(min(kills - len(done), 10))])
         done += more
         if log:
             inside = sum(kill.inside_a_save for kill in done)

@@ -11,21 +11,22 @@ from typing import Any
 import torch
 
 from utils.runs import logger as logs
+from utils.runs import tags
 from utils.training import checkpoint
 from utils.training.checkpoint import BEST, FOLDER
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")
 STEPS = 16  # of config test: two epochs of eight
-# They differ from run to run.
-CLOCKS = {"seconds", "Step/samples per sec", "Step/TFLOP per sec per rank", "Step/data wait fraction"}
-CLOCKS |= {"Avg iters per sec"}
+# Measured times, which differ from run to run.
+CLOCKS = {"seconds", tags.ITERATIONS_PER_SECOND, tags.STEP_SAMPLES_PER_SECOND, tags.STEP_TFLOPS_PER_RANK}
+CLOCKS |= {tags.STEP_DATA_WAIT}
 
 
 class NoWaiting:
-    """The module `time`, except that a sleep sets the clock forward and returns at once.
+    """The module `time`, except that a sleep advances the clock and returns at once.
 
-    A restarted run waits until the second after its last start, which TensorBoard's file names contain.
+    A restarted run waits until the second after its last start, because TensorBoard's file names contain the second.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 
 def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's scalars as it shows them."""
+    """The scalars that TensorBoard shows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
@@ -72,7 +73,7 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def assert_equal(one: Any, other: Any, name: str = "") -> None:
-    """Bit-equality of nested dictionaries and lists of tensors."""
+    """Asserts that nested dictionaries and lists of tensors are equal bit for bit."""
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype, name
         assert torch.equal(one, other), name
@@ -89,13 +90,13 @@ def assert_equal(one: Any, other: Any, name: str = "") -> None:
 
 
 def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
-    """Both ended with the same bits, the same records, each of them once, and the same best checkpoint."""
+    """Asserts that both ended with the same bits, the same records, each once, and the same best checkpoint."""
     ends = [last(run) for run in (whole, parts)]
-    assert ends[0].position.step == steps
+    assert ends[0].state.step == steps
     for end in ends:
         for clock in ("seconds", "epoch_seconds", "samples_per_second"):
-            setattr(end.position, clock, 0.0)
-            end.training["position"][clock] = 0.0
+            setattr(end.state, clock, 0.0)
+            end.training["state"][clock] = 0.0
         end.weights["config"]["expdir"] = ""
     assert_equal(ends[0].weights, ends[1].weights)
     assert_equal(ends[0].training, ends[1].training)
@@ -103,7 +104,9 @@ def assert_same_training(whole: Path, parts: Path, steps: int = STEPS) -> None:
     expected, found = curves(whole), curves(parts)
     assert expected.keys() == found.keys()
     for tag, points in expected.items():
-        assert [step for step, _ in points] == [step for step, _ in found[tag]], f"{tag}: a point twice or missing"
+        assert [step for step, _ in points] == [step for step, _ in found[tag]], (
+            f"{tag}: a point is missing or recorded twice"
+        )
         if tag not in CLOCKS:
             assert points == found[tag], tag
     assert (whole / FOLDER / BEST).readlink() == (parts / FOLDER / BEST).readlink()

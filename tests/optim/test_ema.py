@@ -1,4 +1,4 @@
-"""The running mean of the weights: its definition, and that training evaluates, saves and resumes with it."""
+"""The moving average of the weights: its definition, and how training evaluates, saves and resumes with it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def values(network: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
 
 
-# --- the mean itself -------------------------------------------------------------------------------------------------
+# --- the average -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decay", [0.05, 0.5, 0.999])
-def test_the_mean_is_the_written_out_one(decay: float) -> None:
-    """In double precision with numpy; the first updates decay faster than `decay` says. Memory formats stay."""
+def test_the_average_equals_its_definition(decay: float) -> None:
+    """Computed with numpy in double precision; the first updates decay faster than `decay`. Memory formats stay."""
     network = nn.Conv3d(4, 8, 3).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     average = EMA(network, decay)
     expected = values(network).double().numpy()
@@ -68,7 +68,7 @@ def make(decay: float | None = 0.9, norm: str = "batch", **options: Any) -> Eage
     [{}, {"accumulation_steps": 2, "clip_grad_norm": 0.1}, {"enable_amp": True, "precision": "float16"}],
     ids=str,
 )
-def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(options: dict[str, Any]) -> None:
+def test_averaging_leaves_training_unchanged_and_the_network_holds_the_average(options: dict[str, Any]) -> None:
     plain, step = make(None, **options), make(0.9, **options)
     assert plain.state().keys() == {"network", "optimizer", "scaler"}
     mean = copy.deepcopy(plain.network)
@@ -89,10 +89,10 @@ def test_averaging_leaves_training_unchanged_and_the_network_holds_the_mean(opti
     loss = float((expected - targets).abs().mean())
     assert float(step.evaluate(inputs, targets)[0]) == pytest.approx(loss, rel=1e-5)
     assert float(plain.evaluate(inputs, targets)[0]) != pytest.approx(loss, rel=1e-3)
-    assert torch.equal(plain(*batch(5), LR), step(*batch(5), LR)), "validating has changed nothing"
+    assert torch.equal(plain(*batch(5), LR), step(*batch(5), LR)), "evaluation has changed nothing"
 
 
-def test_a_warm_up_and_a_step_with_nan_leave_the_mean() -> None:
+def test_a_warm_up_and_a_skipped_update_leave_the_average_unchanged() -> None:
     step, undisturbed = make(norm="none"), make(norm="none")
     for number in range(3):
         inputs, targets = batch(50)
@@ -109,7 +109,7 @@ def test_a_warm_up_and_a_step_with_nan_leave_the_mean() -> None:
 
 @pytest.mark.parametrize("decay", [0.9, None], ids=["averaging on", "no longer averaging"])
 def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: Path) -> None:
-    """Bit for bit, also where the average is switched off in between: the weights are then the trained ones."""
+    """Bit for bit, also if averaging is switched off: the weights are then the trained ones."""
     first = make()
     for number in range(3):
         first(*batch(number), LR)
@@ -125,8 +125,8 @@ def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: 
     assert differing(second.network.state_dict(), expected.network.state_dict()) == []
 
 
-def test_an_average_starts_at_the_weights_that_are_loaded() -> None:
-    """Those of a training without an average, at the start or in between."""
+def test_an_average_starts_at_the_loaded_weights() -> None:
+    """Weights of a training without an average, loaded at the start or later."""
     source, resumed, fresh, trained = make(None), make(), make(), make()
     for number in range(3):
         source(*batch(number), LR)
@@ -141,8 +141,8 @@ def test_an_average_starts_at_the_weights_that_are_loaded() -> None:
     assert not fresh._optimizer.state
 
 
-def test_channel_weights_count_in_training_alone() -> None:
-    """The loss that a step validates with is the plain one, however training weighs it, before and after steps."""
+def test_channel_weights_affect_the_training_loss_only() -> None:
+    """The validation loss has no channel weights, before and after training steps."""
     channel_weights = [5.0, 1.0, 1.0, 1.0, 1.0]
     step = make_step("adam", loss=build_loss("l1", weights=channel_weights))
     inputs, targets = batch()
@@ -176,10 +176,10 @@ def run(flags: list[str]) -> EagerStep:
 
 
 @pytest.mark.parametrize(("before", "after"), [("0.9", "null"), ("null", "0.9")])
-def test_a_checkpoint_holds_the_mean_and_averaging_may_be_switched_on_or_off(
+def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
     tmp_path: Path, data_flags: list[str], before: str, after: str
 ) -> None:
-    """A resumed training ends with the trained weights of one that never stopped; a new one starts from the mean."""
+    """A resumed training ends with the weights of an uninterrupted one; --init_from starts from the average."""
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
     step = run([*flags, f"--set=ema_decay={before}", "--set=checkpoint.keep_last=9"])
     whole = values(step._trained.network)

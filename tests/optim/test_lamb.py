@@ -19,7 +19,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "conv.weight": (6, 4, 3, 3, 3),
     "conv.bias": (6,),
     "norm.weight": (6,),
-    "norm.bias": (6, 1, 1),  # a bias by its name alone
+    "norm.bias": (6, 1, 1),  # only its name tells that it is a bias
     "dense.weight": (7, 5),
     "zero.weight": (3, 2),  # starts at 0
     "idle.weight": (2, 3),  # its gradient is always 0
@@ -45,7 +45,7 @@ def gradients(number: int, dtype: torch.dtype = torch.float64) -> dict[str, torc
     return found
 
 
-def rate(number: int) -> float:
+def lr(number: int) -> float:
     return 0.02 / (1 + 0.1 * number)
 
 
@@ -55,14 +55,14 @@ def build(parameters: dict[str, nn.Parameter], decay: float = DECAY) -> Lamb:
 
 def take(optimizer: Lamb, parameters: dict[str, nn.Parameter], number: int) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate(number)
+        group["lr"] = lr(number)
     for name, gradient in gradients(number, parameters["conv.weight"].dtype).items():
         parameters[name].grad = gradient.to(parameters[name].device)
     optimizer.step()
 
 
 def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
-    """You et al. 2020, line by line; φ is the identity, and where a norm is 0 the weight moves as in Adam."""
+    """You et al. 2020, line by line; φ is the identity, and if a norm is 0 the weight moves as in Adam."""
     x = start()[name].detach().numpy().copy()
     m, v = np.zeros_like(x), np.zeros_like(x)
     for t in range(1, steps + 1):
@@ -75,13 +75,13 @@ def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
             step = r + decay * x
             lengths = np.sqrt(np.sum(x * x)), np.sqrt(np.sum(step * step))
             ratio = lengths[0] / lengths[1] if min(lengths) > 0 else 1.0
-        x = x - rate(t - 1) * ratio * step
+        x = x - lr(t - 1) * ratio * step
     return x
 
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @pytest.mark.parametrize("device", DEVICES)
-def test_it_is_the_algorithm_of_the_paper(decay: float, device: str) -> None:
+def test_lamb_is_algorithm_2_of_the_paper(decay: float, device: str) -> None:
     parameters = start(device=device)
     optimizer = build(parameters, decay)
     for number in range(STEPS):
@@ -117,7 +117,7 @@ def bits(optimizer: Lamb, parameters: dict[str, nn.Parameter]) -> dict[str, byte
 @pytest.mark.parametrize(("spoil", "decay"), [(float("nan"), 0.0), (float("inf"), DECAY), (1.0, DECAY)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_skipped_update_changes_no_bit(device: str, spoil: float, decay: float) -> None:
-    """Not even the sign of a zero, whatever the gradients are."""
+    """Not even the sign of a zero, whatever the gradients."""
     parameters = start(torch.float32, device)
     with torch.no_grad():
         for name in ("conv.weight", "zero.weight", "conv.bias"):

@@ -1,4 +1,4 @@
-"""Optimizers by name: updates made completely or not at all, state that continues under the present run's settings."""
+"""Optimizers by name: complete or skipped updates, and state that is loaded under the settings of the present run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-import train
+from utils import build
 from utils.config import Config, NetworkConfig, OptimizerConfig
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
-from utils.steps.eager import EagerStep
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-RATE = 0.01
+LR = 0.01
 SHAPES = [(6, 4, 3, 3, 3), (6,), ()]
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def by_name(name: str, rate: float = RATE, capturable: bool = False, **settings) -> Build:
+def by_name(name: str, lr: float = LR, capturable: bool = False, **settings) -> Build:
     options = OptimizerConfig(name=name, **settings)
-    return lambda parameters: build_optimizer(options, named(parameters), rate, capturable)
+    return lambda parameters: build_optimizer(options, named(parameters), lr, capturable)
 
 
 def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
@@ -34,7 +34,7 @@ def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
 
 
 class ApexAdam(torch.optim.Optimizer):
-    """Like apex's FusedAdam: it counts its steps in the group and knows no gradient scaler's arguments."""
+    """Like apex's FusedAdam, it counts its steps in the group and does not support `found_inf`."""
 
     def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
@@ -48,19 +48,13 @@ class ApexAdam(torch.optim.Optimizer):
                 parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
 
 
-KINDS: dict[str, Build] = {
-    "adam": by_name("adam"),
-    "fused_adam": by_name("fused_adam"),
-    "apex_adam": by_name("apex_adam"),
-    "sgd": by_name("sgd"),
+KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "sgd, momentum": by_name("sgd", momentum=0.9),
     "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
-    "nadam": by_name("nadam"),
-    "lamb": by_name("lamb"),
     "lamb, weight decay": by_name("lamb", weight_decay=0.1),
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
-    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9, foreach=False),
-    "as apex": lambda parameters: ApexAdam(parameters, RATE),
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
+    "like apex": lambda parameters: ApexAdam(parameters, LR),
 }
 
 
@@ -70,16 +64,16 @@ def start(device: str = "cpu") -> list[nn.Parameter]:
 
 
 def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = YES, spoil: float = 0.0) -> None:
-    """An update by gradients that depend on the number."""
+    """Makes an update with gradients that depend on `number`."""
     generator = torch.Generator().manual_seed(number)
     for parameter in optimizer_parameters(optimizer):
-        # In the parameter's memory format, as autograd gives it.
+        # In the parameter's memory format, as from autograd.
         parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator) + spoil)
     update(optimizer, finite.to(parameter.device))
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Copies of parameters and state, by names that do not depend on the objects."""
+    """Copies of parameters and state by name."""
     parameters = optimizer_parameters(optimizer)
     found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
     for n, parameter in enumerate(parameters):
@@ -88,7 +82,7 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
-    """Compared by bits: NaN equals NaN."""
+    """Names of entries with different bits; NaN equals NaN."""
     assert first.keys() == second.keys()
     return [
         name
@@ -104,7 +98,7 @@ def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_update_leaves_no_trace(kind: str, device: str) -> None:
-    """The first, a later one, or several in a row; all that follow are bit for bit those of a run without it."""
+    """The first, a later one, or several in a row: all later updates equal those of a run without it, bit for bit."""
     undisturbed, disturbed = (KINDS[kind](start(device)) for _ in range(2))
     take(disturbed, 100, NO, float("nan"))
     take(disturbed, 101, NO, float("inf"))
@@ -127,7 +121,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-def test_fused_adam_is_an_error_where_torch_has_none_and_adam_is_not() -> None:
+def test_fused_adam_is_refused_where_torch_has_none_and_adam_is_not() -> None:
     assert KINDS["fused_adam"](start()).defaults["fused"]
     elsewhere = [nn.Parameter(torch.zeros(2, device="meta"))]
     assert not KINDS["adam"](elsewhere).defaults["fused"]
@@ -138,37 +132,37 @@ def test_fused_adam_is_an_error_where_torch_has_none_and_adam_is_not() -> None:
 @pytest.mark.parametrize("name", ["adam", "apex_adam"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
-    """apex's where it is installed; otherwise --enable_apex takes torch's, which is also the default."""
-    fused, plain = by_name(name)(start(device)), torch.optim.Adam(start(device), lr=RATE, foreach=False, fused=False)
+    """apex's if it is installed; otherwise --enable_apex uses torch's, which is also the default."""
+    fused, plain = by_name(name)(start(device)), torch.optim.Adam(start(device), lr=LR, foreach=False, fused=False)
     assert fused.defaults.get("fused", name == "apex_adam")
     for number in range(50):
         for optimizer in (fused, plain):
             take(optimizer, number)
     for one, other, first in zip(*map(optimizer_parameters, (fused, plain)), start(device), strict=True):
         assert float((one - other).detach().abs().max()) <= 1e-6
-        assert float((one - first).detach().abs().max()) > 5 * RATE
+        assert float((one - first).detach().abs().max()) > 5 * LR
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_enable_apex_replaces_plain_adam_alone(name: str) -> None:
-    """The configs for large batches set it; another optimizer that is named on top of them is the one that trains."""
+def test_enable_apex_replaces_adam_only(name: str) -> None:
+    """Configs for large batches set enable_apex; another optimizer.name takes precedence."""
     alone = World(Launch("test"), torch.device("cpu"))
     config = Config(
         enable_apex=True, optimizer=OptimizerConfig(name=name), data_size=8, network=NetworkConfig(width=4, scales=2)
     )
-    step = train.build_step(config, alone, train.build_model(config), train.build_objective(config), EagerStep)
+    step = build.step(config, alone, build.model(config))
     assert type(step._optimizer) is type(KINDS["apex_adam" if name == "adam" else name](start()))
-    notes = [note for note in train.without_effect(config, alone) if "enable_apex" in note]
+    notes = [note for note in build.options_without_effect(config, alone) if "enable_apex" in note]
     said = [] if name in ("adam", "apex_adam") else [f"enable_apex has no effect: optimizer.name is {name}"]
     assert notes == said
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
-def test_nadam_is_torchs(device: str, weight_decay: float) -> None:
+def test_nadam_equals_torchs(device: str, weight_decay: float) -> None:
     """Bit for bit, with skipped updates in between."""
     own = by_name("nadam", weight_decay=weight_decay)(start(device))
-    torchs = torch.optim.NAdam(start(device), lr=RATE, weight_decay=weight_decay, capturable=device == "cuda")
+    torchs = torch.optim.NAdam(start(device), lr=LR, weight_decay=weight_decay, capturable=device == "cuda")
     for number in range(20):
         if number % 5 == 0:
             take(own, 100 + number, NO, float("nan"))
@@ -200,13 +194,13 @@ def test_a_loaded_optimizer_continues_bit_for_bit(kind: str, tmp_path) -> None:
     take(second, 100, NO, float("nan"))
     assert differing(everything(first), everything(second)) == []
     own = set(map(id, optimizer_parameters(second)))
-    assert set(map(id, second.state)) <= own, "the state is of the parameters that are trained"
+    assert set(map(id, second.state)) <= own, "the state belongs to the trained parameters"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("capturable", [False, True])
-def test_settings_are_those_of_the_present_run(name: str, capturable: bool, tmp_path) -> None:
-    """The state is the saved run's, also where one rate is a tensor and the other a number."""
+def test_loading_keeps_the_settings_of_the_present_run(name: str, capturable: bool, tmp_path) -> None:
+    """And takes the state of the saved run, also if one learning rate is a tensor and the other a number."""
     old = by_name(name, 0.5, not capturable, weight_decay=0.1, betas=[0.8, 0.9], momentum=0.5)(start())
     new = by_name(name, 0.25, capturable, weight_decay=0.3, betas=[0.7, 0.6], momentum=0.9)(start())
     take(old, 0)
@@ -216,8 +210,8 @@ def test_settings_are_those_of_the_present_run(name: str, capturable: bool, tmp_
     for group in new.param_groups:
         assert isinstance(group["lr"], torch.Tensor) is capturable
         assert float(group["lr"]) == 0.25
-    gathered = [{k: v for k, v in everything(o).items() if not k.startswith("param")} for o in (old, new)]
-    assert differing(*gathered) == []
+    states = [{k: v for k, v in everything(o).items() if not k.startswith("param")} for o in (old, new)]
+    assert differing(*states) == []
     take(new, 1)
 
 
@@ -233,7 +227,7 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["adam", "sgd, momentum", "nadam", "lamb"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -> None:
-    """Fused kernels walk both in memory's order: in another one, each element would meet another's average."""
+    """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (
         KINDS[kind]([nn.Parameter(start()[0].detach().clone(memory_format=form))])
         for form in (torch.contiguous_format, torch.channels_last_3d)
@@ -249,13 +243,13 @@ def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -
     assert all(value.stride() == parameter.stride() for value in averages)
     for optimizer in (first, second):
         take(optimizer, 2)
-    # LAMB's norms are sums in memory's order.
+    # LAMB's norms are sums in memory order.
     tolerance = {"rtol": 1e-6, "atol": 1e-7} if kind == "lamb" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(*(optimizer_parameters(optimizer)[0] for optimizer in (first, second)), **tolerance)
 
 
 def test_a_new_momentum_starts_from_zero_also_after_a_skipped_first_update(tmp_path) -> None:
-    """The saved run had no momentum, and so no averages: the present run keeps its own."""
+    """The saved run had no momentum, hence no state: the present run keeps its own."""
     old, new, fresh = by_name("sgd")(start()), KINDS["sgd, momentum"](start()), KINDS["sgd, momentum"](start())
     take(old, 0)
     load_state(new, through_a_file(saved_state(old), tmp_path))

@@ -1,4 +1,4 @@
-"""The learning rate: warm-up, peak, decay, refused schedules, and its picture."""
+"""The learning rate: warm-up, peak, decay, refused schedules, and its plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config, LrScheduleConfig
 from utils.errors import UserError
-from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, rate_scale
+from utils.optim.optimizers import OPTIMIZERS
+from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, lr_scale
 
 YAML = Path(__file__).parent.parent.parent / "config" / "UNet.yaml"
 
@@ -40,8 +41,8 @@ def trained(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
     return run
 
 
-def shaped(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
-    """Epochs of ten steps; the peak of batch 256 is 2e-3."""
+def scheduled(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
+    """A config with epochs of ten steps; at batch 256 the peak is 2e-3."""
     schedule = LrScheduleConfig(**{"scaling": "linear", "start_lr": 5e-4, **settings})
     return Config(
         global_batch_size=batch, base_batch_size=64, Nsamples=10 * batch, num_epochs=epochs, lr_schedule=schedule
@@ -62,8 +63,8 @@ def shaped(batch: int = 256, epochs: int = 6, **settings: Any) -> Config:
 def test_the_peak_is_scaled_by_the_batch_and_warmed_up_only_above_the_base_batch(
     batch: int, scaling: str, factor: float, warm: bool
 ) -> None:
-    assert rate_scale(scaling, batch, 64) == pytest.approx(factor)
-    schedule = build_schedule(shaped(batch, scaling=scaling, warmup_steps=10))
+    assert lr_scale(scaling, batch, 64) == pytest.approx(factor)
+    schedule = build_schedule(scheduled(batch, scaling=scaling, warmup_steps=10))
     assert schedule.peak == pytest.approx(5e-4 * factor)
     assert max(schedule(step) for step in range(60)) == schedule.peak
     assert schedule.warmup_steps == (10 if warm else 0)
@@ -72,21 +73,19 @@ def test_the_peak_is_scaled_by_the_batch_and_warmed_up_only_above_the_base_batch
 
 @pytest.mark.parametrize("shape", SCHEDULES)
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 15}, {"warmup_epochs": 1.5}], ids=str)
-def test_every_shape_warms_up_in_equal_parts_and_is_a_function_of_the_step_alone(
-    shape: str, warmup: dict[str, Any]
-) -> None:
-    """Steps may be asked for in any order and again: a run that resumes needs nothing but the step."""
+def test_every_shape_warms_up_linearly_and_is_a_function_of_the_step_alone(shape: str, warmup: dict[str, Any]) -> None:
+    """Steps may be requested in any order and repeatedly: a resumed run needs nothing but the step."""
     settings = {"shape": shape, "drop_epochs": [3, 4], **warmup}
-    schedule = build_schedule(shaped(**settings))
+    schedule = build_schedule(scheduled(**settings))
     assert (schedule.warmup_steps, schedule.peak) == (15, 2e-3)
-    rates = [schedule(step) for step in range(60)]
-    assert rates[:16] == pytest.approx([2e-3 * (step + 1) / 15 for step in range(15)] + [2e-3])
-    assert all(first >= second for first, second in pairwise(rates[15:]))
-    assert rates == [schedule(step) for step in reversed(range(60))][::-1]
-    assert rates == [build_schedule(shaped(**settings))(step) for step in range(60)]
+    lrs = [schedule(step) for step in range(60)]
+    assert lrs[:16] == pytest.approx([2e-3 * (step + 1) / 15 for step in range(15)] + [2e-3])
+    assert all(first >= second for first, second in pairwise(lrs[15:]))
+    assert lrs == [schedule(step) for step in reversed(range(60))][::-1]
+    assert lrs == [build_schedule(scheduled(**settings))(step) for step in range(60)]
 
 
-def test_half_a_cosine_falls_from_the_peak_to_the_end_rate_at_the_last_step() -> None:
+def test_a_half_cosine_falls_from_the_peak_to_the_end_value_at_the_last_step() -> None:
     schedule = CosineSchedule(peak=1.0, end=0.2, warmup_steps=4, total_steps=25)
     assert schedule(4) == 1.0
     assert schedule(9) == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
@@ -95,17 +94,17 @@ def test_half_a_cosine_falls_from_the_peak_to_the_end_rate_at_the_last_step() ->
     falling = [schedule(step) for step in range(4, 25)]
     assert falling == sorted(set(falling), reverse=True)
     assert len(falling) == 21
-    whole = build_schedule(shaped(end_lr=1e-6, warmup_steps=10))
+    whole = build_schedule(scheduled(end_lr=1e-6, warmup_steps=10))
     assert whole(58) > whole(59) == 1e-6
     assert CosineSchedule(peak=1.0, end=0.0, warmup_steps=0, total_steps=1)(0) == 1.0, "a run of a single step"
 
 
 def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_never() -> None:
-    schedule = build_schedule(shaped(shape="step", drop_epochs=[2, 5], drop_factor=0.25))
+    schedule = build_schedule(scheduled(shape="step", drop_epochs=[2, 5], drop_factor=0.25))
     assert [schedule(step) for step in range(60)] == [2e-3] * 20 + [5e-4] * 30 + [1.25e-4] * 10
-    tenth = build_schedule(shaped(shape="step", drop_epochs=[1]))
+    tenth = build_schedule(scheduled(shape="step", drop_epochs=[1]))
     assert (tenth(9), tenth(10)) == (2e-3, pytest.approx(2e-4))
-    constant = build_schedule(shaped(shape="constant"))
+    constant = build_schedule(scheduled(shape="constant"))
     assert {constant(step) for step in range(60)} == {2e-3}
 
 
@@ -127,9 +126,9 @@ def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_nev
 )
 def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as caught:
-        shaped(**settings).for_world(1)
+        scheduled(**settings).for_world(1)
     assert says in str(caught.value)
-    assert shaped(drop_epochs=[30, 60]).for_world(1), "other shapes ignore drops that do not fit"
+    assert scheduled(drop_epochs=[30, 60]).for_world(1), "other shapes ignore drops that do not fit"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
     [
         (["--set=lr_schedule.shape=linear"], "lr_schedule.shape: Input should be 'cosine', 'step' or 'constant', not "),
         (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
-        (["--set=optimizer.name=lamb2"], "unknown optimizer lamb2; known: adam, fused_adam, "),
+        (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),
         (["--preflight", "--plot=missing/rate.png"], "--plot=missing/rate.png: cannot write it: "),
         (["--preflight", "--plot=."], "--plot=.: it is a directory; give a file to write"),
@@ -152,7 +151,7 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
     assert list(tmp_path.iterdir()) == []
 
 
-# --- the picture -----------------------------------------------------------------------------------------------------
+# --- the plot -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,10 +161,10 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
         ("--plot=rate", "rate", ["lr_schedule={shape: step, drop_epochs: [1]}"]),
     ],
 )
-def test_the_preflight_draws_every_steps_rate(
+def test_the_preflight_plots_the_learning_rate_of_every_step(
     plot: str, name: str, settings: list[str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PNG, whatever its name, and no temporary file; also where a login node does not see the data."""
+    """A PNG, whatever its name, without temporary files; also if a login node does not see the data."""
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []

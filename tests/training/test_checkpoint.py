@@ -1,4 +1,4 @@
-"""Checkpoints on disk: intact or skipped, read without running code; no fault of the disk ends a training."""
+"""Checkpoints on disk are intact or skipped, and read without running code; no disk error ends a training."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ from utils.training.checkpoint import (
     DIGESTS,
     TRAINING,
     WEIGHTS,
+    AsyncCheckpointer,
     Checkpointer,
     DamagedCheckpoint,
-    NullCheckpointer,
-    TrainState,
     newest,
     place,
     read_weights,
     saved_steps,
     verify,
 )
+from utils.training.host_copy import HostCopy
+from utils.training.state import TrainState
 
 FILES = (WEIGHTS, TRAINING, DIGESTS)
 
 
-def state(value: float, numbers: int = 40) -> dict[str, Any]:
-    """The state of a training whose every number is `value`."""
+def tensors(value: float, numbers: int = 40) -> dict[str, Any]:
+    """The tensors of a training, all filled with `value`."""
     moments = {0: {"step": torch.tensor(value), "exp_avg": torch.full((numbers,), value)}}
     return {
         "network": {"weight": torch.full((numbers,), value), "count": torch.tensor(3)},
@@ -56,23 +57,23 @@ def state(value: float, numbers: int = 40) -> dict[str, Any]:
     }
 
 
-def save(saving: NullCheckpointer, step: int, is_best: bool = False, numbers: int = 40) -> None:
-    """Saves a state whose numbers are its step; it is written when this returns."""
-    saving.save(state(float(step), numbers), TrainState(step=step), is_best=is_best, last_chance=True)
+def save(checkpointer: Checkpointer, step: int, is_best: bool = False, numbers: int = 40) -> None:
+    """Saves tensors filled with the step; they are written when this returns."""
+    checkpointer.save(tensors(float(step), numbers), TrainState(step=step), is_best=is_best, wait=True)
 
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
-    saving = Checkpointer(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
+    checkpointer = AsyncCheckpointer(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
     for step in steps:
-        save(saving, step)
+        save(checkpointer, step)
     return tmp_path / "checkpoints"
 
 
 def assert_newest(folder: Path, step: int) -> None:
-    """The newest checkpoint is the one of `step`, with what was saved at it."""
+    """Asserts that the newest checkpoint is the one of `step`, with its tensors."""
     saved = newest(folder)
     assert saved is not None
-    assert (saved.path, saved.position.step) == (place(folder, step), step)
+    assert (saved.path, saved.state.step) == (place(folder, step), step)
     assert torch.equal(saved.weights["network"]["weight"], torch.full_like(saved.weights["network"]["weight"], step))
     assert saved.training["optimizer"]["state"][0]["step"] == step
 
@@ -86,14 +87,14 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def rewrite_digests(directory: Path) -> None:
-    """Makes the list of digests match the files as they are now."""
+    """Makes the digests match the present files."""
     lines = (f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in (WEIGHTS, TRAINING))
     (directory / DIGESTS).write_text("".join(lines))
 
 
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Writes of checkpoints wait for it."""
+    """An event that writes of checkpoints wait for."""
     event, write = threading.Event(), checkpoint.write
 
     def wait_and_write(*arguments: Any) -> None:
@@ -107,14 +108,14 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
-def test_round_trip_of_tensors_config_and_position(tmp_path: Path) -> None:
+def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     config = Config(num_epochs=3).model_dump()
-    position = TrainState(
-        epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9
+    state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9)
+    content = tensors(0.25)
+    content["network"]["channels_last"] = (
+        torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     )
-    content = state(0.25)
-    content["network"]["turned"] = torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
-    Checkpointer(tmp_path, config, 2).save(content, position, is_best=True, last_chance=True)
+    AsyncCheckpointer(tmp_path, config, 2).save(content, state, is_best=True, wait=True)
     saved = newest(tmp_path)
     assert saved is not None
     assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
@@ -122,23 +123,23 @@ def test_round_trip_of_tensors_config_and_position(tmp_path: Path) -> None:
     assert saved.weights["network"].keys() == content["network"].keys()
     for name, tensor in content["network"].items():
         assert torch.equal(saved.weights["network"][name], tensor), name
-    assert saved.weights["network"]["turned"].stride() == content["network"]["turned"].stride()
+    assert saved.weights["network"]["channels_last"].stride() == content["network"]["channels_last"].stride()
     assert torch.equal(saved.training["random"][0][0], content["random"][0][0])
-    # Two NaN are not equal, but written alike.
-    assert repr(saved.position) == repr(position)
+    # NaN is not equal to NaN, but has the same repr.
+    assert repr(saved.state) == repr(state)
 
 
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, may_write: threading.Event) -> None:
-    """The write starts only after they have changed; the next save writes the new values, in the same memory."""
-    saving, content = Checkpointer(tmp_path, {}, 2), state(1.0)
-    saving.save(content, TrainState(step=1), is_best=False, last_chance=False)
-    assert saved_steps(tmp_path) == [], "it does not wait for the write"
+    """The write starts only after the change; the next save writes the new values, from the same host memory."""
+    checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
+    checkpointer.save(content, TrainState(step=1), is_best=False, wait=False)
+    assert saved_steps(tmp_path) == [], "save does not wait for the write"
     content["network"]["weight"] += 1
     content["optimizer"]["state"][0]["step"] += 1
     may_write.set()
-    saving.close()
+    checkpointer.close()
     assert_newest(tmp_path, 1)
-    saving.save(content, TrainState(step=2), is_best=False, last_chance=True)
+    checkpointer.save(content, TrainState(step=2), is_best=False, wait=True)
     assert_newest(tmp_path, 2)
 
 
@@ -149,22 +150,22 @@ def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path,
 def test_non_finite_weights_are_never_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: torch.dtype
 ) -> None:
-    saving, content = Checkpointer(tmp_path, {}, 2), state(1.0)
+    checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
-    saving.save(content, TrainState(step=1), is_best=False, last_chance=True)
-    assert saved_steps(tmp_path) == [1], "large ones are finite"
+    checkpointer.save(content, TrainState(step=1), is_best=False, wait=True)
+    assert saved_steps(tmp_path) == [1], "large values are finite"
     content["network"]["half"][69_999] = value
-    saving.save(content, TrainState(step=2), is_best=False, last_chance=True)
+    checkpointer.save(content, TrainState(step=2), is_best=False, wait=True)
     assert saved_steps(tmp_path) == [1]
-    assert "No checkpoint at step 2: the network's weights are not all numbers" in caplog.text
+    assert "No checkpoint at step 2: the network's weights are not finite" in caplog.text
     content["network"]["half"][69_999] = 0
-    saving.save(content, TrainState(step=3), is_best=False, last_chance=True)
+    checkpointer.save(content, TrainState(step=3), is_best=False, wait=True)
     assert saved_steps(tmp_path) == [3, 1]
 
 
 def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
     if shutil.which("sha256sum") is None:
-        pytest.skip("has no sha256sum")
+        pytest.skip("sha256sum is not installed")
     directory = place(folder_of(tmp_path), 2)
     command = ["sha256sum", "-c", "--strict", DIGESTS]
     english = {**os.environ, "LC_ALL": "C"}
@@ -175,7 +176,7 @@ def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
-    """Files that a temporary name made 0600 could not be read by colleagues."""
+    """Temporary files have mode 0600; checkpoints must stay readable for colleagues."""
     for mask in (0o022, 0o007):
         before = os.umask(mask)
         try:
@@ -190,17 +191,17 @@ def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, place: int) -> None:
+def flip(path: Path, position: int) -> None:
     with open(path, "r+b") as file:
-        file.seek(place)
+        file.seek(position)
         byte = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte[0] ^ 0x20]))  # turns a capital letter into a small one, the least change
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x20]))  # changes the case of a letter, the smallest change
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_byte_counts(tmp_path: Path, name: str) -> None:
-    """Zip headers, pickle, tensors, the end, and every letter of the digests."""
+def test_any_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
+    """In zip headers, pickle, tensors, the end of the file, and every letter of the digests."""
     directory = place(folder_of(tmp_path), 2)
     path = directory / name
     for index in range(path.stat().st_size):
@@ -242,7 +243,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     assert_newest(folder, 1)
     (warning,) = warnings(caplog)
     assert warning.startswith(f"Checkpoint {place(folder, 2)} is skipped: ")
-    assert name in warning or name == DIGESTS, "it names the file, too, unless the digests themselves are wrong"
+    assert name in warning or name == DIGESTS, "names the file, unless the digests themselves are damaged"
     if name == WEIGHTS:
         for path in (place(folder, 2), place(folder, 2) / WEIGHTS):
             with pytest.raises(UserError, match=r"^(cannot read|no such file:) [^\n]*weights\.pt[^\n]*$"):
@@ -260,7 +261,7 @@ def says_what_to_do(line: str, folder: Path, steps: list[int]) -> bool:
         "\n" not in line
         and line.startswith(f"no usable checkpoint in {folder}: ")
         and named == sorted(named)
-        and line.endswith("start anew with --resume=no, which removes them, or with another --run_num")
+        and line.endswith("start from scratch with --resume=no, which removes them, or with another --run_num")
     )
 
 
@@ -291,22 +292,22 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     "format 2": (
         resave(WEIGHTS, lambda content: {**content, "format": 2}),
-        "weights.pt is of format 2, this program reads format 1",
+        "weights.pt has format 2, this program reads format 1",
     ),
-    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt is of format None"),
+    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt has format None"),
     "a bomb": (resave(WEIGHTS, lambda content: {**content, "network": Bomb()}), "weights.pt: "),
-    "a pickled bomb": (plain_pickle, "training.pt is cut off, or no checkpoint of PyTorch's"),
-    "no position": (resave(TRAINING, without("position")), "training.pt has no position"),
+    "a pickled bomb": (plain_pickle, "training.pt is truncated, or not a PyTorch checkpoint"),
+    "no state": (resave(TRAINING, without("state")), "training.pt has no state"),
     "no config": (resave(WEIGHTS, without("config")), "weights.pt has no config"),
-    "an unknown place": (resave(TRAINING, lambda content: {**content, "position": {"stride": 1}}), "training.pt: "),
+    "an unknown field": (resave(TRAINING, lambda content: {**content, "state": {"stride": 1}}), "training.pt: "),
 }
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_checkpoint_with_right_digests_is_skipped(
+def test_a_foreign_checkpoint_with_correct_digests_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """One of another version or of another program; no code in it is run."""
+    """A checkpoint of another version or program; no code in it is run."""
     monkeypatch.chdir(tmp_path)
     make, says = FOREIGN[kind]
     folder = folder_of(tmp_path)
@@ -321,7 +322,7 @@ def test_a_foreign_checkpoint_with_right_digests_is_skipped(
     assert not Path("went-off").exists()
 
 
-def test_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, (1, 2, 100_000_000))
     shutil.rmtree(place(folder, 100_000_000))
     for name in ("step_3", "step_00000004.old", "notes", ".step_00000005.abc.partial", ".step_00000006.replaced"):
@@ -339,7 +340,7 @@ def test_only_checkpoints_are_looked_at(tmp_path: Path) -> None:
 
 
 def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
-    """weights.pt alone, with SHA256SUMS, or next to a damaged training.pt: the weights are as written."""
+    """weights.pt is read alone, with SHA256SUMS, and next to a damaged training.pt."""
     directory = place(folder_of(tmp_path), 2)
     alone = shutil.copyfile(directory / WEIGHTS, tmp_path / "alone.pt")
     assert read_weights(alone)["step"] == 2
@@ -349,13 +350,13 @@ def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
         assert content["step"] == content["network"]["weight"][0] == 2
 
 
-def test_files_of_other_programs_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line for each, and no code in it is run."""
+def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with one line, and without running code in it."""
     monkeypatch.chdir(tmp_path)
     torch.save({"format": 1, "network": Bomb()}, "saved.pt")
     torch.save(torch.nn.Linear(1, 1).state_dict(), "others.pt")
     Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
-    for name, says in (("saved.pt", ""), ("pickled.pt", ""), ("others.pt", "others.pt is of format None")):
+    for name, says in (("saved.pt", ""), ("pickled.pt", ""), ("others.pt", "others.pt has format None")):
         with pytest.raises(UserError, match=rf"^cannot read {name}: {says}[^\n]*$"):
             read_weights(Path(name))
     assert not Path("went-off").exists()
@@ -365,10 +366,10 @@ def test_files_of_other_programs_are_no_weights(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
-def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, keep_last: int) -> None:
-    saving, steps = Checkpointer(tmp_path, {}, keep_last), list(range(1, 8))
+def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) -> None:
+    checkpointer, steps = AsyncCheckpointer(tmp_path, {}, keep_last), list(range(1, 8))
     for step in steps:
-        save(saving, step, is_best=step in (1, 2, 5))
+        save(checkpointer, step, is_best=step in (1, 2, 5))
         best = max(known for known in (1, 2, 5) if known <= step)
         assert os.readlink(tmp_path / BEST) == f"step_{best:08d}"
         assert saved_steps(tmp_path) == sorted({*steps[:step][-keep_last:], best}, reverse=True)
@@ -377,37 +378,37 @@ def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, keep_last: int) 
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_a_later_checkpoint_that_was_skipped_takes_no_others_place(tmp_path: Path, keep_last: int) -> None:
-    """The training resumed from before a damaged checkpoint: what it saves now is what the next start needs."""
+def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, keep_last: int) -> None:
+    """The training resumed before a damaged checkpoint: the next start needs what it saves now."""
     folder = folder_of(tmp_path, (4, 8))
     flip(place(folder, 8) / WEIGHTS, 100)
     assert_newest(folder, 4)
-    saving = Checkpointer(folder, {"seed": 0}, keep_last)
+    checkpointer = AsyncCheckpointer(folder, {"seed": 0}, keep_last)
     for step in (5, 6, 7):
-        save(saving, step)
+        save(checkpointer, step)
         assert_newest(folder, step)
-    save(saving, 8)
+    save(checkpointer, 8)
     assert_newest(folder, 8)
     assert saved_steps(folder) == [8, 7, 6][:keep_last]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """A training that is stopped in a validation saves at the same step again and again."""
-    saving = Checkpointer(tmp_path, {}, 2)
-    save(saving, 1, is_best=True)
-    saving.save(state(5.0), TrainState(step=1), is_best=False, last_chance=True)
+    """A training that is stopped in a validation saves again at the same step."""
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    save(checkpointer, 1, is_best=True)
+    checkpointer.save(tensors(5.0), TrainState(step=1), is_best=False, wait=True)
     saved = newest(tmp_path)
     assert saved is not None
     assert saved.weights["network"]["weight"][0] == 5
     assert names(tmp_path) == [BEST, "step_00000001"]
 
 
-# --- faults while saving ---------------------------------------------------------------------------------------------
+# --- errors while saving ---------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def limited_file_sizes() -> Iterator[None]:
-    """Writes fail half-way."""
+    """Context in which large writes fail half-way."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
@@ -430,34 +431,34 @@ def failing(function: str, error: Exception) -> Any:
         (lambda: failing("mkdir", OSError(30, "Read-only file system")), "Read-only file system"),
     ],
 )
-def test_a_fault_of_the_disk_costs_one_checkpoint(
+def test_a_disk_error_costs_one_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: Callable[[], Any], reason: str
 ) -> None:
     """One warning; the checkpoint before stays, and the next save succeeds."""
-    saving = Checkpointer(tmp_path, {}, 2)
-    save(saving, 1, is_best=True)
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    save(checkpointer, 1, is_best=True)
     with fails():
-        save(saving, 2, is_best=True, numbers=100_000)
+        save(checkpointer, 2, is_best=True, numbers=100_000)
     start = f"Cannot write checkpoint {place(tmp_path, 2)}: "
-    expected = [f"{start}{reason}; training goes on, earlier ones stay"]
+    expected = [f"{start}{reason}; training continues, earlier ones stay"]
     assert warnings(caplog) == expected
     assert_newest(tmp_path, 1)
     assert names(tmp_path) == [BEST, "step_00000001"], "nothing partial is left"
     assert os.readlink(tmp_path / BEST) == "step_00000001"
-    save(saving, 3, is_best=True, numbers=100_000)
+    save(checkpointer, 3, is_best=True, numbers=100_000)
     assert_newest(tmp_path, 3)
     assert names(tmp_path) == [BEST, "step_00000001", "step_00000003"]
     assert warnings(caplog) == expected
 
 
 @pytest.mark.parametrize("function", ["symlink", "replace"])
-def test_a_link_that_cannot_be_made_leaves_the_checkpoint_and_the_earlier_link(
+def test_a_failing_link_leaves_the_checkpoint_and_the_earlier_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
-    saving = Checkpointer(tmp_path, {}, 2)
-    save(saving, 1, is_best=True)
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    save(checkpointer, 1, is_best=True)
     with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
-        save(saving, 2, is_best=True)
+        save(checkpointer, 2, is_best=True)
     assert "Operation not permitted" in caplog.text
     assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
     assert os.readlink(tmp_path / BEST) == "step_00000001"
@@ -470,7 +471,7 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     clock = SimpleNamespace(now=0.0)
 
     class Writer(threading.Thread):
-        """Waiting for it while it hangs takes all of the time allowed, by the test's clock alone."""
+        """While it hangs, waiting for it takes the whole timeout, on the test's clock."""
 
         def join(self, timeout: float | None = None) -> None:
             if may_write.is_set():
@@ -482,34 +483,36 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     times = dict.fromkeys(("monotonic", "perf_counter"), lambda: clock.now)
     monkeypatch.setattr(checkpoint, "time", SimpleNamespace(**times))
     may_write.set()
-    saving = Checkpointer(tmp_path, {}, 3)
-    save(saving, 1)
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 3)
+    save(checkpointer, 1)
     may_write.clear()
-    saving.save(state(2.0), TrainState(step=2), is_best=False, last_chance=False)
+    checkpointer.save(tensors(2.0), TrainState(step=2), is_best=False, wait=False)
     for _ in range(5):
-        saving.save(state(3.0), TrainState(step=3), is_best=False, last_chance=False)
-    assert 10 <= clock.now < 10.3, "training goes on: five of them have waited 10 s, all together"
+        checkpointer.save(tensors(3.0), TrainState(step=3), is_best=False, wait=False)
+    assert 10 <= clock.now < 10.3, "training continues: five saves waited 10 s in total"
     assert caplog.text.count("No checkpoint at step 3: that of step 2 is still being written, for 10 s") == 5
-    saving.save(state(3.0), TrainState(step=3), is_best=True, last_chance=False)
-    assert 70 <= clock.now < 71, "the best one does not come again"
-    saving.close()
+    checkpointer.save(tensors(3.0), TrainState(step=3), is_best=True, wait=False)
+    assert 70 <= clock.now < 71, "the best one cannot be saved later"
+    checkpointer.close()
     assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
     assert_newest(tmp_path, 1)
-    assert saving.fault == "it is still being written"
+    with pytest.raises(UserError, match=f"^the trained network is not in {tmp_path}: it is still being written; fix "):
+        checkpointer.check()
     may_write.set()
-    saving.close()
+    checkpointer.close()
     assert_newest(tmp_path, 2)
-    assert saving.fault is not None, "step 3 was asked for, and is lost"
-    save(saving, 5)
+    with pytest.raises(UserError):  # step 3 was requested, and is lost
+        checkpointer.check()
+    save(checkpointer, 5)
     assert_newest(tmp_path, 5)
-    assert saving.fault is None
+    checkpointer.check()
 
 
 # --- kill -9 during a save ----------------------------------------------------------------------------------
 
 
 def killed_at(folder: str, step: int, function: str, call: int) -> None:
-    """Saves other numbers at `step`, and kills itself at that call of the function of `os`."""
+    """Saves other numbers at `step`, and kills its process at the given call of a function of `os`."""
     real, calls = getattr(os, function), []
 
     def die(*arguments: Any, **keywords: Any) -> Any:
@@ -519,25 +522,25 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
         return real(*arguments, **keywords)
 
     setattr(os, function, die)
-    saving = Checkpointer(Path(folder), {}, 2)
-    content = saving._copy.take(state(5.0))[1]
-    content["position"] = {"step": step}
-    saving._write(step, {"network": content.pop("network"), "config": {}}, content, True)
+    checkpointer = AsyncCheckpointer(Path(folder), {}, 2)
+    content = checkpointer._copy.take(tensors(5.0))[1]
+    content["state"] = {"step": step}
+    checkpointer._write(step, {"network": content.pop("network"), "config": {}}, content, True)
 
 
 @pytest.mark.parametrize(
     ("step", "function", "call", "left"),
     [
-        (3, "fsync", 1, 2),  # all is written, nothing is on the disk
+        (3, "fsync", 1, 2),  # everything is written, nothing is on the disk
         (3, "rename", 1, 2),
-        (2, "rename", 2, 2),  # the one of this step has been moved aside
-        (3, "fsync", 5, 3),  # the new one has its name
-        (3, "replace", 1, 3),  # the new link has not taken the old one's name
-        (3, "rmdir", 1, 3),  # an old one is being removed
+        (2, "rename", 2, 2),  # the old checkpoint of this step has been moved aside
+        (3, "fsync", 5, 3),  # the new checkpoint has its name
+        (3, "replace", 1, 3),  # the new link has not replaced the old one
+        (3, "rmdir", 1, 3),  # an old checkpoint is being removed
     ],
 )
 def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: int, left: int) -> None:
-    """The newest is intact at once, or after the next start's recovery, and nothing partial is left."""
+    """After the next start's recovery, the newest checkpoint is intact and nothing partial is left."""
     folder = folder_of(tmp_path)
     checkpoint.point_to(folder / BEST, "step_00000002")
     process = context().Process(target=killed_at, args=(str(folder), step, function, call))
@@ -548,19 +551,21 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     recover(folder)
     saved = newest(folder)
     assert saved is not None
-    assert saved.position.step == left, before
+    assert saved.state.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
     assert names(folder) == sorted([BEST, *(place(folder, kept).name for kept in saved_steps(folder))]), before
-    save(Checkpointer(folder, {}, 2), 4, is_best=True)
+    save(AsyncCheckpointer(folder, {}, 2), 4, is_best=True)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
 
 
-def test_no_memory_for_a_copy_costs_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_memory_for_a_copy_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pinning host memory fails under a tight limit; the next save is tried."""
-    saving, error = Checkpointer(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
-    with mock.patch.object(checkpoint.HostCopy, "take", side_effect=error):
-        save(saving, 1)
-    assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training goes on" in caplog.text
-    save(saving, 2)
+    checkpointer, error = AsyncCheckpointer(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
+    with mock.patch.object(HostCopy, "take", side_effect=error):
+        save(checkpointer, 1)
+    assert (
+        "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training continues" in caplog.text
+    )
+    save(checkpointer, 2)
     assert saved_steps(tmp_path) == [2]

@@ -1,4 +1,4 @@
-"""Losses are read once per interval and averaged over ranks; every rank knows which one had a NaN."""
+"""Losses are read once per interval and averaged over ranks; every rank knows which one was not finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from processes import run_ranks
 
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.training.metrics import LossRecorder, StepRecord, WeightedMean
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -27,7 +28,7 @@ def test_a_step_whose_loss_or_norm_is_not_finite_counts_as_skipped() -> None:
     assert [(str(record.loss), str(record.gradient_norm)) for record in records] == [
         (str(loss), str(norm)) for loss, norm in steps
     ]
-    assert [record.bad_rank for record in records] == [None, 0, 0, None, None]
+    assert [record.non_finite_rank for record in records] == [None, 0, 0, None, None]
     assert [record.updated for record in records] == [True, False, False, False, False]
 
 
@@ -40,7 +41,7 @@ def on_rank(world: World) -> tuple[Any, ...]:
     norms = [(1.0, NAN), (1.0, 1.0), (1.0, 1.0), (INF, 1.0)]
     for loss, norm in zip(losses, norms, strict=True):
         recorder.record(torch.tensor(loss[world.rank]), torch.tensor(norm[world.rank]))
-    bad = [(r.bad_rank, r.updated, math.isfinite(r.loss), str(r.gradient_norm)) for r in recorder.read()]
+    bad = [(r.non_finite_rank, r.updated, math.isfinite(r.loss), str(r.gradient_norm)) for r in recorder.read()]
     mean = WeightedMean(world)
     if world.rank == 0:
         mean.add(torch.tensor(1.0), 8)
@@ -48,11 +49,8 @@ def on_rank(world: World) -> tuple[Any, ...]:
     return good, bad, mean.results()
 
 
-def test_ranks_average_and_agree_on_the_first_bad_rank() -> None:
-    """The loss is a mean, the norm the largest; one that is not finite on any rank is so on all.
-
-    A mean weighted by samples works where a rank has none.
-    """
+def test_losses_and_means_are_averaged_over_ranks() -> None:
+    """Mean loss, largest norm, and the first rank that is not finite; a weighted mean also if a rank has no samples."""
     for good, bad, mean in run_ranks(on_rank, 2):
         assert good == [StepRecord(1.5, 2.0), StepRecord(2.5, 4.0)]
         assert bad == [

@@ -1,4 +1,4 @@
-"""A training that is interrupted and resumed ends as if it had never stopped: same bits, same records, each once."""
+"""An interrupted and resumed training ends as an uninterrupted one: same bits, same records, each once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +23,15 @@ from processes import GENEROUS, run_ranks
 from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
-from utils import cli
+from utils import build, cli
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint, trainer
-from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, Checkpointer, place, saved_steps
+from utils.training import checkpoint
+from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, AsyncCheckpointer, place, saved_steps
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -43,12 +44,12 @@ CASES: dict[str, list[str]] = {
     "bfloat16": ["--enable_amp"],
     "nadam": ["--set=optimizer.name=nadam"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
-    "lamb, by hand": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
+    "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
     "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
     "sync_batch": ["--set=network.norm=sync_batch"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
-    "labelled samples, dropout": [
+    "classification, dropout": [
         "--set=data_loader_config=classification",
         "--set=dataset.name=digits",
         "--set=network.name=mnist_cnn",
@@ -56,36 +57,36 @@ CASES: dict[str, list[str]] = {
         "--set=metrics=[accuracy, top5_accuracy]",
     ],
 }
-LABELLED = ["labelled samples, dropout"]  # scikit-learn has the digits
-# Their state may differ between ranks.
-BETWEEN_RANKS = ["batch norm, own statistics", "sync_batch", "averaged weights", *LABELLED]
-ALONE_TOO = [name for name in CASES if name not in ("adam", "batch norm, own statistics", "sync_batch")]
+CLASSIFICATION = ["classification, dropout"]  # needs scikit-learn, which has the digits
+# Cases whose state may differ between ranks.
+BETWEEN_RANKS = ["batch norm, own statistics", "sync_batch", "averaged weights", *CLASSIFICATION]
+ON_ONE_RANK = [name for name in CASES if name not in ("adam", "batch norm, own statistics", "sync_batch")]
 
 
 class HookedStep(EagerStep):
     """Calls `after` with the number of each step of this process, counted from 1; `valid` scripts validation losses."""
 
     after: ClassVar[Callable[[int], None]] = staticmethod(lambda step: None)
-    made: ClassVar[int] = 0
+    calls: ClassVar[int] = 0
     valid: ClassVar[dict[int, float]] = {}
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
-        loss = super().__call__(inputs, targets, rate)
-        HookedStep.made += 1
-        HookedStep.after(HookedStep.made)
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+        loss = super().__call__(inputs, targets, lr)
+        HookedStep.calls += 1
+        HookedStep.after(HookedStep.calls)
         return loss
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         found = super().evaluate(inputs, targets)
-        return torch.full_like(found, self.valid[self.made]) if self.valid else found
+        return torch.full_like(found, self.valid[self.calls]) if self.valid else found
 
     @classmethod
     def hook(cls, after: Callable[[int], None] = lambda step: None, valid: dict[int, float] | None = None) -> None:
-        cls.after, cls.made, cls.valid = staticmethod(after), 0, valid or {}
+        cls.after, cls.calls, cls.valid = staticmethod(after), 0, valid or {}
 
 
 def run(world: World, flags: list[str], after: int | None = None, valid: dict[int, float] | None = None) -> bool:
-    """Trains in this process; False if stopped: `after` this many steps, a signal comes to the last rank."""
+    """Trains in this process; False if it was stopped. The last rank gets a signal `after` that many steps."""
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(world.size)
     signals = NullSignals()
@@ -103,14 +104,14 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
 
 
 def run_in_parts(world: World, flags: list[str], after: list[int]) -> None:
-    """Trains to the end, stopped so many steps after each start."""
+    """Trains to the end, stopped by a signal after each of these numbers of steps."""
     for steps in after:
         assert not run(world, flags, steps)
     assert run(world, flags)
 
 
 def run_cases(world: World, flags: list[str], expdir: str, cases: dict[str, list[str]], stops: list[int]) -> None:
-    """Each case once without a stop and once with them."""
+    """Trains each case once without stops and once with them."""
     logging.getLogger().setLevel(logging.INFO)
     NoWaiting().install()
     for name, case in cases.items():
@@ -128,7 +129,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The directory of a run that was never stopped, which tests copy and leave unchanged."""
+    """The directory of an uninterrupted run, which tests must not change."""
     expdir = tmp_path_factory.mktemp("whole")
     assert run(ALONE, [*data_flags, *OFTEN, f"--set=expdir={expdir}"])
     assert saved_steps(directory(expdir) / FOLDER) == [16, 15, 12, 9, 8, 6, 3]
@@ -150,9 +151,9 @@ def test_one_rank_interrupted_after_any_step(after: list[int], tmp_path: Path, d
     assert_same_training(whole, directory(tmp_path))
 
 
-@pytest.mark.parametrize("name", ALONE_TOO)
+@pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: list[str]) -> None:
-    if name in LABELLED:
+    if name in CLASSIFICATION:
         pytest.importorskip("sklearn", reason="scikit-learn, which has the digits, is not installed")
     run_cases(ALONE, data_flags, str(tmp_path), {name: CASES[name]}, [3, 6])
     assert_same_training(directory(tmp_path / name / "whole"), directory(tmp_path / name / "parts"))
@@ -167,9 +168,9 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     ],
 )
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
-    """The signal comes to the last rank alone; all ranks stop after the same step, one step later."""
+    """Only the last rank gets the signal; all ranks stop after the same step, one step later."""
     if importlib.util.find_spec("sklearn") is None:
-        names = [name for name in names if name not in LABELLED]
+        names = [name for name in names if name not in CLASSIFICATION]
     run_ranks(run_cases, ranks, data_flags, str(tmp_path), {name: CASES[name] for name in names}, [3, 6])
     for name in names:
         runs = [directory(tmp_path / name / part, ranks) for part in ("whole", "parts")]
@@ -179,7 +180,7 @@ def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags:
 
 
 def two_ranks_between(world: World, flags: list[str], source: str) -> list[bool]:
-    """Two ranks stop a training of their own, and finish one that one rank has stopped."""
+    """Stops a training on two ranks, and finishes one that was stopped on one rank."""
     stopped = run(world, [*flags, "--run_num=two", "--set=checkpoint.every_steps=1"], 11)
     return [stopped, run(world, [*flags, "--run_num=one-two", f"--resume={source}"])]
 
@@ -191,7 +192,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flags: list[str], whole: Path) -> None:
-    """Stopped in the second epoch: parameters agree within rounding, and would not with other samples."""
+    """Stopped in the second epoch: the parameters are equal within rounding; with other samples they would not be."""
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
     one, two = directory(tmp_path, 1, "one"), directory(tmp_path, 2, "two")
     assert not run(ALONE, [*flags, "--run_num=one"], 11)
@@ -227,7 +228,7 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
 
 
 def error_line(stderr: str) -> str:
-    """The one line that is not the log's."""
+    """The only line that is not a log line."""
     (line,) = other_lines(stderr)
     assert line.startswith("error: ")
     return line
@@ -251,7 +252,7 @@ def flip(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The directory of a run that was stopped after step 7, which tests copy and leave unchanged."""
+    """The directory of a run that was stopped after step 7, which tests must not change."""
     expdir = tmp_path_factory.mktemp("stopped")
     assert not run(ALONE, [*data_flags, *OFTEN, f"--set=expdir={expdir}"], 7)
     assert saved_steps(directory(expdir) / FOLDER) == [7, 6, 3]
@@ -269,7 +270,7 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     assert code == 0, stderr
     (warning,) = messages(stderr, "WARNING")
     assert warning.startswith(f"Checkpoint {place(run / FOLDER, 7)} is skipped: ")
-    assert f"Going on from {place(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
+    assert f"Resuming from {place(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
     assert_same_training(whole, run)
 
 
@@ -292,11 +293,11 @@ def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, fini
     assert saved_steps(finished / FOLDER) == [8]
 
 
-# --- where a training begins -----------------------------------------------------------------------------------------
+# --- where a training starts -----------------------------------------------------------------------------------------
 
 
 def test_resume_no_replaces_checkpoints_and_records(tmp_path: Path, command: Any, finished: Path) -> None:
-    """Checkpoints behind a link, too: the old run's would be taken for the new one's newest."""
+    """Also those behind a link: otherwise a restart would resume from the old run's checkpoints."""
     (finished / FOLDER).rename(tmp_path / "scratch")
     (finished / FOLDER).symlink_to(tmp_path / "scratch")
     assert command("--resume=no", "--set=seed=5", "--num_epochs=1")[0] == 0
@@ -306,17 +307,17 @@ def test_resume_no_replaces_checkpoints_and_records(tmp_path: Path, command: Any
 
 
 @pytest.mark.parametrize("count", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_job_that_its_launcher_restarts_resumes_whatever_its_flags_say(
+def test_a_job_restarted_by_its_launcher_resumes_despite_its_flags(
     command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, count: str
 ) -> None:
     monkeypatch.setenv(count, "1")
     code, stderr = command("--resume=no", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Going on from {place(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
+    assert f"Resuming from {place(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
     assert saved_steps(finished / FOLDER) == [24, 16]
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
-    assert saved_steps(finished / FOLDER) == [8], "a job's first start is no restart"
+    assert saved_steps(finished / FOLDER) == [8], "the first start of a job is no restart"
 
 
 def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
@@ -325,35 +326,35 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     """A job with --resume=no that is preempted while it still stages its data, and restarted by its launcher."""
     before = saved_steps(finished / FOLDER)
     with monkeypatch.context() as patch:
-        patch.setattr(train, "build_loaders", lambda *_: sys.exit(143))
+        patch.setattr(build, "loaders", lambda *_: sys.exit(143))
         assert command("--resume=no", "--num_epochs=1")[0] == 143
-    assert saved_steps(finished / FOLDER) == before, "nothing is lost before a new training begins"
+    assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new training starts"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, stderr = command("--resume=no", "--num_epochs=1")
     assert code == 0, stderr
-    assert "Going on" not in stderr
+    assert "Resuming" not in stderr
     assert saved_steps(finished / FOLDER) == [8]
-    assert "Going on" in command("--resume=no")[1], "from then on a restart resumes the new training"
+    assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new training"
 
 
-def test_a_complete_training_says_so_and_changes_nothing(command: Any, finished: Path) -> None:
+def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished: Path) -> None:
     before = contents(finished, "out.log", "provenance.json")
     for flag in ("--resume", "--resume=auto"):
         code, stderr = command(flag)
         assert code == 0, stderr
-        line = "This training is complete; raise num_epochs, start anew with --resume=no, or give a --run_num"
-        assert line in messages(stderr, "INFO")
-        assert HookedStep.made == 0
+        remedy = "raise num_epochs, start from scratch with --resume=no, or give another --run_num"
+        assert f"This training is complete; {remedy}" in messages(stderr, "INFO")
+        assert HookedStep.calls == 0
         assert contents(finished, "out.log", "provenance.json") == before
 
 
 def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) -> None:
-    """The schedule is that of the new number of epochs; provenance.json lists every part."""
+    """The schedule follows the new number of epochs; provenance.json lists every part."""
     first = metrics(finished)
     code, stderr = command("--num_epochs=3")
     assert code == 0, stderr
     assert any("num_epochs 2 -> 3" in line for line in messages(stderr, "INFO"))
-    assert HookedStep.made == 8
+    assert HookedStep.calls == 8
     assert metrics(finished)[: len(first)] == first
     assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
     assert last(finished).state.epoch == 3
@@ -370,12 +371,15 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
     [
         (["--set=network.width=8"], " does not fit this training: it"),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
-        (["--set=seed=1"], " is of a training with seed 0, this one has 1, so it would not go on where that one "),
-        (["--set=global_batch_size=4"], " is of a training with global_batch_size 8, this one has 4, so "),
-        (["--set=symmetries=none"], " is of a training with symmetries full, this one has none, so "),
+        (
+            ["--set=seed=1"],
+            " belongs to a training with seed 0, this one has 1 and would see other samples; give this ",
+        ),
+        (["--set=global_batch_size=4"], " belongs to a training with global_batch_size 8, this one has 4 and "),
+        (["--set=symmetries=none"], " belongs to a training with symmetries full, this one has none and "),
     ],
 )
-def test_another_training_is_one_line_and_nothing_is_overwritten(
+def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwritten(
     command: Any, finished: Path, flags: list[str], says: str
 ) -> None:
     before = contents(finished)
@@ -390,10 +394,10 @@ def test_another_training_is_one_line_and_nothing_is_overwritten(
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: Any) -> None:
     (tmp_path / "other").mkdir()
-    for elsewhere in (tmp_path / "other", tmp_path / "nowhere"):
-        code, stderr = command(f"--resume={elsewhere}")
+    for other in (tmp_path / "other", tmp_path / "nowhere"):
+        code, stderr = command(f"--resume={other}")
         assert code == 2
-        line = f"error: --resume={elsewhere}: there is no checkpoint in it; give a run's directory, auto or no"
+        line = f"error: --resume={other}: it holds no checkpoint; give a run's directory, auto or no"
         assert error_line(stderr) == line
         assert not directory(tmp_path).exists()
 
@@ -405,12 +409,14 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
     before = contents(other)
     code, stderr = command(f"--resume={other}")
     assert code == 0, stderr
-    assert f"Going on from {place(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
-    assert (HookedStep.made, saved_steps(run / FOLDER)) == (4, [16])
+    assert f"Resuming from {place(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
+    assert (HookedStep.calls, saved_steps(run / FOLDER)) == (4, [16])
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     code, stderr = command(f"--resume={other}", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Going on from {place(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), "its own comes first"
+    assert f"Resuming from {place(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), (
+        "its own checkpoint comes first"
+    )
     assert contents(other) == before
 
 
@@ -435,8 +441,8 @@ def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole:
     code, stderr = command(*flags)
     assert code == 0, stderr
     lines = messages(stderr, "INFO")
-    assert "--init_from has no effect: this training has a checkpoint of its own; give a --run_num" in lines
-    assert f"Going on from {place(run / FOLDER, 8)}, after step 8" in lines
+    assert "--init_from has no effect: this run has a checkpoint; give another --run_num" in lines
+    assert f"Resuming from {place(run / FOLDER, 8)}, after step 8" in lines
 
 
 def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, command: Any, whole: Path) -> None:
@@ -449,12 +455,12 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it has no ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: ", []),
-        (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is cut off, or no checkpoint of PyTorch's", []),
+        (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is truncated, or not a PyTorch checkpoint", []),
     ):
         code, stderr = command(f"--init_from={path}", *flags)
         assert code == 2, stderr
         assert error_line(stderr).startswith(f"error: {says}")
-        assert error_line(stderr).endswith(("or its weights.pt", "; name a run of the same network"))
+        assert error_line(stderr).endswith(("or its weights.pt", "; give the run of a network with the same config"))
         assert not directory(tmp_path).exists(), "nothing is written"
 
 
@@ -477,12 +483,13 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
     assert (last(source).state.best_loss, last(source).state.best_step) == (1.0, 16)
 
 
-# --- when it saves ---------------------------------------------------------------------------------------------------
+# --- save times ---------------------------------------------------------------------------------------------------
 
 
-def test_saves_by_minutes_and_at_each_epochs_end(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
+def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(trainer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    fake = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
+    monkeypatch.setattr(checkpoint, "time", fake)
 
     def a_minute_passes(step: int) -> None:
         clock.now += 60
@@ -491,7 +498,7 @@ def test_saves_by_minutes_and_at_each_epochs_end(tmp_path: Path, command: Any, m
     assert saved_steps(directory(tmp_path) / FOLDER) == [16, 14, 11, 8, 6, 3]
 
 
-# --- faults of the disk ----------------------------------------------------------------------------------------------
+# --- disk errors ----------------------------------------------------------------------------------------------
 
 
 def wait_for_writes() -> None:
@@ -503,7 +510,7 @@ def wait_for_writes() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    """Checkpoints, logs, curves and pictures lie on it; it stays full to the end, and is emptied before a restart."""
+    """Checkpoints, logs, curves and pictures are on it; it stays full to the end, and has space at the restart."""
     run = directory(tmp_path / "disk")
     flags = ["--set=checkpoint.every_steps=4", f"--set=expdir={tmp_path / 'disk'}", "--set=report_pictures=true"]
 
@@ -515,23 +522,23 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
     with small_disk(tmp_path / "disk", "2m"):
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
-        why = f"the trained network is not in {run / FOLDER}: No space left on device; mend that"
+        why = f"the trained network is not in {run / FOLDER}: No space left on device; fix that"
         assert f"\nerror: {why}" in stderr
         warnings = messages(stderr, "WARNING")
-        fault = "No space left on device; training goes on"
+        fault = "No space left on device; training continues"
         steps = [8, 12, 16]
         expected = [
             f"Cannot write checkpoint {place(run / FOLDER, step)}: {fault}, earlier ones stay" for step in steps
         ]
         assert [line for line in warnings if "checkpoint" in line] == expected
         assert warnings.count(f"Cannot record scalars in {run}: {fault}") == 1
-        assert len(warnings) <= 5, "and one of pictures at most"
+        assert len(warnings) <= 5, "at most one more, about pictures"
         assert "Traceback" not in stderr
         assert "DONE ---- rank 0" not in messages(stderr, "INFO")
         os.remove(tmp_path / "disk" / "filler")
         code, stderr = command(*flags)
         assert code == 0, stderr
-        assert f"Going on from {place(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
+        assert f"Resuming from {place(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]
@@ -564,18 +571,18 @@ def test_a_save_that_hangs_ends_no_training(
         write(target, *arguments)
 
     def after(step: int) -> None:
-        if step <= 6:  # those before must not be late
+        if step <= 6:  # the writes before it must not be late
             wait_for_writes()
 
     flags = ["--set=checkpoint.every_steps=2", "--set=checkpoint.keep_last=9"]
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write", hang)
-        for limit in ("CLOSING_SECONDS", "PATIENCE_SECONDS", "PATIENCE", "BEST_SECONDS"):
-            patch.setattr(Checkpointer, limit, 0.0)
+        for limit in ("CLOSE_SECONDS", "WAIT_SECONDS", "WAIT_FRACTION", "BEST_WAIT_SECONDS"):
+            patch.setattr(AsyncCheckpointer, limit, 0.0)
         code, stderr = command(*flags, after=after)
     assert code == 2, "trained to the end, but the result is not on the disk"
-    assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; mend that" in stderr
-    assert len(messages(stderr, "WARNING")) == 6, "of each save after it, and of its own at the end"
+    assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; fix that" in stderr
+    assert len(messages(stderr, "WARNING")) == 6, "one for each later save, one when it ends"
     assert last(run).state.step == 4
     release.set()
     wait_for_writes()

@@ -18,8 +18,7 @@ from torch import nn
 from trainings import CLOCKS
 
 from utils.config import CheckpointConfig
-from utils.data import Loaders
-from utils.data.loaders.prefetcher import Batch
+from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
