@@ -1,6 +1,6 @@
-"""start_tensorboard.ipynb: a clean notebook, whose cells start TensorBoard on localhost, show its page, and stop it.
+"""Tests of start_tensorboard.ipynb: its cells list runs, start TensorBoard on localhost, show its page and stop it.
 
-Jupyter is not needed: the cells are executed in one namespace, as a kernel does, with IPython's display replaced.
+Jupyter is not needed: the cells run in one namespace, as in a kernel, with a replacement for IPython's display.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cells() -> dict[str, dict[str, Any]]:
 
 
 class Kernel:
-    """A namespace that cells are executed in, and the objects that they displayed."""
+    """A namespace in which cells are executed, and the objects that they display."""
 
     def __init__(self, cells: dict[str, dict[str, Any]]) -> None:
         self.cells, self.names, self.shown = cells, {"__name__": "__main__"}, []
@@ -36,7 +36,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
-    """In a directory with an empty directory of runs."""
+    """A kernel in a directory with an empty directory of runs."""
     kernel = Kernel(cells)
     module: Any = types.ModuleType("IPython.display")
     module.display = kernel.shown.append
@@ -53,18 +53,18 @@ def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest
         kernel.run("stop")
 
 
-def test_code_cells_are_cleared(cells: dict[str, dict[str, Any]]) -> None:
+def test_code_cells_have_no_outputs(cells: dict[str, dict[str, Any]]) -> None:
     code = [cell for cell in cells.values() if cell["cell_type"] == "code"]
     assert all((cell["execution_count"], cell["outputs"]) == (None, []) for cell in code)
 
 
-def test_runs_are_listed_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_sorted_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     losses = ['{"step": 0, "Loss/valid": 0.2}', '{"step": 50, "Step/loss": 0.1}', '{"step": 50, "Loss/valid": 0.05}']
     for run, lines in {
-        "demo/2GPU/good": [*losses, '{"step": 60, "Loss/va'],  # being written
+        "demo/2GPU/good": [*losses, '{"step": 60, "Loss/va'],  # an incomplete line
         "demo/2GPU/bad": ['{"step": 7, "Loss/valid": 0.3}'],
         "demo/1GPU/broken": ['{"step": 3, "Loss/valid": NaN}'],
-        "demo/1GPU/begun": [],
+        "demo/1GPU/started": [],
     }.items():
         metrics = Path("runs") / run / "metrics.jsonl"
         metrics.parent.mkdir(parents=True)
@@ -75,17 +75,17 @@ def test_runs_are_listed_by_their_last_validation_loss(kernel: Kernel, capsys: p
         ["0.050000", "50", "demo/2GPU/good"],
         ["0.300000", "7", "demo/2GPU/bad"],
         ["nan", "3", "demo/1GPU/broken"],
-        ["-", "-", "demo/1GPU/begun"],
+        ["-", "-", "demo/1GPU/started"],
     ]
     Path("runs").rename("elsewhere")
-    with pytest.raises(FileNotFoundError, match="set runs to where the runs are"):
+    with pytest.raises(FileNotFoundError, match="set runs to the directory of the runs"):
         kernel.run("runs")
 
 
 def test_cells_start_tensorboard_show_its_page_and_stop_it(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing answers there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # no server listens there
     kernel.run("runs")
     kernel.run("start")
     process, port = kernel.names["server"]
@@ -105,7 +105,7 @@ def test_cells_start_tensorboard_show_its_page_and_stop_it(
 
     kernel.run("stop")
     assert process.poll() is not None
-    kernel.run("stop")  # a second time does no harm
+    kernel.run("stop")  # a second call has no effect
 
 
 def test_tensorboard_that_does_not_start_is_reported(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
