@@ -1,16 +1,17 @@
-# make demo    simulate two boxes, train on them, show what came out
-# make test    every feature once, within five minutes on two cores
-# make test-slow   what takes longer: 20 kills at random moments, all that Slurm does to a job, exhaustive combinations
-# make check   linters, types, shell files
-# make coverage    both parts of the test suite with branch coverage
-# make soak N=100   kills ranks at random moments, starts them again, compares bits: about 5 s a kill
-# make bench-cpu   the optimisation ladder and the loop's overhead on this machine's CPU: about 9 minutes
-# make bench-gpu   all that a GPU has to tell, 8 minutes; takes the python3 that is there if make install was not run
-#                  (BENCH="--minutes 4" and the like: arguments of benchmarks/gpu.py)
+# make demo        simulates two volumes, trains on them and reports the result
+# make test        runs the fast tests: every feature once, within five minutes on two cores
+# make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
+# make check       runs linters, type checks and checks of shell files
+# make coverage    runs all tests with branch coverage
+# make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 5 s per
+#                  kill
+# make bench-cpu   runs the optimisation ladder and measures the loop's overhead on this CPU: about 9 minutes
+# make bench-gpu   runs all GPU benchmarks: 8 minutes. Uses python3 without an installation if make install was not run.
+#                  BENCH: arguments of benchmarks/gpu.py, for example BENCH="--minutes 4"
 #
-# PYTHON  the interpreter to start from; where it already has torch, that torch is used
-# TORCH   what to install where there is none, as pip takes it (on a machine without a GPU, PyTorch's
-#         "Get started" page names the index of its CPU builds: TORCH="torch==2.13.0 --index-url ...")
+# PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch
+# TORCH   otherwise the arguments of pip to install torch. For a machine without a GPU, PyTorch's "Get started" page
+#         gives the index of the CPU builds: TORCH="torch==2.13.0 --index-url ..."
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -27,7 +28,7 @@ N ?= 100
 .PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
-	@# The demo's batch of 8 is divided evenly.
+	@# The number of ranks must divide the demo's batch of 8.
 	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
 	threads=$$(( $(CORES) / ranks > 0 ? $(CORES) / ranks : 1 )); \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} \
@@ -38,7 +39,7 @@ data/demo_val.h5: SEED = 2
 $(DEMO_DATA): | $(READY)
 	$(BIN)/python -m utils.simulation --output $@ --grid 128 --seed $(SEED) --overwrite
 
-# The tests of a file stay in one process: what they share, such as a Slurm, is made once.
+# All tests of a file run in one process, so that shared fixtures, such as a Slurm cluster, are created once.
 PYTEST := pytest -n $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 ))) --dist loadfile --no-loadscope-reorder
 
 test: $(TEST_READY)
@@ -47,8 +48,8 @@ test: $(TEST_READY)
 test-slow: $(TEST_READY)
 	$(BIN)/python -m $(PYTEST) -m slow
 
-# The settings are in pyproject.toml. Some ten tests that compare all that a process prints fail here, since coverage
-# prints a traceback where a script calls its exit functions itself.
+# The settings are in pyproject.toml. About ten tests that compare the whole output of a process fail here, because
+# coverage prints a traceback if a script calls its exit functions itself.
 coverage: export COVERAGE_TOP = $(CURDIR)
 coverage: export COVERAGE_PROCESS_START = $(CURDIR)/pyproject.toml
 coverage: $(TEST_READY)
@@ -72,34 +73,34 @@ bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.ladder
 	$(BIN)/python -m benchmarks.loop_overhead
 
-# Whoever has a GPU for a few minutes may have no network: what is there is used, nothing is installed.
+# Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu $(BENCH)
 
 install: $(TEST_READY)
 
-# The new environment sees the packages of the one it was made from when that has torch, and the constraint keeps
-# pip from replacing it.
+# If $(PYTHON) has torch, the new environment can import the packages of $(PYTHON), and a constraint keeps pip from
+# replacing torch.
 $(READY): pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit('Python 3.10 or later is needed, this is ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
-	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@if $(PYTHON) -c "import torch" 2>/dev/null; then \
-	  echo "using the PyTorch that is there"; \
+	  echo "using the installed PyTorch"; \
 	  $(PYTHON) -c "import os, torch; print(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))))" \
 	    > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/outer.pth"; \
 	elif ! $(BIN)/python -c "import torch" 2>/dev/null; then \
 	  echo "installing $(TORCH)"; \
 	  $(BIN)/python -m pip install --quiet $(TORCH); \
 	fi
-	@echo "installing what pyproject.toml lists"
+	@echo "installing the dependencies of pyproject.toml"
 	@$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable ".[dev,digits]"
-	@# A torchrun that lies outside would start the interpreter outside, which lacks the rest.
+	@# The torchrun of another environment would start that environment's interpreter, which lacks the dependencies.
 	@test -x $(BIN)/torchrun || { printf '#!/bin/sh\nexec "%s" -m torch.distributed.run "$$@"\n' \
 	  "$$($(BIN)/python -c 'import sys; print(sys.executable)')" > $(BIN)/torchrun && chmod +x $(BIN)/torchrun; }
 	@touch $@
 
-# What is optional in use, but tested: each only where it is missing, so that a container's own build stays in place.
+# Optional packages that the tests need. Only missing ones are installed, to keep the builds of a container.
 $(TEST_READY): $(READY)
 	@for part in nvidia.dali:dali triton:triton; do \
 	  $(BIN)/python -c "import $${part%:*}" 2>/dev/null && continue; \
