@@ -91,7 +91,7 @@ def test_a_preempted_training_saves_is_requeued_and_resumes(
     cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     job.is_requeued()
     ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    assert re.search(rf"Going on from .*, after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
+    assert re.search(rf"Resuming from .*, after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
     assert job.output.count("Avg train loss=") == EPOCHS
     assert (tmp_path / "logs/test/4GPU/00/provenance.json").is_file()
 
