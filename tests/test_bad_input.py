@@ -142,7 +142,7 @@ def truncated(path: Path, volume_file: Any) -> None:
         (truncated, "the file is truncated"),
         (
             lambda path, volume_file: volume_file(path, box=24),
-            "Nbody is a box of 24 cells a side, but box_size says 16",
+            "Nbody has 24 cells per side, but box_size is 16",
         ),
     ],
 )

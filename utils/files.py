@@ -1,4 +1,4 @@
-"""Files and directories that are whole or not there."""
+"""Atomic writes, and checks of a command's output: a file appears under its name only once it is complete."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from utils.errors import UserError, os_errors_for_users
+
+MIB, GIB = 2**20, 2**30
+
 
 @contextlib.contextmanager
 def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
-    """Paths to write to, beside the targets; the files take the targets' names in the end, or go if the block fails.
+    """Yields temporary paths to write to; they are renamed to the targets at the end, or removed if the block fails.
 
-    What stood under those names stays until then. The temporary names lie in the same directory, since a rename does
-    not cross file systems, and are not made of process ids, which containers that share a directory may share too.
+    Earlier files of those names stay until then. The temporary files are in the same directory, since a rename does
+    not cross file systems. Their names do not contain process ids, which containers that share a directory may share.
     """
     partials = [_partial(target) for target in targets]
     try:
@@ -24,7 +28,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
             _flush(partial)
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
-        # The new names, too, should survive a crash; but the files are whole, and not every file system can do it.
+        # Makes the new names survive a crash, too; not every file system can flush a directory.
         with contextlib.suppress(OSError):
             _flush(targets[0].parent)
     finally:
@@ -34,9 +38,9 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextlib.contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """A directory to write files to, beside the target; it takes the target's name, and place, in the end.
+    """Yields a temporary directory to write files to; it replaces the target at the end.
 
-    Its files are on the disk by then; if the block fails, it goes.
+    Its files are flushed to disk before that. It is removed if the block fails.
     """
     partial = _partial(target)
     partial.mkdir(parents=True)
@@ -44,10 +48,10 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         yield partial
         for file in partial.iterdir():
             _flush(file)
-        with contextlib.suppress(OSError):  # not every file system can do it with a directory
+        with contextlib.suppress(OSError):  # not every file system can flush a directory
             _flush(partial)
         replaced = target.with_name(f".{target.name}.replaced")
-        if target.exists():  # a directory takes no other's place while that has files in it
+        if target.exists():  # a rename does not replace a directory that has files
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
         try:
@@ -64,7 +68,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def recover(directory: Path) -> None:
-    """Tidies up after a process that was killed while it wrote there; no other may be writing."""
+    """Cleans up after a process that was killed while it wrote to the directory; no other may be writing to it."""
     for partial in directory.glob(".*.partial"):
         if partial.is_dir() and not partial.is_symlink():
             shutil.rmtree(partial, ignore_errors=True)
@@ -82,9 +86,37 @@ def _partial(target: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until what was written is on the disk."""
+    """Waits until the file or directory is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- the output of a command ----------------------------------------------------------------------------------------
+
+
+def check_target(target: Path, overwrite: bool, option: str = "--output") -> None:
+    """Raises UserError if a file must not be written to `target`; `option` is the flag that names it."""
+    if target.is_dir():
+        raise UserError(f"output {target} is a directory; give another {option}")
+    if os.path.lexists(target) and not overwrite:
+        raise UserError(f"output {target} exists; give --overwrite to replace it, or another {option}")
+
+
+def make_output_directory(directory: Path, size: int, remedy: str = "give another --output") -> None:
+    """Creates the directory; raises UserError if it is not writable or `size` bytes do not fit on its disk.
+
+    A quota may leave less space than the check sees.
+    """
+    with os_errors_for_users(f"cannot write to {directory}", remedy):
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(f"directory {directory} is not writable; {remedy}")
+    if free < size:
+        raise UserError(
+            f"directory {directory} has {free / 1e6:,.1f} MB free and the output needs {size / 1e6:,.1f} MB; "
+            f"free some space, or {remedy}"
+        )

@@ -1,4 +1,4 @@
-"""Volumes on disk: mapping, refusals in one line, the search for non-finite values, and staging."""
+"""HDF5 volumes: mapping, errors in one line, the search for non-finite values, and staging."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_chunked_and_compressed_datasets_are_read_but_not_mapped(volume_file: Vo
 
 
 def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapped(tmp_path: Path) -> None:
-    """The floats lie at addresses that are not multiples of 4.
+    """The floats have addresses that are not multiples of 4.
 
-    A fixed bug: a link was mapped from the linking file, which silently gave other bytes.
+    A fixed bug: a linked dataset was mapped from the linking file, which silently gave wrong bytes.
     """
     fields = random_fields()
     with h5py.File(tmp_path / "hydro.h5", "w", libver="latest", userblock_size=512) as file:
@@ -85,22 +85,22 @@ def refused(path: Path, match: str, channels: tuple[int, int] = CHANNELS, box: i
 
 
 def test_files_that_are_missing_truncated_or_not_hdf5_are_refused(volume_file: VolumeFile, tmp_path: Path) -> None:
-    refused(tmp_path / "none.h5", "no such file: .*simulate")
+    refused(tmp_path / "none.h5", "no such file: .*utils.simulation")
     (tmp_path / "a.h5").write_text("not HDF5")
     refused(tmp_path / "a.h5", "not an HDF5 file")
     refused(tmp_path, "Is a directory$")
     for part in (0.5, 0.95):
         path = volume_file(tmp_path / "a.h5")
         os.truncate(path, int(path.stat().st_size * part))
-        refused(path, "truncated.*copy or make it again")
+        refused(path, "truncated.*copy or recreate it")
 
 
 @pytest.mark.parametrize(
     ("datasets", "match"),
     [
-        ({"Nbody": random_fields()[0], "gas": random_fields()[1]}, "no dataset Hydro; it holds Nbody, gas"),
-        ({"Nbody/x": np.zeros(1)}, "no dataset Nbody; it holds group Nbody"),
-        ({"Nbody": h5py.Empty("f4")}, r"expected \(4, L, L, L\)"),  # has no shape; ended in a traceback once
+        ({"Nbody": random_fields()[0], "gas": random_fields()[1]}, "no dataset Hydro; it contains Nbody, gas"),
+        ({"Nbody/x": np.zeros(1)}, "no dataset Nbody; it contains group Nbody"),
+        ({"Nbody": h5py.Empty("f4")}, r"expected \(4, L, L, L\)"),  # has no shape; a fixed bug: this was a traceback
         ({"Nbody": np.zeros((4, 6, 6, 7), "f4")}, r"Nbody is \(4, 6, 6, 7\), expected \(4, L, L, L\)"),
         ({"Nbody": np.zeros((4, 0, 0, 0), "f4")}, r"Nbody is \(4, 0, 0, 0\), expected \(4, L, L, L\)"),
         ({"Nbody": random_fields(6)[0], "Hydro": random_fields(8)[1]}, "their grids must be equal"),
@@ -117,7 +117,7 @@ def test_other_channels_boxes_and_types_than_the_configs_are_refused(volume_file
     path = volume_file(tmp_path / "a.h5")
     refused(path, r"expected \(3, L, L, L\)", (3, 5))
     refused(path, r"expected \(6, L, L, L\)", (4, 6))
-    refused(path, "16 cells a side, but box_size says 32; set box_size", box=32)
+    refused(path, "has 16 cells per side, but box_size is 32; set box_size", box=32)
     for dtype in ("f8", ">f4", "i4", "f2"):
         refused(volume_file(tmp_path / f"{dtype}.h5", box=4, dtype=dtype), "expected little-endian float32")
 
@@ -152,7 +152,7 @@ def test_staging_copies_each_file_once(volume_file: VolumeFile, tmp_path: Path) 
     copy = Path(stage(str(path), str(cache)))
     assert (copy.parent, copy.suffix) == (cache, ".h5")
     assert copy.read_bytes() == path.read_bytes()
-    with open(copy, "rb") as held:  # keeps its inode number from being given to another file
+    with open(copy, "rb") as held:  # keeps its inode number in use
         assert stage(str(path), str(cache)) == str(copy)
         assert os.path.samestat(os.fstat(held.fileno()), copy.stat()), "it was copied again"
     (tmp_path / "other").mkdir()

@@ -1,4 +1,4 @@
-"""The node's one copy of a volume in memory: complete, shared by all ranks, and never left behind."""
+"""The node's copy of a volume in memory: complete, shared by all ranks, and always released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from reference_samples import VolumeFile, read_fields
 from utils.data.files import shared_memory as shared
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.shared_memory import share_volume
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 
 ALONE = World(Launch("single process"), torch.device("cpu"))
@@ -30,7 +31,7 @@ def volume(volume_file: VolumeFile, tmp_path: Path) -> Volume:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Path:
-    """In the place of the node's shared memory."""
+    """A directory that stands in for the node's shared memory."""
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 
@@ -42,9 +43,9 @@ def fail(*_: object, **__: object) -> None:
 def test_the_copy_equals_the_file_and_leaves_no_name(
     volume_file: VolumeFile, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a directory for shared memory, and of a single rank in memory of its own."""
+    """In a directory for shared memory, and for a single rank in private memory."""
     path = volume_file(tmp_path / "a.h5", chunks=(1, 8, 8, 8), compression="gzip")
-    monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "not there"))
+    monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "missing"))
     for directory in (str(memory), None):
         copy = share_volume(open_volume(path, (4, 5)), ALONE, directory)
         assert copy.mapped
@@ -58,7 +59,7 @@ def test_the_copy_equals_the_file_and_leaves_no_name(
 def test_too_little_memory_is_reported_before_anything_is_written(
     volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the process dies by SIGBUS while it fills the copy."""
+    """Otherwise the process would be killed by SIGBUS while it fills the copy."""
     free = SimpleNamespace(f_bavail=volume.bytes - 1, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
     with pytest.raises(UserError, match=r"GiB of shared memory.*use --data_loader_config=lowmem$"):
@@ -85,7 +86,7 @@ def test_a_failure_is_one_line_and_leaves_no_file(
 
 
 def share_on_two_ranks(world: World, path: str, directory: str, token: str) -> dict[str, Any]:
-    """Runs on each rank: what it sees of the copy before and after rank 0 writes to it."""
+    """Runs on each rank; returns the copy before, and a value after, rank 0 writes to it."""
     shared.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token))
     volume = share_volume(open_volume(path, (4, 5)), world, directory)
     fields = (volume.inputs.copy(), volume.targets.copy())
@@ -104,11 +105,11 @@ def test_two_ranks_share_one_copy_and_leave_nothing_in_shared_memory(volume: Vol
         answers = run_ranks(share_on_two_ranks, 2, volume.path, directory, token)
     finally:
         left = [name for name in os.listdir(directory) if token in name]
-        for name in left:  # a failure must not cost the machine memory
+        for name in left:  # releases the memory even if the test fails
             os.unlink(os.path.join(directory, name))
     assert left == []
     for answer in answers:
         assert answer["left"] == []
-        assert answer["written"] == 42, "a rank has a copy of its own"
+        assert answer["written"] == 42, "a rank has a private copy"
         for field, values in zip(answer["fields"], read_fields(volume.path), strict=True):
             np.testing.assert_array_equal(field, values)

@@ -1,29 +1,29 @@
-"""Volumes written plane by plane: atomic under their name, and resumed wherever an earlier process stopped."""
+"""HDF5 files written plane by plane: the target is always complete, and an interrupted process can be resumed."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
-from utils.data.files import writer as growing
+from utils.data.files import writer
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.errors import UserError
 
 SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5)}
 STARTS = (0, 4, 5, 10)  # of the slabs that are written
 ABOUT = {"": {"made_by": "a test", "tile": 8}, "one": {"channels": ["a", "b"]}, "other": {}}
-MADE_OF = {"weights": "0123", "tiles": (8, (0, 4)), "physical": False}  # JSON returns tuples as lists
+IDENTITY = {"weights": "0123", "tiles": (8, (0, 4)), "physical": False}  # JSON returns tuples as lists
 
 
 def values() -> dict[str, np.ndarray]:
@@ -31,8 +31,8 @@ def values() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-def begin(target: Path, made_of: dict[str, Any] = MADE_OF, overwrite: bool = False) -> ResumableHDF5Writer:
-    return ResumableHDF5Writer(target, SHAPES, ABOUT, made_of, overwrite)
+def begin(target: Path, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> ResumableHDF5Writer:
+    return ResumableHDF5Writer(target, SHAPES, ABOUT, identity, overwrite)
 
 
 def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
@@ -42,14 +42,14 @@ def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
             volume.write({name: field[:, start:end] for name, field in values().items()})
 
 
-def write_part(target: Path, until: int, made_of: dict[str, Any] = MADE_OF, overwrite: bool = False) -> None:
-    volume = begin(target, made_of, overwrite)
+def write_part(target: Path, until: int, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> None:
+    volume = begin(target, identity, overwrite)
     write_slabs(volume, until)
     volume.close()
 
 
 def write_all(target: Path, overwrite: bool = False) -> int:
-    """Resumes or starts, and finishes; returns how many planes were there."""
+    """Resumes or starts, and finishes; returns the number of planes that were on disk before."""
     volume = begin(target, overwrite=overwrite)
     done = volume.done
     write_slabs(volume)
@@ -58,7 +58,7 @@ def write_all(target: Path, overwrite: bool = False) -> int:
 
 
 def check_complete(target: Path, alone: bool = True) -> None:
-    """The file holds what was written, contiguous; with `alone` there is no other file next to it."""
+    """Checks the target's values and layout; with `alone`, that there is no other file in its directory."""
     with h5py.File(target) as file:
         assert list(file) == list(SHAPES)
         for name, expected in values().items():
@@ -89,24 +89,24 @@ def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_wri
 
 
 def test_planes_are_flushed_before_the_journal_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that goes down loses what was not flushed."""
+    """If the machine crashes, data that were not flushed are lost."""
     counted, journal = [], tmp_path / ".box.h5.journal"
     volume = begin(tmp_path / "box.h5")
-    monkeypatch.setattr(os, "fsync", lambda _: counted.append(json.loads(journal.read_text())["planes"]))
-    write_slabs(volume, until=4)
+    monkeypatch.setattr(os, "fsync", lambda _: counted.append(journal.read_text().splitlines()[1:]))
+    write_slabs(volume, until=5)
     volume.close()
-    assert counted == [0, 0, 4], "at the flush of the planes, of the new journal, and of its directory"
+    assert counted == [[], ["4"], ["4"], ["4", "5"]], "at each flush of the planes, and then of the journal"
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 
 def states_of_the_disk(folder: Path, work: Callable[[], None]) -> list[dict[str, bytes]]:
-    """All files in the folder after each line that changes them: what a process that is killed there leaves."""
+    """The files in the folder after each line that changes them, as a process killed at that line leaves them."""
     states: list[dict[str, bytes]] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if os.path.basename(frame.f_code.co_filename) not in ("growing.py", "files.py"):
+        if os.path.basename(frame.f_code.co_filename) != "writer.py":
             return None
         state = {path.name: path.read_bytes() for path in folder.iterdir()}
         if event == "line" and state not in states[-1:]:
@@ -122,18 +122,19 @@ def states_of_the_disk(folder: Path, work: Callable[[], None]) -> list[dict[str,
     return states
 
 
-@pytest.mark.parametrize("before", ["nothing", "a journal alone", "another's"])
+@pytest.mark.parametrize("before", ["nothing", "only a journal", "a file of another identity"])
 def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_path: Path, before: str) -> None:
-    """The file that is replaced keeps its name until the new one is complete."""
+    """An existing target stays until the new file is complete."""
     first = tmp_path / "first"
     first.mkdir()
     (first / "box.h5").write_bytes(b"old")
     if before != "nothing":
-        write_part(first / "box.h5", 4, MADE_OF | {"of": before} if before == "another's" else MADE_OF, overwrite=True)
-    if before == "a journal alone":
+        other = {"removed option": True} if before == "a file of another identity" else {}
+        write_part(first / "box.h5", 4, IDENTITY | other, overwrite=True)
+    if before == "only a journal":
         (first / ".box.h5.partial").unlink()
     states = states_of_the_disk(first, lambda: write_all(first / "box.h5", overwrite=True))
-    assert len(states) > 20
+    assert len(states) > 15
     seen = set()
     for number, state in enumerate(states):
         folder = tmp_path / str(number)
@@ -149,9 +150,9 @@ def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_pat
     assert seen == {*STARTS, "finished"}
 
 
-def test_a_volume_made_of_other_things_starts_from_scratch_and_lists_what_changed(tmp_path: Path) -> None:
+def test_a_file_of_another_identity_starts_from_scratch_and_lists_what_changed(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
-    write_part(target, 5, MADE_OF | {"weights": "other", "physical": True})
+    write_part(target, 5, IDENTITY | {"weights": "other", "physical": True})
     volume = begin(target)
     assert (volume.done, volume.changed) == (0, ["weights", "physical"])
     write_slabs(volume, 5)
@@ -160,15 +161,16 @@ def test_a_volume_made_of_other_things_starts_from_scratch_and_lists_what_change
     volume = begin(target)
     assert (volume.done, volume.changed) == (5, [])
     volume.discard()
-    assert os.listdir(tmp_path) == [], "a discarded volume leaves nothing"
+    assert os.listdir(tmp_path) == [], "a discarded file leaves nothing"
     assert write_all(target) == 0
     check_complete(target)
 
 
 def test_a_damaged_journal_or_partial_file_starts_from_scratch(tmp_path: Path) -> None:
     target, journal, partial = tmp_path / "box.h5", tmp_path / ".box.h5.journal", tmp_path / ".box.h5.partial"
-    texts = ("", "{", "[]", "3", '{"planes": 4}', '{"planes": null, "bytes": 1, "made_of": {}}', '{"made_of": 3}')
+    texts = ("", "{", "{\n", "[]\n4\n", "3\n4\n", '{"bytes": 1}\n4\n', '{"identity": 3}\n4\n', '{"identity": {}}\n4\n')
     damages: list[Callable[[], object]] = [lambda text=text: journal.write_text(text) for text in texts]
+    damages += [lambda: journal.write_text(journal.read_text() + "x\n"), journal.unlink]
     damages += [partial.unlink, lambda: os.truncate(partial, partial.stat().st_size - 1)]
     for number, damage in enumerate(damages):
         write_part(target, until=5)
@@ -178,23 +180,31 @@ def test_a_damaged_journal_or_partial_file_starts_from_scratch(tmp_path: Path) -
         target.unlink()
 
 
+def test_an_incomplete_last_line_of_the_journal_is_ignored(tmp_path: Path) -> None:
+    target, journal = tmp_path / "box.h5", tmp_path / ".box.h5.journal"
+    write_part(target, until=4)
+    journal.write_text(journal.read_text() + "1")
+    assert write_all(target) == 4
+    check_complete(target)
+
+
 # --- locks and targets -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_refused_and_a_lock_that_its_owner_has_just_removed_is_none(
+def test_a_second_writer_is_refused_and_the_lock_of_a_removed_file_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process opens the lock file, and another finishes and removes it before the first locks it."""
-    other, lock = begin(tmp_path / "box.h5"), growing.fcntl.flock
+    """One process opens the file, and another one removes it before the first locks it."""
+    other, lock = begin(tmp_path / "box.h5"), writer.fcntl.flock
 
     def late(*arguments: Any) -> None:
-        monkeypatch.setattr(growing.fcntl, "flock", lock)
+        monkeypatch.setattr(writer.fcntl, "flock", lock)
         other.discard()
         lock(*arguments)
 
-    monkeypatch.setattr(growing.fcntl, "flock", late)
+    monkeypatch.setattr(writer.fcntl, "flock", late)
     volume = begin(tmp_path / "box.h5")
-    with pytest.raises(UserError, match=r"another process is writing box.h5; wait for it, or give another --output"):
+    with pytest.raises(UserError, match=r"another process is writing box.h5; wait, or give another --output"):
         begin(tmp_path / "box.h5")
     write_slabs(volume)
     volume.finish()
@@ -210,10 +220,10 @@ def test_existing_targets_are_kept_unless_overwrite_is_given_and_other_places_ar
     (tmp_path / "link.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"link.h5 exists"):
         begin(tmp_path / "link.h5")
-    with pytest.raises(UserError, match="is a directory; give the name of a file"):
+    with pytest.raises(UserError, match="is a directory; give another --output"):
         begin(tmp_path)
-    # Permissions would not stop root; a file in place of the directory stops everyone.
-    with pytest.raises(UserError, match=r"cannot write .*new.h5: (Not a directory|File exists); give another --output"):
+    # Permissions do not apply to root; a file in place of the directory does.
+    with pytest.raises(UserError, match=r"cannot write to .*box.h5: (Not a directory|File exists); give another --out"):
         begin(target / "new.h5")
     assert target.read_text() == "precious"
 
@@ -234,7 +244,7 @@ def test_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
 # --- full disks ------------------------------------------------------------------------------------------------------
 
 
-def test_a_disk_without_space_is_one_line_and_the_output_resumes_when_there_is_some(
+def test_a_full_disk_is_one_line_and_the_output_resumes_when_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "box.h5"
@@ -243,8 +253,8 @@ def test_a_disk_without_space_is_one_line_and_the_output_resumes_when_there_is_s
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(growing, "free_bytes", lambda _: 100)
-        with pytest.raises(UserError, match=r"has 0.0 MB free and the output takes 0.0 MB; free some space, or"):
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        with pytest.raises(UserError, match=r"has 0.0 MB free and the output needs 0.0 MB; free some space, or give"):
             begin(target)
         assert os.listdir(tmp_path) == []
     write_part(target, until=4)
@@ -254,8 +264,8 @@ def test_a_disk_without_space_is_one_line_and_the_output_resumes_when_there_is_s
         with pytest.raises(UserError) as caught:
             write_slabs(volume)
     volume.close()
-    message = f"cannot write {target}: No space left on device; free some space, and the same command goes on"
-    assert str(caught.value) == message
+    remedy = "free some space and run the command again, or give another --output"
+    assert str(caught.value) == f"cannot write {target}: No space left on device; {remedy}"
     assert not target.exists()
     assert write_all(target) == 4
     check_complete(target)

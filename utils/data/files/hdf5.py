@@ -1,14 +1,14 @@
 """Simulation volumes on disk: HDF5 with `Nbody` [4, L, L, L] and `Hydro` [5, L, L, L], float32.
 
-Contiguous datasets are mapped into memory, so that a crop costs its own bytes and all ranks of a node share the
-page cache; chunked or compressed ones are read through h5py.
+Contiguous datasets are mapped into memory: a crop reads only its own bytes, and all ranks of a node share the page
+cache. Chunked or compressed datasets are read through h5py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ import h5py
 import numpy as np
 
 from utils.config import TransformConfig
-from utils.data.files.file_guard import FileGuard
 from utils.data.files.page_cache import read_ahead
-from utils.errors import UserError
-from utils.files import atomic_write
+from utils.data.files.size_check import SizeCheck
+from utils.errors import UserError, os_errors_for_users, os_reason
+from utils.files import MIB, atomic_write
 from utils.progress import Progress
 
 DATASETS = ("Nbody", "Hydro")
-SLABS_AHEAD = 4  # that are read from disk while one is used
+SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
+SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 CHANNEL_NAMES = {
     "Nbody": ("dark-matter density", "dark-matter velocity x", "dark-matter velocity y", "dark-matter velocity z"),
     "Hydro": ("gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"),
@@ -35,14 +36,14 @@ CHANNEL_NAMES = {
 class Volume:
     """Input and target fields [C, L, L, L]; both support field[channels, x, y, z] with slices.
 
-    `files` are those that are read for as long as the volume is used: none once it is in memory.
+    `files` are read for as long as the volume is used; a volume in memory has none.
     """
 
     path: str
     inputs: Any
     targets: Any
     files: tuple[str, ...] = ()
-    cell: float | None = None  # side of a cell in comoving Mpc/h, where it is known
+    cell: float | None = None  # side of a cell in comoving Mpc/h, if known
 
     @property
     def box(self) -> int:
@@ -56,40 +57,55 @@ class Volume:
     def bytes(self) -> int:
         return sum(4 * int(np.prod(field.shape)) for field in (self.inputs, self.targets))
 
+    def slab_locations(self) -> list[tuple[int, int, slice]]:
+        """Field (0 inputs, 1 targets), channel, and planes along x of each slab of the volume, in reading order."""
+        return [
+            (number, channel, planes)
+            for number, field in enumerate((self.inputs, self.targets))
+            for channel in range(field.shape[0])
+            for planes in slab_planes(field.shape[1:])
+        ]
+
     def slabs(self) -> Iterator[tuple[str, int, int, np.ndarray]]:
-        """The whole volume in pieces of a few MB: (dataset, channel, first x, values [n, L, L])."""
-        thickness = max(1, 2**22 // self.box**2)
-        for name, field in zip(DATASETS, (self.inputs, self.targets), strict=True):
-            for channel in range(field.shape[0]):
-                for start in range(0, self.box, thickness):
-                    prefetch(field, channel, start + thickness, thickness)
-                    yield name, channel, start, field[channel, start : start + thickness]
-
-    def slab_count(self) -> int:
-        thickness = max(1, 2**22 // self.box**2)
-        return (self.inputs.shape[0] + self.targets.shape[0]) * -(-self.box // thickness)
+        """The whole volume in slabs: (dataset, channel, first x, values [n, L, L])."""
+        for number, channel, planes in self.slab_locations():
+            field = (self.inputs, self.targets)[number]
+            request_read_ahead(field, channel, planes)
+            yield DATASETS[number], channel, planes.start, field[channel, planes]
 
 
-class Fields:
-    """One dataset [C, X, Y, Z] of a file, of any three sides, read in planes along x."""
+def slab_planes(shape: Sequence[int]) -> list[slice]:
+    """Slices along x that divide a grid [X, Y, Z] into slabs of at most SLAB_VALUES values, or of one plane."""
+    thickness = max(1, SLAB_VALUES // (shape[1] * shape[2]))
+    return [slice(start, min(start + thickness, shape[0])) for start in range(0, shape[0], thickness)]
+
+
+def request_read_ahead(field: Any, channel: int, planes: slice) -> None:
+    """Asks the kernel to read the slabs after `planes` from disk; otherwise it reads mapped arrays in small pieces."""
+    if isinstance(field, np.ndarray) and planes.stop < field.shape[1]:
+        read_ahead(field[channel, planes.stop : planes.stop + SLABS_AHEAD * (planes.stop - planes.start)])
+
+
+class FieldReader:
+    """Reads one dataset [C, X, Y, Z] of a file in planes along x; the grid need not be a cube."""
 
     def __init__(self, path: str, name: str, channels: int, transform: TransformConfig) -> None:
-        """UserError with one line where it is not what the config says."""
+        """Raises UserError if the file does not match the config."""
         file = open_file(path)
         dataset = checked_dataset(file, path, name, channels, is_cube=False)
         check_transform(file.attrs, transform, path)
         self.path, self.name = path, name
-        self.unfit = False  # whether a value has been met that is no number
+        self.has_nonfinite = False  # set once `planes` has met a NaN or infinite value
         self.attributes = dict(file.attrs)
         self.shape: tuple[int, int, int] = dataset.shape[1:]
-        # Side of a cell in comoving Mpc/h, where the file tells that of the box: of its longest side.
+        # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
-        self._values = _mapped(dataset)
-        self._guard = FileGuard((str(dataset.file.filename),))  # a dataset may be a link into another file
+        self._values = _map_if_contiguous(dataset)
+        self._size_check = SizeCheck((str(dataset.file.filename),))  # a dataset may be a link into another file
 
     def planes(self, start: int, stop: int) -> np.ndarray:
-        """[C, stop - start, Y, Z]; UserError where one of its values is not finite, or cannot be read."""
-        self._guard.check()
+        """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
+        self._size_check.check()
         try:
             values = np.asarray(self._values[:, start:stop])
         except OSError as error:
@@ -97,19 +113,13 @@ class Fields:
         with np.errstate(invalid="ignore", over="ignore"):
             if np.isfinite(values.sum(dtype=np.float64)):
                 return values
-        self.unfit = True
-        c, x, y, z = (int(place[0]) for place in np.nonzero(~np.isfinite(values)))
+        self.has_nonfinite = True
+        c, x, y, z = (int(index[0]) for index in np.nonzero(~np.isfinite(values)))
         where = f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}]"
-        raise UserError(f"{where} is {values[c, x, y, z]}; mend the file")
+        raise UserError(f"{where} is {values[c, x, y, z]}; fix the file")
 
     def close(self) -> None:
-        self._guard.close()
-
-
-def prefetch(field: Any, channel: int, start: int, thickness: int) -> None:
-    """Has the slabs from plane `start` on read from disk meanwhile: else a mapped array is read in small pieces."""
-    if isinstance(field, np.ndarray) and start < field.shape[1]:
-        read_ahead(field[channel, start : start + SLABS_AHEAD * thickness])
+        self._size_check.close()
 
 
 def open_volume(
@@ -118,13 +128,13 @@ def open_volume(
     box: int | None = None,
     transform: TransformConfig | None = None,
 ) -> Volume:
-    """Opens and checks a volume; raises UserError with one line where it is not what the config says."""
+    """Opens a volume; raises UserError if it does not match the config."""
     path = str(path)
     file = open_file(path)
     datasets = [checked_dataset(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
     if transform is not None:
         check_transform(file.attrs, transform, path)
-    fields = [_mapped(dataset) for dataset in datasets]
+    fields = [_map_if_contiguous(dataset) for dataset in datasets]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
     # A dataset may be a link into another file.
@@ -133,11 +143,13 @@ def open_volume(
 
 
 def open_file(path: str) -> h5py.File:
-    """An HDF5 file to read from; raises UserError with one line where it cannot be."""
+    """Opens an HDF5 file for reading; raises UserError if that fails."""
     try:
         return h5py.File(path, "r")
     except FileNotFoundError:
-        raise UserError(f"no such file: {path}; make one with python -m utils.simulation, or set its path") from None
+        raise UserError(
+            f"no such file: {path}; simulate one with python -m utils.simulation, or set its path"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
 
@@ -145,12 +157,12 @@ def open_file(path: str) -> h5py.File:
 def _reason(error: OSError) -> str:
     text = " ".join(str(error).split())
     if "truncated" in text:
-        return f"the file is truncated ({text}); copy or make it again"
+        return f"the file is truncated ({text}); copy or recreate it"
     if "signature" in text:
         return "it is not an HDF5 file"
     if "unable to lock" in text:
-        return "it cannot be locked; end what writes to it, or set HDF5_USE_FILE_LOCKING=FALSE"
-    return os.strerror(error.errno) if error.errno else text
+        return "it cannot be locked; stop the process that writes to it, or set HDF5_USE_FILE_LOCKING=FALSE"
+    return os_reason(error)
 
 
 def checked_dataset(
@@ -161,41 +173,41 @@ def checked_dataset(
     box: int | None = None,
     is_cube: bool = True,
 ) -> h5py.Dataset:
-    """One dataset [C, L, L, L]; None leaves the number of channels, or the box, free, and not `is_cube` each side."""
+    """Returns a dataset [C, L, L, L], or [C, X, Y, Z] without `is_cube`; None accepts any number."""
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
-        there = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
-        raise UserError(f"{path} has no dataset {name}; it holds {', '.join(there) or 'nothing'}")
-    shape: tuple[int, ...] = dataset.shape or ()  # None where the dataset is null
+        names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
+        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}")
+    shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or (is_cube and len(set(shape[1:])) != 1):
         sides = "L, L, L" if is_cube else "X, Y, Z"
         raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, {sides})")
     if box is not None and shape[1] != box:
-        raise UserError(f"{path}: {name} is a box of {shape[1]} cells a side, but box_size says {box}; set box_size")
+        raise UserError(f"{path}: {name} has {shape[1]} cells per side, but box_size is {box}; set box_size")
     if dataset.dtype != np.dtype("<f4"):
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
     return dataset
 
 
 def check_transform(attributes: Mapping[str, Any], transform: TransformConfig, path: str) -> None:
-    """UserError where a file says that its channels were made otherwise than the config says; most say nothing."""
+    """Raises UserError if the file's attributes, which most files lack, contradict the config's transform."""
     for key, expected in transform.model_dump().items():
-        said = _number(attributes, key, path)
-        if said is not None and expected is not None and not np.isclose(said, expected, rtol=1e-6):
+        stored = _number(attributes, key, path)
+        if stored is not None and expected is not None and not np.isclose(stored, expected, rtol=1e-6):
             raise UserError(
-                f"{path} says that its channels were made with {key} {said:g}, the config says {expected:g}; "
-                f"scale the file's channels, or set transform.{key} for a training on such files"
+                f"the channels of {path} were computed with {key} {stored:g}, the config has {expected:g}; "
+                f"rescale the file's channels, or set transform.{key} for a training on such files"
             )
 
 
 def cell_size(attributes: Mapping[str, Any], side: int, path: str) -> float | None:
-    """Side of a cell in comoving Mpc/h, where the file tells the box's; `side` is the box's in cells."""
+    """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
     length = _number(attributes, "box_size_mpc_h", path)
     return None if length is None else length / side
 
 
 def _number(attributes: Mapping[str, Any], key: str, path: str) -> float | None:
-    """An attribute, where it is there; UserError where it is no number."""
+    """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
     value = attributes.get(key)
     try:
         return None if value is None else float(value)
@@ -203,41 +215,40 @@ def _number(attributes: Mapping[str, Any], key: str, path: str) -> float | None:
         raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
 
 
-def _mapped(dataset: h5py.Dataset) -> Any:
-    """The dataset as a mapped array where it lies in one piece, else itself."""
+def _map_if_contiguous(dataset: h5py.Dataset) -> Any:
+    """Returns a memory-mapped array of a contiguous dataset, and any other dataset unchanged."""
     offset = dataset.id.get_offset()
-    if dataset.chunks is None and offset is not None and not dataset.is_virtual and not dataset.external:
-        holder = dataset.file.filename
-        if offset + dataset.nbytes > os.path.getsize(holder):
-            raise UserError(f"cannot read {holder}: the file is truncated inside {dataset.name}; copy or make it again")
-        mapped = np.memmap(holder, dtype="<f4", mode="r", offset=offset, shape=dataset.shape)
-        return np.asarray(mapped)  # the plain type: slicing a memmap object is slower
-    return dataset
+    if dataset.chunks is not None or offset is None or dataset.is_virtual or dataset.external:
+        return dataset
+    path = dataset.file.filename
+    if offset + dataset.nbytes > os.path.getsize(path):
+        raise UserError(f"cannot read {path}: the file is truncated inside {dataset.name}; copy or recreate it")
+    mapped = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=dataset.shape)
+    return np.asarray(mapped)  # a plain array: slicing a memmap object is slower
 
 
-def first_nonfinite(volume: Volume, step: Any = None) -> str | None:
-    """Where the first NaN or infinity lies, in words; None where there is none. `step` is called once a slab."""
+def first_nonfinite(volume: Volume, advance: Callable[[], None] = lambda: None) -> str | None:
+    """Location and value of the first NaN or infinite value, or None; calls `advance` after each slab."""
     for name, channel, start, values in volume.slabs():
-        # The sum is finite unless a value is not: one pass, no temporary array.
+        # The sum is finite if all values are: one pass, no temporary array.
         with np.errstate(invalid="ignore"):
             total = np.sum(values, dtype=np.float64)
         if not np.isfinite(total):
-            x, y, z = (int(i[0]) for i in np.nonzero(~np.isfinite(values)))
+            x, y, z = (int(index[0]) for index in np.nonzero(~np.isfinite(values)))
             return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[x, y, z]}"
-        if step is not None:
-            step()
+        advance()
     return None
 
 
 def stage(path: str, directory: str, silent: bool = False) -> str:
-    """Copies `path` into a node-local `directory`, unless the same file is there; returns the copy's path.
+    """Copies `path` into a node-local `directory` unless an up-to-date copy exists; returns the copy's path.
 
-    The copy appears under its name only when it is whole.
+    The copy is atomic.
     """
     source = Path(path)
-    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # two files of one name may be staged
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # tells files of the same name apart
     target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
-    try:
+    with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
         original = source.stat()
         if target.exists():
             copy = target.stat()
@@ -247,19 +258,17 @@ def stage(path: str, directory: str, silent: bool = False) -> str:
         with atomic_write([target]) as (partial,):
             _copy(source, partial, f"staging {source.name} in {directory}", silent)
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
-    except OSError as error:
-        raise UserError(f"cannot stage {path} in use_cache={directory}: {error.strerror or error}") from None
     return str(target)
 
 
-def _copy(source: Path, target: Path, name: str, silent: bool) -> None:
-    buffer, done, mib = memoryview(bytearray(2**24)), 0, 2**20
+def _copy(source: Path, target: Path, description: str, silent: bool) -> None:
+    buffer, done = memoryview(bytearray(2**24)), 0
     with (
         open(source, "rb", buffering=0) as read,
         open(target, "wb") as written,
-        Progress(name, source.stat().st_size // mib, "MiB", silent=silent) as progress,
+        Progress(description, source.stat().st_size // MIB, "MiB", silent=silent) as progress,
     ):
         while count := read.readinto(buffer):
             written.write(buffer[:count])
             done += count
-            progress.advance(done // mib - progress.done)
+            progress.advance(done // MIB - progress.done)

@@ -1,53 +1,52 @@
-"""Files brought into the page cache before training: crops are read in random order, which is slow from a disk.
+"""Reads files into the page cache before training, because crops are read in random order, which is slow from a disk.
 
-A parallel file system gives a file several times faster from start to end than in crops, and the first epoch would be
-the one to pay for the difference.
+A parallel file system reads a file from start to end several times faster than in crops. Without this the first epoch
+would be that much slower.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import os_errors_for_users
+from utils.files import GIB, MIB
 from utils.progress import Progress
 
 PROBES = 256
 CACHED_ENOUGH = 0.99
-BLOCK = 2**24  # bytes a read
+BLOCK = 2**24  # bytes per read
 PAGE = mmap.PAGESIZE
 MADV_WILLNEED = 3
-MADV_POPULATE_READ = 22  # of Linux 5.14; older kernels refuse it
-MIB, GIB = 2**20, 2**30
+MADV_POPULATE_READ = 22  # since Linux 5.14; older kernels refuse it
 
 
 def warm_page_cache(paths: Sequence[str], world: World) -> str:
-    """Reads the files once a node, unless they are cached or do not fit; every rank calls it and waits.
+    """Reads the files once per node unless they are cached or do not fit in memory; every rank calls it and waits.
 
-    Returns what was done in words for the log, on other ranks than a node's first nothing. Give all files that
-    training will read: they have to fit together.
+    Returns a line for the log on the first rank of each node, and an empty string on the others. Pass all files that
+    training reads, since they must fit together.
     """
-    told = ""
+    note = ""
     with world.raise_together():
         if world.is_node_leader:
-            told = _warm(list(dict.fromkeys(paths)), silent=not world.is_root)
-    return told
+            note = _warm(list(dict.fromkeys(paths)), silent=not world.is_root)
+    return note
 
 
 def _warm(paths: list[str], silent: bool) -> str:
     sizes, cached = {}, set()
     for path in paths:
-        with _one_line(path):
+        with os_errors_for_users(f"cannot read {path}"):
             sizes[path] = os.path.getsize(path)
             if (cached_fraction(path) or 0.0) >= CACHED_ENOUGH:
                 cached.add(path)
@@ -55,22 +54,22 @@ def _warm(paths: list[str], silent: bool) -> str:
     if len(cached) < len(paths) and available is not None and total > available:
         names = " and ".join(os.path.basename(path) for path in paths)
         fit = "does not fit" if len(paths) == 1 else "do not fit"
-        return f"{names}: {_size(total)} {fit} the {_size(available)} of memory available: read as crops are needed"
-    told = []
+        return f"{names}: {_size(total)} {fit} in the {_size(available)} of available memory; crops are read from disk"
+    notes = []
     for path in paths:
         name, size = os.path.basename(path), _size(sizes[path])
         if path in cached:
-            told.append(f"{name}: {size} already in the page cache")
+            notes.append(f"{name}: {size} already in the page cache")
             continue
-        with _one_line(path):
+        with os_errors_for_users(f"cannot read {path}"):
             seconds = _read(path, sizes[path], silent)
         speed = sizes[path] / 1e9 / max(seconds, 1e-9)
-        told.append(f"{name}: {size} read into the page cache in {seconds:.2f} s ({speed:.1f} GB/s)")
-    return "; ".join(told)
+        notes.append(f"{name}: {size} read into the page cache in {seconds:.2f} s ({speed:.1f} GB/s)")
+    return "; ".join(notes)
 
 
 def _read(path: str, size: int, silent: bool) -> float:
-    """Reads a file from start to end, and throws it away; returns the seconds that took."""
+    """Reads a file from start to end and discards the data; returns the seconds it took."""
     buffer, done = memoryview(bytearray(BLOCK)), 0
     name = f"reading {os.path.basename(path)} into the page cache"
     started = time.perf_counter()
@@ -81,18 +80,10 @@ def _read(path: str, size: int, silent: bool) -> float:
     return time.perf_counter() - started
 
 
-@contextlib.contextmanager
-def _one_line(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-
-
 def map_cached_pages(paths: Sequence[str], arrays: Iterable[np.ndarray]) -> None:
-    """Enters mapped arrays into this process's page table, if their files are cached; does nothing where it cannot.
+    """Enters mapped arrays into this process's page table if their files are cached and the kernel supports it.
 
-    Else the first epoch would pay for that, with a fault for every few pages.
+    Otherwise the first epoch would take a page fault for every few pages.
     """
     if all((cached_fraction(path) or 0.0) >= CACHED_ENOUGH for path in paths):
         for array in arrays:
@@ -100,7 +91,7 @@ def map_cached_pages(paths: Sequence[str], arrays: Iterable[np.ndarray]) -> None
 
 
 def read_ahead(array: np.ndarray) -> None:
-    """Has the kernel begin to read a mapped array that will be wanted soon, in large pieces; a hint, and no more."""
+    """Hints to the kernel that a mapped array will be read soon, so that it reads large pieces ahead."""
     _advise(array, MADV_WILLNEED)
 
 
@@ -111,19 +102,19 @@ def _advise(array: np.ndarray, advice: int) -> None:
 
 
 def cached_fraction(path: str) -> float | None:
-    """The part of a file that lies in the page cache, from a sample of its pages; None where that cannot be seen."""
+    """Fraction of a file that is in the page cache, from a sample of its pages; None if the system cannot report it."""
     if not hasattr(os, "preadv") or not hasattr(os, "RWF_NOWAIT"):
         return None
     pages = -(-os.path.getsize(path) // PAGE)
     probes = min(PROBES, pages)
-    # Looking at a page that is not there makes the kernel fetch it: each time others are looked at.
-    draw = random.Random()
+    # Probing an uncached page makes the kernel fetch it, so each call probes other pages.
+    generator = random.Random()
     found, buffers = 0, [bytearray(1)]
     with open(path, "rb", buffering=0) as file:
         for probe in range(probes):
-            place = int((probe + draw.random()) * pages / probes)
+            page = int((probe + generator.random()) * pages / probes)
             try:
-                found += os.preadv(file.fileno(), buffers, place * PAGE, os.RWF_NOWAIT)
+                found += os.preadv(file.fileno(), buffers, page * PAGE, os.RWF_NOWAIT)
             except BlockingIOError:
                 continue
             except OSError as error:
@@ -134,16 +125,16 @@ def cached_fraction(path: str) -> float | None:
 
 
 def drop_from_page_cache(path: str) -> None:
-    """Takes a file out of the page cache, for measurements; pages that a process has mapped stay. Linux alone."""
+    """Drops a file from the page cache, for measurements; pages that a process has mapped stay. Linux only."""
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())  # pages not yet written cannot be dropped
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def available_memory(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int | None:
-    """Bytes that files may take in memory: what the machine has, and this process's control groups (version 2) allow.
+    """Bytes of memory available to the machine and to this process's control groups (version 2); None if unknown.
 
-    What is cached already counts as available. None where there is no telling.
+    Cached files count as available.
     """
     try:
         meminfo = Path(proc, "meminfo").read_text().splitlines()
@@ -164,7 +155,7 @@ def available_memory(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> in
 
 
 def _control_groups(proc: str, cgroups: str) -> list[Path]:
-    """This process's group and those above it."""
+    """This process's control group and its parents."""
     try:
         lines = Path(proc, "self", "cgroup").read_text().splitlines()
     except OSError:
