@@ -1,4 +1,4 @@
-"""evaluate.py from outside: its report agrees with the predicted file, and bad input ends in one line."""
+"""evaluate.py: its report agrees with the predicted file, and bad input ends with one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import evaluate
 import predict
 import train
-from utils.evaluation import figures, results
+from utils.evaluation import plotting, report, results
 
 
 @pytest.fixture(scope="module")
@@ -33,58 +33,54 @@ def box(tmp_path_factory: pytest.TempPathFactory, volume_file: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report whose figures are made and not drawn; tests/evaluation/test_figures.py draws them."""
+def written(run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report whose figures are not rendered; tests/evaluation/test_figures.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "encoded", lambda figure: b"PNG" if figure.axes else b"")
+        patch.setattr(plotting, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
         evaluate.main([f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu"])
     return output
 
 
-def test_the_numbers_are_those_of_the_predicted_file(
-    run: Path, box: Path, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_draw", lambda folder, *_: (folder / "report.html").write_text("drawn"))
+
+
+def test_the_results_are_those_of_the_predicted_file(
+    run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are the same whether the network predicts or a file with its prediction is read."""
-    monkeypatch.setattr(evaluate, "draw", lambda folder, *_: (folder / "report.html").write_text("drawn"))
+    """The results are equal whether the network predicts or its prediction is read from a file."""
+    without_page(monkeypatch)
     gas = tmp_path / "gas.h5"
     predict.main([f"--checkpoint={run}", f"--input={box}", f"--output={gas}", "--device=cpu"])
     with h5py.File(gas) as predicted, h5py.File(box) as true:
-        by_hand = np.abs(predicted["Hydro"][:] - true["Hydro"][:]).mean((1, 2, 3), dtype=np.float64)
-    found = results.load(report / "evaluation.npz")
-    np.testing.assert_allclose(found.l1, by_hand, rtol=1e-5)
+        expected = np.abs(predicted["Hydro"][:] - true["Hydro"][:]).mean((1, 2, 3), dtype=np.float64)
+    found = results.load(written / "evaluation.npz")
+    np.testing.assert_allclose(found.l1, expected, rtol=1e-5)
     evaluate.main([f"--prediction={gas}", f"--input={box}", f"--output={tmp_path / 'again'}", "--device=cpu"])
     again = results.load(tmp_path / "again" / "evaluation.npz")
     assert again.scalars() == pytest.approx(found.scalars(), rel=1e-5)
-    assert again.about["prediction"] == str(gas)
+    assert again.metadata["prediction"] == str(gas)
 
 
-def test_the_report_is_complete(report: Path, run: Path) -> None:
-    pictures = {f"{name}.png" for name in ("slices", "spectra", "distributions", "plane")}
-    assert {path.name for path in report.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz", *pictures}
-    assert {(report / name).read_bytes() for name in pictures} == {b"PNG"}
-    summary = json.loads((report / "evaluation.json").read_text())
-    found = results.load(report / "evaluation.npz")
+def test_the_report_is_complete(written: Path, run: Path) -> None:
+    pictures = {f"{name}.png" for name in ("slices", "spectra", "distributions", "phase_diagram")}
+    assert {path.name for path in written.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz", *pictures}
+    assert {(written / name).read_bytes() for name in pictures} == {b"PNG"}
+    summary = json.loads((written / "evaluation.json").read_text())
+    found = results.load(written / "evaluation.npz")
     assert summary["scalars"] == pytest.approx(found.scalars())
-    assert summary["about"]["checkpoint"].startswith(str(run.resolve()))
+    assert summary["metadata"]["checkpoint"].startswith(str(run.resolve()))
     assert summary["provenance"]["git_commit"]
     assert summary["spectra"].keys() == found.spectra.keys()
-    written, spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
-    for values, measured in zip(written, (spectrum.k, spectrum.ratio, spectrum.correlation), strict=True):
+    stored, spectrum = summary["spectra"]["velocity"].values(), found.spectra["velocity"]
+    for values, measured in zip(stored, (spectrum.k, spectrum.ratio, spectrum.correlation), strict=True):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
-    assert "gas velocity x" in (report / "report.html").read_text()
+    assert "gas velocity x" in (written / "report.html").read_text()
 
 
-def test_other_tilings_are_compared_with_the_first(report: Path) -> None:
-    first, *others = json.loads((report / "evaluation.json").read_text())["tilings"]
-    error = results.load(report / "evaluation.npz").l1.mean()
-    assert first["error"] == pytest.approx(error, rel=1e-5)
-    assert len(others) == 4
-    assert all(0 < each["difference"] < 2 * error for each in others)
-
-
-def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that the command ends with."""
+def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The single error line of a command that exits with code 2."""
     with pytest.raises(SystemExit) as stop:
         evaluate.main([*arguments, "--device=cpu"])
     assert stop.value.code == 2
@@ -94,7 +90,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(
-    run: Path, box: Path, report: Path, tmp_path: Path, volume_file: Any, capfd: pytest.CaptureFixture[str]
+    run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     larger, new = volume_file(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"
     for name in ("dark.h5", "nan.h5"):
@@ -103,19 +99,19 @@ def test_bad_input_is_one_line_and_nothing_is_written(
             if name == "nan.h5":
                 source.copy("Hydro", file)
                 file["Hydro"][4, 1, 2, 3] = np.nan
-    check, given = f"--checkpoint={run}", f"--input={box}"
-    for says, arguments in (
-        (f"{report} exists; give --overwrite", (check, given, f"--output={report}")),
-        ("is a file; give the name of a directory", (check, given, f"--output={box}")),
-        ("has no dataset Hydro", (check, f"--input={tmp_path / 'dark.h5'}", new)),
-        ("(20, 20, 20) cells", (check, given, f"--target={larger}", new)),
-        ("Hydro[4, 1, 2, 3] is nan", (check, f"--input={tmp_path / 'nan.h5'}", new)),
+    checkpoint, given = f"--checkpoint={run}", f"--input={box}"
+    for message, arguments in (
+        (f"{written} exists; give --overwrite", (checkpoint, given, f"--output={written}")),
+        ("is a file; give the name of a directory", (checkpoint, given, f"--output={box}")),
+        ("has no dataset Hydro", (checkpoint, f"--input={tmp_path / 'dark.h5'}", new)),
+        ("(20, 20, 20) cells", (checkpoint, given, f"--target={larger}", new)),
+        ("Hydro[4, 1, 2, 3] is nan", (checkpoint, f"--input={tmp_path / 'nan.h5'}", new)),
         ("one of the arguments --checkpoint --prediction", (given, new)),
-        ("not allowed with", (check, "--prediction=x.h5", given, new)),
+        ("not allowed with", (checkpoint, "--prediction=x.h5", given, new)),
         ("no such file", (f"--checkpoint={tmp_path / 'none'}", given, new)),
-        ("x.h5; predict.py makes one", (f"--prediction={tmp_path / 'x.h5'}", given, new)),
+        ("x.h5; create it with predict.py", (f"--prediction={tmp_path / 'x.h5'}", given, new)),
     ):
-        assert says in refused(capfd, *arguments)
+        assert message in error_line(capfd, *arguments)
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -127,38 +123,33 @@ def test_a_directory_that_is_not_a_report_is_never_replaced(
     (tmp_path / "thesis.tex").write_text("years of work")
     command = [f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path}"]
     for flags in ([], ["--overwrite"]):
-        assert "holds thesis.tex, which is of no report; give another" in refused(capfd, *command, *flags)
+        assert "holds thesis.tex, which is not part of a report; give another" in error_line(capfd, *command, *flags)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
-    def closed(self: Path) -> None:
+    def deny(self: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(Path, "iterdir", closed)
-    assert f"cannot write {tmp_path}: Permission denied; give another --output" in refused(capfd, *command)
+    monkeypatch.setattr(Path, "iterdir", deny)
+    assert f"cannot write {tmp_path}: Permission denied; give another --output" in error_line(capfd, *command)
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system has no posix_fallocate")
-def test_a_disk_without_room_is_reported_before_any_prediction(
-    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(evaluate, "painted", lambda *_: pytest.fail("the prediction has begun"))
-    line = refused(capfd, f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path / 'new'}")
-    assert "no room for the 0.0 GB of a prediction beside --output (No space left on device)" in line
-    assert os.listdir(tmp_path) == []
-
-
-def test_overwrite_replaces_a_report_and_one_tiling_makes_no_comparison(
-    run: Path, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "draw", lambda folder, *_: (folder / "report.html").write_text("drawn"))
+def test_overwrite_replaces_a_report(run: Path, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_page(monkeypatch)
     output = tmp_path / "evaluation"
     output.mkdir()
-    (output / "plane.png").write_text("of an older report")
-    command = [f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--one_tiling", "--device=cpu"]
-    evaluate.main([*command, "--overwrite"])
+    (output / "phase_diagram.png").write_text("of an older report")
+    evaluate.main([f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu", "--overwrite"])
     assert {path.name for path in output.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz"}
-    assert len(json.loads((output / "evaluation.json").read_text())["tilings"]) == 1
+
+
+def test_a_box_that_is_not_periodic_is_noted(
+    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_page(monkeypatch)
+    output = tmp_path / "evaluation"
+    command = [f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu", "--not_periodic"]
+    evaluate.main([*command, "--window=8", "--overlap=0"])
+    assert "the volume is not periodic" in capfd.readouterr().err
+    metadata = results.load(output / "evaluation.npz").metadata
+    assert "the volume is not periodic" in metadata["note"]
+    assert metadata["windows"].startswith("8 windows of 8³ cells")

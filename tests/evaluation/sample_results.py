@@ -1,4 +1,4 @@
-"""Synthetic evaluations for the tests of the figures and the page."""
+"""Synthetic evaluations for the tests of the figures and the report."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import torch
 from volume_files import smooth_field
 
 from utils.config import TransformConfig
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import input_channels, target_channels
 
 
 def sample_results(
-    box: int = 16, noise: float = 0.1, channels: tuple[int, int] = (4, 5), seed: int = 0, **about: Any
+    box: int = 16, noise: float = 0.1, channels: tuple[int, int] = (4, 5), seed: int = 0, **metadata: Any
 ) -> Results:
-    """Smooth random fields, predicted with white noise: right on large scales, wrong on small ones.
+    """Results for smooth random fields plus white noise: good on large scales, bad on small ones.
 
-    For other numbers of channels than (4, 5) units are unknown; `about` may hold the size of a `cell` in Mpc/h.
+    Units are unknown unless the numbers of channels are (4, 5); `metadata` may hold the size of a `cell` in Mpc/h.
     """
     rng = np.random.default_rng(seed)
     inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     transform, world = TransformConfig(), World(Launch("test"), torch.device("cpu"))
-    kinds = target_channels(channels[1], transform), input_channels(channels[0], transform)
-    evaluation = VolumeStatistics(*kinds, (box, box, box), about.get("cell"), world)
-    evaluation.add(0, inputs, torch.from_numpy(predicted), torch.from_numpy(target))
-    return evaluation.results(about)
+    targets, sources = target_channels(channels[1], transform), input_channels(channels[0], transform)
+    statistics = VolumeStatistics(targets, sources, (box, box, box), metadata.get("cell"), world)
+    statistics.add(0, inputs, torch.from_numpy(predicted), torch.from_numpy(target))
+    return statistics.results(metadata)

@@ -1,12 +1,12 @@
-"""Figures show what the evaluation found: data and labels of their artists are compared with the results."""
+"""The data and labels of the figures' artists are compared with the results."""
 
 from __future__ import annotations
 
 import io
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from sample_results import sample_results
 
-from utils.evaluation import figures
-from utils.evaluation.results import Results, telling_wavenumbers
+from utils.evaluation import figures, history_figures, plotting
+from utils.evaluation.results import Results
 
 BOX, CELL = 16, 0.5
 
 
 @pytest.fixture(scope="module")
 def history() -> list[Results]:
-    """Eight epochs, each with less noise; with this seed not all velocities reach further below zero than above."""
+    """Eight epochs, each with less noise. With this seed, some velocities have their largest magnitude above zero."""
     return [
         sample_results(BOX, noise=0.5 / epoch, epoch=epoch, step=100 * epoch, cell=CELL, seed=1)
         for epoch in range(1, 9)
@@ -37,7 +37,7 @@ def found(history: list[Results]) -> Results:
 
 @pytest.fixture(scope="module")
 def unknown() -> Results:
-    """Two channels of unknown units, one of them in the input."""
+    """Two channels of unknown units, one of which is in the input."""
     return sample_results(BOX, channels=(1, 2))
 
 
@@ -63,12 +63,14 @@ def bar_label(axes: Any) -> str:
 
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
-    """Inverts the channels as README gives them: ln(rho)/14, v / 1000 km/s, (log10 T - 5) / 2.5; logs are decimal."""
+    """Inverts the channel transforms ln(rho)/14, v / 1000 km/s, (log10 T - 5) / 2.5; logarithms are decimal."""
     values = values.astype(np.float64)
     return [14 * values[0] / math.log(10), *(1000 * values[1:4]), 2.5 * values[4] + 5]
 
 
-def test_spectra_show_ratio_and_correlation_now_and_earlier(history: list[Results], found: Results) -> None:
+def test_spectra_show_ratio_and_correlation_of_the_last_and_earlier_evaluations(
+    history: list[Results], found: Results
+) -> None:
     above, below = figures.spectra(found, history[:-1]).axes
     lines = {line.get_label(): line for line in above.lines}
     dashed = [line for line in above.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
@@ -86,7 +88,7 @@ def test_spectra_show_ratio_and_correlation_now_and_earlier(history: list[Result
     assert below.get_xlabel() == "wavenumber k (h/Mpc)"
 
 
-def test_spectra_without_power_leave_gaps(found: Results) -> None:
+def test_spectra_without_power_are_drawn_with_gaps(found: Results) -> None:
     """A constant prediction has no power, so its correlation is NaN."""
     spectrum = found.spectra["density"]
     zero = np.zeros_like(spectrum.k)
@@ -98,7 +100,7 @@ def test_spectra_without_power_leave_gaps(found: Results) -> None:
         assert np.isfinite([each.axes[0].get_ylim(), each.axes[1].get_ylim()]).all()
 
 
-def test_distributions_are_shares_of_all_cells_without_empty_ends(found: Results) -> None:
+def test_distributions_are_normalised_and_exclude_empty_ends(found: Results) -> None:
     figure = figures.distributions(found)
     for name, distribution in found.distributions.items():
         filled, _, line = panel(figure, name).patches
@@ -117,9 +119,9 @@ def test_distributions_are_shares_of_all_cells_without_empty_ends(found: Results
 
 
 def test_both_phase_diagrams_have_one_colour_scale(found: Results) -> None:
-    figure = figures.plane(found)
+    figure = figures.phase_diagram(found)
     target, prediction, ratio = (panel(figure, name) for name in ("target", "prediction", "prediction / target"))
-    counts = found.plane
+    counts = found.phase_diagram
     area = np.outer(np.diff(counts.temperature_edges), np.diff(counts.density_edges))
     for axes, values in ((target, counts.target), (prediction, counts.predicted)):
         mesh = axes.collections[0]
@@ -129,9 +131,9 @@ def test_both_phase_diagrams_have_one_colour_scale(found: Results) -> None:
         np.testing.assert_allclose(corners[:, 0, 1], counts.temperature_edges)
     assert target.collections[0].get_clim() == prediction.collections[0].get_clim()
     shown = ratio.collections[0].get_array()
-    there = (counts.predicted + counts.target).T > 0
-    np.testing.assert_allclose(shown[there], np.log10((counts.predicted.T + 1) / (counts.target.T + 1))[there])
-    assert shown.mask[~there].all()
+    occupied = (counts.predicted + counts.target).T > 0
+    np.testing.assert_allclose(shown[occupied], np.log10((counts.predicted.T + 1) / (counts.target.T + 1))[occupied])
+    assert shown.mask[~occupied].all()
 
 
 def test_slices_show_physical_values_and_residuals(found: Results) -> None:
@@ -168,7 +170,7 @@ def test_slices_have_y_to_the_right_and_z_upwards(found: Results) -> None:
     assert axes.get_ylabel() == "prediction\nz (Mpc/h)"
 
 
-def test_channels_of_unknown_units_are_shown_as_plain_values(unknown: Results) -> None:
+def test_channels_of_unknown_units_are_drawn_as_channel_values(unknown: Results) -> None:
     figure = figures.slices(unknown)
     grid = np.array(figure.axes[:8]).reshape(4, 2)
     np.testing.assert_allclose(pixels(grid[0, 0]), unknown.slices["input"][0].T)
@@ -192,8 +194,8 @@ def test_a_diverged_or_perfect_prediction_has_finite_colour_limits(found: Result
     assert np.ma.getmaskarray(pixels(grid[3, 0]))[0, 0]
 
 
-def test_the_grid_over_epochs_ends_with_the_target(history: list[Results]) -> None:
-    grid = np.array([axes for axes in figures.over_epochs(history).axes if axes.images]).reshape(2, 7)
+def test_slices_over_the_training_end_with_the_target(history: list[Results]) -> None:
+    grid = np.array([axes for axes in history_figures.slices_over_training(history).axes if axes.images]).reshape(2, 7)
     epochs = [int(axes.get_title().removeprefix("epoch ")) for axes in grid[0, :6]]
     assert (epochs[0], epochs[-1]) == (1, 8)
     assert epochs == sorted(set(epochs))
@@ -204,8 +206,8 @@ def test_the_grid_over_epochs_ends_with_the_target(history: list[Results]) -> No
             assert limits(axes) == limits(grid[row, 6])
 
 
-def test_curves_over_epochs_show_errors_and_correlations(history: list[Results], found: Results) -> None:
-    panels = {axes.get_label(): axes for axes in figures.curves_over_epochs(history).axes}
+def test_evaluation_curves_show_errors_and_correlations(history: list[Results], found: Results) -> None:
+    panels = {axes.get_label(): axes for axes in history_figures.evaluation_curves(history).axes}
     for name, key in (("L1", "l1"), ("R2", "r2")):
         assert len(panels[name].lines) == 5
         for number, line in enumerate(panels[name].lines):
@@ -214,14 +216,14 @@ def test_curves_over_epochs_show_errors_and_correlations(history: list[Results],
     for number in range(3):
         lines = {line.get_label(): line.get_ydata() for line in panels[f"r {number}"].lines}
         for name, spectrum in history[0].spectra.items():
-            shell = np.abs(spectrum.k - telling_wavenumbers(spectrum)[number]).argmin()
+            shell = spectrum.reference_shells[number]
             np.testing.assert_allclose(lines[name], [each.spectra[name].correlation[shell] for each in history])
     # Evaluations that share an epoch are placed by step.
-    for abouts, label, points in (
+    for metadata, label, points in (
         ([{"epoch": 2, "step": 40}, {"epoch": 2, "step": 60}], "step", [40, 60]),
         ([{"epoch": "best"}, {"epoch": "last"}], "evaluation", [1, 2]),
     ):
-        axes = figures.curves_over_epochs([replace(found, about=about) for about in abouts]).axes[0]
+        axes = history_figures.evaluation_curves([replace(found, metadata=each) for each in metadata]).axes[0]
         assert axes.get_xlabel() == label
         assert list(axes.lines[0].get_xdata()) == points
 
@@ -229,39 +231,29 @@ def test_curves_over_epochs_show_errors_and_correlations(history: list[Results],
 def test_one_bad_evaluation_does_not_flatten_the_curves(history: list[Results]) -> None:
     """An R² of -300 in the first epoch is cut off; if all are that bad, they are shown."""
     far = replace(history[0], r2=np.full(5, -300.0))
-    low, high = figures.curves_over_epochs([far, *history[1:]]).axes[1].get_ylim()
+    low, high = history_figures.evaluation_curves([far, *history[1:]]).axes[1].get_ylim()
     assert low == -0.5
     assert high > 0.9
-    low, high = figures.curves_over_epochs([far, replace(far, about={"epoch": 2})]).axes[1].get_ylim()
+    low, high = history_figures.evaluation_curves([far, replace(far, metadata={"epoch": 2})]).axes[1].get_ylim()
     assert low < -300 < high
     lost = replace(far, l1=np.full(5, np.nan), r2=np.full(5, np.nan), spectra={})
-    FigureCanvasAgg(figures.curves_over_epochs([lost])).draw()
+    FigureCanvasAgg(history_figures.evaluation_curves([lost])).draw()
 
 
-def test_the_movie_has_a_frame_per_evaluation_and_large_files_lose_frames(
-    unknown: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved = with_slices(unknown, predicted=unknown.slices["predicted"][:, ::-1])
-    figures.movie([unknown, moved], tmp_path / "new" / "movie.gif")
-    picture = Image.open(tmp_path / "new" / "movie.gif")
-    assert (picture.format, picture.n_frames) == ("GIF", 2)
-    monkeypatch.setattr(figures, "MOVIE_BYTES", 1)
-    monkeypatch.setattr(figures, "MOVIE_FRAMES", 4)
-    assert Image.open(io.BytesIO(figures.encoded_movie([unknown, moved]))).n_frames == 1
-
-
-@pytest.mark.parametrize("name", ["spectra", "distributions", "plane", "slices", "over_epochs", "curves_over_epochs"])
-def test_every_figure_becomes_a_picture_and_those_with_images_have_a_palette(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(figures, "PICTURE_DOTS_PER_INCH", 50)
-    found = sample_results(8, channels=(4, 5) if name == "plane" else (1, 2))
-    figure = getattr(figures, name)([found] if name.endswith("epochs") else found)
-    picture = Image.open(io.BytesIO(figures.encoded(figure)))
-    assert (picture.format, picture.mode) == ("PNG", "P" if name in ("slices", "over_epochs") else "RGBA")
+@pytest.mark.parametrize(
+    "draw",
+    [*figures.PICTURES.values(), history_figures.slices_over_training, history_figures.evaluation_curves],
+    ids=lambda draw: draw.__name__,
+)
+def test_every_figure_becomes_a_png(draw: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotting, "DOTS_PER_INCH", 50)
+    found = sample_results(8, channels=(4, 5) if draw is figures.phase_diagram else (1, 2))
+    figure = draw(found if draw in figures.PICTURES.values() else [found])
+    picture = Image.open(io.BytesIO(plotting.encode_png(figure)))
+    assert picture.format == "PNG"
     assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"
 
 
-def test_a_training_of_one_channel_is_drawn() -> None:
-    figure = figures.over_epochs([sample_results(8, channels=(1, 1))])
+def test_slices_over_the_training_of_one_channel() -> None:
+    figure = history_figures.slices_over_training([sample_results(8, channels=(1, 1))])
     assert len([axes for axes in figure.axes if axes.images]) == 2, "one evaluation and the target"

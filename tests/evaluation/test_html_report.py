@@ -1,4 +1,4 @@
-"""The report is one valid, self-contained HTML file that states what the evaluation found."""
+"""The report is one valid, self-contained HTML file with the results of the evaluation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from sample_results import sample_results
 
-from utils.evaluation import figures
-from utils.evaluation import html_report as page
-from utils.evaluation.results import Results, telling_wavenumbers
+from utils.evaluation import figures, html_report, plotting
+from utils.evaluation.results import Results
 
 VOID = {"meta", "img"}
 RECORDS = [
@@ -26,7 +25,7 @@ RECORDS = [
 
 
 class Parsed(HTMLParser):
-    """Checks that tags balance; keeps attributes, tables, and text by the tag it is in."""
+    """Checks that tags balance; collects attributes, tables, and text by enclosing tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class Parsed(HTMLParser):
         self.doctype = ""
         self.feed(text)
         self.close()
-        assert not self.open, f"left open: {self.open}"
+        assert not self.open, f"not closed: {self.open}"
 
     def handle_decl(self, decl: str) -> None:
         self.doctype = decl
@@ -60,22 +59,21 @@ class Parsed(HTMLParser):
             self.rows[-1][-1] += data
 
     def all(self, tag: str) -> list[str]:
-        return [text for within, text in self.texts if within == tag]
+        return [text for enclosing, text in self.texts if enclosing == tag]
 
     def images(self) -> list[tuple[str, bytes]]:
         """(type, content) of each embedded picture."""
-        found = []
+        images = []
         for attributes in (attributes for tag, attributes in self.tags if tag == "img"):
             kind, data = (attributes["src"] or "").removeprefix("data:image/").split(";base64,")
             assert attributes["alt"]
-            found.append((kind, base64.b64decode(data, validate=True)))
-        return found
+            images.append((kind, base64.b64decode(data, validate=True)))
+        return images
 
 
-def without_drawing(patch: pytest.MonkeyPatch) -> None:
-    """Figures are made, but not drawn."""
-    patch.setattr(figures, "encoded", lambda figure: b"PNG" if figure.axes else b"")
-    patch.setattr(figures, "encoded_movie", lambda history: b"GIF%d" % len(history))
+def without_rendering(patch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but not rendered."""
+    patch.setattr(plotting, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +84,9 @@ def history() -> list[Results]:
 @pytest.fixture(scope="module")
 def written(history: list[Results], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "new" / "evaluation.html"
-    tables = [("Against simple predictors", ("predictor", "L1"), [("copy <input>", "0.03"), ("constant", "0.09")])]
     with pytest.MonkeyPatch.context() as patch:
-        without_drawing(patch)
-        page.write(path, history, {"commit": "abc1234", "epoch": "of the caller"}, tables, RECORDS)
+        without_rendering(patch)
+        html_report.write(path, history, {"commit": "abc1234", "epoch": "of the caller"}, RECORDS)
     return path
 
 
@@ -119,11 +116,11 @@ def test_the_summary_gives_the_scale_where_the_correlation_is_lost(history: list
         name: replace(spectrum, cross=r * np.sqrt(spectrum.predicted * spectrum.target))
         for name, r in (("kept", correlation), ("lost", lost), ("gap", gap))
     }
-    assert page.summary(replace(history[-1], spectra=spectra))[-1] == (
+    assert html_report.summary(replace(history[-1], spectra=spectra))[-1] == (
         f"r falls below 0.9 at k = {spectrum.k[3]:.2g} (lost), {spectrum.k[5]:.2g} (gap) h/Mpc; "
         "r stays above 0.9 on all scales for kept."
     )
-    assert len(page.summary(replace(history[-1], spectra={}))) == 1
+    assert len(html_report.summary(replace(history[-1], spectra={}))) == 1
 
 
 def test_tables_have_physical_errors_spectra_and_provenance(history: list[Results], parsed: Parsed) -> None:
@@ -139,50 +136,48 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
     assert rows["velocity divergence"][2] == f"{last.divergence_r2:.4f}"
     rows = {row[0]: row[1:] for row in parsed.rows if len(row) == 7}
     for name, spectrum in last.spectra.items():
-        shells = [np.abs(spectrum.k - k).argmin() for k in telling_wavenumbers(spectrum)]
+        shells = list(spectrum.reference_shells)
         values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
         assert rows[name] == [f"{value:.3f}" for value in values]
-    assert "Against simple predictors" in parsed.all("h2")
-    for row in (["predictor", "L1"], ["copy <input>", "0.03"], ["constant", "0.09"], ["commit", "abc1234"]):
-        assert row in parsed.rows
-    assert ["epoch", "of the caller"] in parsed.rows, "the caller's value wins"
+    assert ["commit", "abc1234"] in parsed.rows
+    assert ["epoch", "of the caller"] in parsed.rows, "the caller's value has precedence"
     assert ["epoch", "3"] not in parsed.rows
 
 
 def test_pictures_are_embedded(parsed: Parsed) -> None:
-    assert parsed.images() == [("png", b"PNG")] * 6 + [("gif", b"GIF3"), ("png", b"PNG")]
+    assert parsed.images() == [("png", b"PNG")] * 7
 
 
 def test_markup_is_escaped_and_unknown_or_non_finite_values_are_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_drawing(monkeypatch)
+    without_rendering(monkeypatch)
     hostile = """</td></table><script>alert("1")</script><img src='http://evil' onerror=alert(1)>&amp;"""
     found = replace(
-        sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]), about={"epoch": hostile, hostile: 1}
+        sample_results(8, channels=(1, 2)), r2=np.array([0.5, math.nan]), metadata={"epoch": hostile, hostile: 1}
     )
-    page.write(tmp_path / "page.html", [found], {"checkpoint": hostile}, [(hostile, [hostile], [[hostile]])])
+    html_report.write(tmp_path / "page.html", [found], {"checkpoint": hostile})
     parsed = Parsed((tmp_path / "page.html").read_text())
     assert "script" not in {tag for tag, _ in parsed.tags}
-    assert len(parsed.images()) == 3, "neither a plane of temperature and density nor pictures over epochs"
-    for row in (["epoch", hostile], [hostile, "1"], ["checkpoint", hostile], [hostile]):
+    assert len(parsed.images()) == 3, "no phase diagram, no pictures over the training"
+    for row in (["epoch", hostile], [hostile, "1"], ["checkpoint", hostile]):
         assert row in parsed.rows
     assert "".join(parsed.all("title")) == f"Evaluation: epoch {hostile}"
     rows = [row for row in parsed.rows if len(row) == 5][1:]
-    assert [row[2:] for row in rows] == [["0.5000", "unknown", "unknown"], ["no number", "unknown", "unknown"]]
-    assert "no number (channel 1)" in " ".join(parsed.all("p"))
+    assert [row[2:] for row in rows] == [["0.5000", "unknown", "unknown"], ["non-finite", "unknown", "unknown"]]
+    assert "non-finite (channel 1)" in " ".join(parsed.all("p"))
 
 
-def test_a_page_that_fails_keeps_the_older_one(
+def test_a_failed_write_keeps_the_older_page(
     history: list[Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
-        raise RuntimeError("no spectra today")
+        raise RuntimeError("no spectra")
 
     path = tmp_path / "page.html"
     path.write_text("old")
     monkeypatch.setattr(figures, "spectra", broken)
-    with pytest.raises(RuntimeError, match="today"):
-        page.write(path, history[-1:], {})
+    with pytest.raises(RuntimeError, match="no spectra"):
+        html_report.write(path, history[-1:], {})
     assert path.read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1

@@ -1,4 +1,4 @@
-"""Evaluation files: loading returns exactly what was saved; damaged or foreign files are refused, not executed."""
+"""Evaluation files: loading returns exactly what was saved; damaged or untrusted files are refused, not executed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sample_results import sample_results
 
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save, telling_wavenumbers
+from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save
 
 
 def example() -> Results:
-    return sample_results(8, epoch=3, checkpoint="best", tile=None, cell=0.5, ema=True)
+    return sample_results(8, epoch=3, checkpoint="best", window=None, cell=0.5, ema=True)
 
 
 def same(one: Any, other: Any) -> None:
@@ -36,7 +36,7 @@ def same(one: Any, other: Any) -> None:
 
 
 def test_loading_returns_exactly_what_was_saved(tmp_path: Path) -> None:
-    nothing = {"plane": None, "divergence_r2": float("nan"), "distributions": {}, "spectra": {}, "about": {}}
+    nothing = {"phase_diagram": None, "divergence_r2": float("nan"), "distributions": {}, "spectra": {}, "metadata": {}}
     unknown = sample_results(8, channels=(1, 2))
     for number, saved in enumerate((example(), dataclasses.replace(example(), **nothing), unknown)):
         path = tmp_path / f"new directory {number}" / "evaluation.npz"
@@ -47,7 +47,7 @@ def test_loading_returns_exactly_what_was_saved(tmp_path: Path) -> None:
             assert all(file[name].dtype.kind in "fiU" for name in file.files)
 
 
-def test_a_save_that_fails_keeps_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "evaluation.npz"
     save(example(), path)
     before = path.read_bytes()
@@ -63,11 +63,11 @@ def test_a_save_that_fails_keeps_the_older_file(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [path]
 
 
-def refused(path: Path, what: str = "") -> None:
+def assert_refused(path: Path, case: str = "") -> None:
     with pytest.raises(UserError) as raised:
         load(path)
-    assert str(path) in str(raised.value), what
-    assert "holds no evaluation" in str(raised.value), what
+    assert str(path) in str(raised.value), case
+    assert "holds no evaluation" in str(raised.value), case
 
 
 class Planted:
@@ -87,32 +87,34 @@ def test_a_pickle_in_a_file_is_refused_and_not_executed(tmp_path: Path) -> None:
         arrays = {name: file[name] for name in file.files}
     arrays["l1"] = np.array([Planted(planted)], dtype=object)
     np.savez(path, **arrays)
-    refused(path)
+    assert_refused(path)
     assert not planted.exists()
 
 
-def test_damaged_incomplete_and_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_incomplete_and_unknown_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.npz"
     save(example(), path)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
-    for kept in (0, 3, len(whole) // 2, int(0.99 * len(whole))):
-        path.write_bytes(whole[:kept])
-        refused(path, f"the first {kept} bytes")
-    middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + bytes(byte ^ 0x5A for byte in whole[middle : middle + 64]) + whole[middle + 64 :])
-    refused(path, "64 damaged bytes")
-    for missing in ("text", "l1", "spectrum 1 cross", "distribution 0 edges", "plane target"):
+    for size in (0, 3, len(content) // 2, int(0.99 * len(content))):
+        path.write_bytes(content[:size])
+        assert_refused(path, f"the first {size} bytes")
+    middle = len(content) // 2
+    path.write_bytes(
+        content[:middle] + bytes(byte ^ 0x5A for byte in content[middle : middle + 64]) + content[middle + 64 :]
+    )
+    assert_refused(path, "64 damaged bytes")
+    for missing in ("text", "l1", "spectrum 1 cross", "distribution 0 edges", "phase_diagram target"):
         np.savez(path, **{name: values for name, values in arrays.items() if name != missing})
-        refused(path, f"without {missing}")
+        assert_refused(path, f"without {missing}")
     for text in ('"text"', "{", "{}", '{"spectra": 3}'):
         np.savez(path, text=np.array(text), l1=np.zeros(5), r2=np.zeros(5))
-        refused(path, text)
+        assert_refused(path, text)
     path.write_bytes(b"a page of text")
     np.save(tmp_path / "array.npy", np.zeros(3))  # np.load returns an array, not a file of arrays
     for other in (path, tmp_path / "array.npy", tmp_path):
-        refused(other)
+        assert_refused(other)
     with pytest.raises(UserError, match=r"no such file: .*absent\.npz"):
         load(tmp_path / "absent.npz")
 
@@ -124,9 +126,15 @@ def test_scalars_cover_three_scales_of_every_spectrum() -> None:
     assert scalars["Evaluation/R2 temperature"] == found.r2[4]
     assert scalars["Evaluation/R2 velocity divergence"] == found.divergence_r2
     density = found.spectra["density"]
-    for k in telling_wavenumbers(density):
-        shell = density.at(k)
+    for shell in density.reference_shells:
         assert scalars[f"Evaluation/r at k = {density.k[shell]:.3g}, density"] == density.correlation[shell]
         assert scalars[f"Evaluation/P ratio at k = {density.k[shell]:.3g}, density"] == density.ratio[shell]
     without = dataclasses.replace(found, divergence_r2=float("nan")).scalars()
     assert "Evaluation/R2 velocity divergence" not in without
+
+
+def test_the_reference_shells_are_large_middle_and_small_scales() -> None:
+    k = np.arange(1.0, 33.0)
+    assert [k[shell] for shell in Spectrum(k, k, k, k, k).reference_shells] == [2.0, 8.0, 16.0]
+    single = np.ones(1)
+    assert Spectrum(single, single, single, single, single).reference_shells == (0, 0, 0)

@@ -10,7 +10,7 @@ from utils.evaluation import spectra
 from utils.evaluation.results import Spectrum
 from utils.evaluation.spectra import KShells
 
-# Even and odd sides. In no case is a mode exactly between two shells, where rounding would decide.
+# Even and odd sides. No mode is exactly between two shells, where rounding would decide.
 SHAPES = [(16, 16, 16), (9, 16, 15), (24, 6, 7)]
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_power_and_cross_power_agree_with_powerbox(shape: tuple[int, int, int]) 
     np.testing.assert_array_equal(found.modes, np.bincount(shells.ravel())[1 : max(shape) // 2 + 1])
 
 
-def test_a_large_mean_costs_no_digits() -> None:
+def test_a_large_mean_does_not_reduce_precision() -> None:
     """In float32, values in steps of 1/256 fit next to a mean of 2^14; a transform of both together would lose them."""
     fields = [np.round(256 * field) / 256 for field in related((16, 16, 16))]
     near, far = measured(*fields), measured(*(field + 2**14 for field in fields))
@@ -62,7 +62,7 @@ def test_a_large_mean_costs_no_digits() -> None:
         np.testing.assert_allclose(getattr(far, name), getattr(near, name), rtol=1e-6, atol=1e-6)
 
 
-def test_no_shell_is_empty_whatever_the_shape() -> None:
+def test_no_shell_is_empty_for_any_shape() -> None:
     for shape in ((2, 2, 40), (40, 3, 1), (1, 9, 2), (7, 7, 7)):
         found = measured(noise(shape), noise(shape, 1))
         assert (found.modes > 0).all(), shape
@@ -70,10 +70,10 @@ def test_no_shell_is_empty_whatever_the_shape() -> None:
         assert np.isfinite(found.correlation).all(), shape
 
 
-def test_processing_a_few_planes_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_number_of_planes_processed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = related((13, 10, 8))
     whole = measured(*fields)
-    monkeypatch.setattr(spectra, "MODES_AT_ONCE", 120)  # three planes; one in the last part
+    monkeypatch.setattr(spectra, "MODES_AT_ONCE", 120)  # three planes at a time, one in the last batch
     parts = measured(*fields)
     for name in ("k", "modes", "predicted", "target", "cross"):
         np.testing.assert_allclose(getattr(parts, name), getattr(whole, name), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""An evaluation's measurements agree with numpy, with known fields, and on any number of ranks."""
+"""Statistics of volumes agree with numpy, with known fields, and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from processes import run_ranks
 from volume_files import smooth_field
 
 from utils.config import TransformConfig
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.evaluation.results import Results
 from utils.evaluation.spectra import KShells
 from utils.evaluation.statistics import VolumeStatistics
@@ -47,14 +48,14 @@ def evaluated(
     backwards: bool = False,
 ) -> Results:
     shape = target.shape[1:]
-    evaluation = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world, vectors)
+    statistics = VolumeStatistics(channels, input_channels(4, TransformConfig()), shape, cell, world, vectors)
     starts = range(0, shape[0], thickness)
     for start in reversed(starts) if backwards else starts:
         slab = slice(start, start + thickness)
         inputs = 0.5 * target[:4, slab] if len(target) >= 4 else np.zeros((4, *target[0, slab].shape), np.float32)
         values = (torch.from_numpy(field[:, slab].copy()).to(world.device) for field in (predicted, target))
-        evaluation.add(start, inputs, *values)
-    return evaluation.results({"epoch": 3})
+        statistics.add(start, inputs, *values)
+    return statistics.results({"epoch": 3})
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +95,18 @@ def agree(one: Results, other: Results, tolerance: float = 1e-6) -> None:
         for part, values in vars(spectrum).items():
             theirs = getattr(other.spectra[name], part)
             np.testing.assert_allclose(values, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max())
-    counts = [{**each.distributions, **({"plane": each.plane} if each.plane else {})} for each in (one, other)]
+    counts = [{**each.distributions, "phase diagram": each.phase_diagram} for each in (one, other)]
     assert list(counts[0]) == list(counts[1])
     for name, histogram in counts[0].items():
-        for part, values in vars(histogram).items():
+        for part, values in vars(histogram).items() if histogram else ():
             np.testing.assert_array_equal(values, getattr(counts[1][name], part))
     for name, values in one.slices.items():
         np.testing.assert_array_equal(values, other.slices[name])
-    for name in ("channels", "cells", "length_unit", "about"):
+    for name in ("channels", "cells", "length_unit", "metadata"):
         assert getattr(one, name) == getattr(other, name)
 
 
-# --- cell by cell --------------------------------------------------------------------------------------------------
+# --- per cell ------------------------------------------------------------------------------------------------------
 
 
 def test_errors_slices_and_histograms_are_those_of_numpy(found: Results) -> None:
@@ -130,15 +131,15 @@ def test_errors_slices_and_histograms_are_those_of_numpy(found: Results) -> None
             assert counts.sum() == target[0].size
     edges = found.distributions["gas velocity y"].edges
     assert (edges[0], edges[-1]) == (-1500, 1500)
-    plane = found.plane
-    assert plane is not None
-    for counts, values in zip((plane.predicted, plane.target), decimal, strict=True):
-        bins = (plane.density_edges, plane.temperature_edges)
+    phase = found.phase_diagram
+    assert phase is not None
+    for counts, values in zip((phase.predicted, phase.target), decimal, strict=True):
+        bins = (phase.density_edges, phase.temperature_edges)
         np.testing.assert_array_equal(counts, np.histogram2d(values[0].ravel(), values[4].ravel(), bins)[0])
 
 
 def test_r2_of_a_channel_far_from_zero_keeps_its_digits() -> None:
-    """Σt² − (Σt)²/N would lose twelve of them."""
+    """Σt² − (Σt)²/N would lose twelve digits."""
     predicted, target = (2e4 + noise(1, *SHAPE, seed=seed) for seed in (0, 1))
     predicted = 0.9 * target + 0.1 * predicted
     r2 = evaluated(predicted, target, (Channel("channel 0"),)).r2[0]
@@ -147,7 +148,7 @@ def test_r2_of_a_channel_far_from_zero_keeps_its_digits() -> None:
 
 
 def test_values_outside_the_histogram_are_counted_in_the_end_bins() -> None:
-    """No cell is lost, and a non-finite value does not end the evaluation."""
+    """Every cell is counted, and non-finite values do not end the evaluation."""
     predicted, target = volumes()
     target[0, 0], target[0, 1, 0] = 3.0, -3.0  # e^±42
     predicted[2, 3, 2, 2:6] = np.inf, -np.inf, np.nan, 1e30
@@ -196,7 +197,7 @@ def test_divergence_r2_and_distribution_are_those_of_numpy(found: Results) -> No
     assert 7.9 * t.std() < distribution.edges[-1] == -distribution.edges[0] < 8.9 * t.std()
     for counts, values in ((distribution.predicted, p), (distribution.target, t)):
         expected = np.histogram(np.clip(values, *distribution.edges[[0, -1]]), distribution.edges)[0]
-        assert np.abs(counts - expected).sum() <= 4  # float32 may move a value across an edge that it is on
+        assert np.abs(counts - expected).sum() <= 4  # float32 may move a value across a bin edge
         assert counts.sum() == t.size
 
 
@@ -210,12 +211,12 @@ def test_slabs_may_have_any_thickness_and_order(found: Results) -> None:
 
 
 def on_ranks(world: World) -> tuple[Results, Results]:
-    """Five channels make six fields for the ranks to transform; one channel leaves ranks without any."""
+    """Five channels make six fields to transform; with one channel, some ranks have no field."""
     plain = evaluated(*volumes(channels=1), target_channels(1, TransformConfig()), world=world, vectors=())
     return evaluated(*volumes(), world=world), plain
 
 
-def test_several_ranks_find_what_one_finds() -> None:
+def test_several_ranks_get_the_results_of_one() -> None:
     alone = on_ranks(ONE)
     for answer in run_ranks(on_ranks, 3):
         for found, expected in zip(answer, alone, strict=True):
@@ -224,16 +225,16 @@ def test_several_ranks_find_what_one_finds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_finds_what_the_cpu_finds() -> None:
+def test_a_gpu_gets_the_results_of_the_cpu() -> None:
     predicted, target = volumes((24, 20, 16))
     alone = evaluated(predicted, target)
     found = evaluated(predicted, target, world=World(Launch("test"), torch.device("cuda")))
     for name, distribution in found.distributions.items():
-        # Different rounding may move single cells to the next bin.
+        # Different rounding may move single cells to a neighbouring bin.
         assert np.abs(distribution.target - alone.distributions[name].target).sum() <= 8
-    assert found.plane is not None
-    assert found.plane.predicted.sum() == predicted[0].size
-    agree(dataclasses.replace(found, distributions=alone.distributions, plane=alone.plane), alone, 1e-5)
+    assert found.phase_diagram is not None
+    assert found.phase_diagram.predicted.sum() == predicted[0].size
+    agree(dataclasses.replace(found, distributions=alone.distributions, phase_diagram=alone.phase_diagram), alone, 1e-5)
 
 
 # --- other channels ------------------------------------------------------------------------------------------------
@@ -250,19 +251,19 @@ def test_channels_without_known_units_are_evaluated_as_plain_values() -> None:
         edges = found.distributions[name].edges
         assert (edges[0], edges[-1], found.distributions[name].unit) == (-1.5, 1.5, None)
         np.testing.assert_array_equal(found.distributions[name].target, np.histogram(target[number], edges)[0])
-    assert found.plane is None
+    assert found.phase_diagram is None
     assert np.isnan(found.divergence_r2)
     assert all(np.isfinite(value) for value in found.scalars().values())
 
 
-def test_one_unknown_transform_leaves_the_other_measurements() -> None:
+def test_one_unknown_transform_does_not_affect_the_other_channels() -> None:
     for unknown, spectra in (
         ("velocity_scale_km_s", ["density", "log density", "log temperature", *(f"gas velocity {a}" for a in "xyz")]),
         ("density_log_scale", ["velocity", "divergence", "log temperature", "gas density"]),
     ):
         found = evaluated(*volumes(), target_channels(5, TransformConfig(**{unknown: None})))
         assert list(found.spectra) == spectra
-        assert (found.plane is None) == (unknown == "density_log_scale")
+        assert (found.phase_diagram is None) == (unknown == "density_log_scale")
         assert np.isnan(found.divergence_r2) == ("divergence" not in spectra)
         assert ("velocity divergence" in found.distributions) == ("divergence" in spectra)
 
@@ -270,16 +271,16 @@ def test_one_unknown_transform_leaves_the_other_measurements() -> None:
 def test_channels_are_recognised_by_unit_in_any_order(found: Results) -> None:
     predicted, target = volumes()
     order = [4, 3, 1, 2, 0]
-    moved = evaluated(predicted[order], target[order], [GAS[place] for place in order], vectors=((2, 3, 1),))
+    reordered = evaluated(predicted[order], target[order], [GAS[place] for place in order], vectors=((2, 3, 1),))
     for name in ALL_SPECTRA:
-        np.testing.assert_allclose(powers(moved, name), powers(found, name), rtol=1e-6)
-    assert moved.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-6)
-    assert moved.plane is not None
-    assert found.plane is not None
-    np.testing.assert_array_equal(moved.plane.target, found.plane.target)
+        np.testing.assert_allclose(powers(reordered, name), powers(found, name), rtol=1e-6)
+    assert reordered.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-6)
+    assert reordered.phase_diagram is not None
+    assert found.phase_diagram is not None
+    np.testing.assert_array_equal(reordered.phase_diagram.target, found.phase_diagram.target)
 
 
-def test_a_constant_target_has_no_r2_and_the_rest_is_measured() -> None:
+def test_r2_of_a_constant_target_is_nan_and_the_rest_is_computed() -> None:
     predicted, target = volumes()
     target[1:4] = 0.25
     found = evaluated(predicted, target)

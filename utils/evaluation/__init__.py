@@ -1,4 +1,5 @@
-"""Judging a predicted volume by physics: `statistics` and `spectra` measure, `figures` and `page` show.
+"""Evaluation of predicted volumes against simulations.
 
-`results` holds what was measured, and keeps it in a file.
+`statistics` and `spectra` measure, `results` holds and saves the measurements, `volume` evaluates a network or a file,
+`callback` does so during training, `figures`, `history_figures` and `report` show the results.
 """

@@ -1,15 +1,15 @@
-"""A predicted volume against the true one: errors, spectra, distributions, and the density–temperature plane.
+"""Statistics of a predicted volume against the true one: errors, spectra, distributions and the phase diagram.
 
-Every rank sees every slab as it comes, and does a part of the work. What is counted cell by cell is shared out by
-planes; what needs a whole field, such as its spectrum, by fields: a rank keeps the ones it is to transform, all others
-are gone with their slab. Sums are in float64, and are added up over the ranks in the end.
+Every rank receives every slab and does a share of the work. Counts per cell are split by planes. What needs a complete
+field, such as its spectrum, is split by fields: each rank stores only the fields that it will transform. Sums are in
+float64 and are added over the ranks at the end.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,26 +21,26 @@ from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
-# Bins are fixed before the first slab is seen: log10 from the emptiest voids to clusters, and of the gas in both.
+# The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
 LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}
-CHANNEL_RANGE = (-1.5, 1.5)  # all other channels' values: velocities to 1500 km/s
+CHANNEL_RANGE = (-1.5, 1.5)  # values of all other channels; velocities up to 1500 km/s
 BINS = {DENSITY_UNIT: 125, TEMPERATURE_UNIT: 140}
 OTHER_BINS = 150
 DIVERGENCE = "divergence"
 DIVERGENCE_BINS = 160
-DIVERGENCE_SIGMAS = 8.0  # of the target, to either side
-SPECTRA = ("density", "log density", "velocity", DIVERGENCE, "log temperature")  # their order; then all others
+DIVERGENCE_SIGMAS = 8.0  # standard deviations of the target on either side
+SPECTRA = ("density", "log density", "velocity", DIVERGENCE, "log temperature")  # in this order, then all others
 
 
 class _Field(NamedTuple):
-    """A field that some rank keeps whole, and the spectra it is for."""
+    """A field that one rank stores completely, and the spectra computed from it."""
 
-    channels: tuple[int, ...]  # one; of a divergence the vector's three
-    spectra: tuple[str, ...]  # the logarithm's first, then, if wanted, that of what it is the logarithm of
+    channels: tuple[int, ...]  # one; three for the divergence of a vector
+    spectra: tuple[str, ...]  # for a logarithm: its own spectrum first, then that of its exponential
 
 
 class _Bins(NamedTuple):
-    """Equal steps of log10 of the physical value, or of the value itself: a linear map of the channel's values."""
+    """Bins of equal width in log10 of the physical value, or in the value: a linear map of the channel value."""
 
     edges: np.ndarray
     slope: float  # bin = slope · channel + offset
@@ -52,14 +52,14 @@ class _Bins(NamedTuple):
 
 
 class VolumeStatistics:
-    """Gathers a predicted volume slab by slab and measures it against the target; every rank calls every method alike.
+    """Accumulates a predicted volume slab by slab and compares it with the target. Every rank makes the same calls.
 
-    Spectra are of density and of ln(density), of ln(temperature), of the velocity (its components' powers added up) and
-    of its divergence; of a channel that is none of these, of its physical value, or its own where that is unknown.
+    Spectra are computed for density, ln(density), ln(temperature), velocity (sum over its components) and velocity
+    divergence, and for any other channel's physical value, or channel value if its unit is unknown.
 
-    The divergence is made of central differences, (v(x + 1) − v(x − 1)) / 2 cells and so on, which do not ring at
-    shocks; they damp waves of a few cells' length, the prediction's and the target's alike. Its histogram reaches to
-    eight standard deviations of the target.
+    The divergence uses central differences, (v(x + 1) − v(x − 1)) / 2 cells per axis, which do not ring at shocks; they
+    damp waves of a few cells' length in prediction and target alike. Its histogram extends to eight standard
+    deviations of the target.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class VolumeStatistics:
         def by_channel(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=world.device)[:, None, None]
 
-        self._errors = zeros(4, len(channels))  # Σ|p − t|, Σ(p − t)², Σt, Σt², where t is less `_shift`
-        self._shift = zeros(len(channels), 1, 1)  # one cell's target: a large mean would hide the variance
+        self._errors = zeros(4, len(channels))  # Σ|p − t|, Σ(p − t)², Σ(t − shift), Σ(t − shift)²
+        self._shift = zeros(len(channels), 1, 1)  # the target in one cell: a large mean would hide the variance
 
         self._bins = [_bins(channel) for channel in channels]
         self._slope = by_channel([bins.slope for bins in self._bins])
@@ -93,25 +93,25 @@ class VolumeStatistics:
         self._counts = zeros(2, self._ends[-1], dtype=torch.int64)
 
         units = [channel.unit for channel in channels]
-        self._plane: tuple[int, int] | None = None
-        self._plane_counts = zeros(2, 0, 0, dtype=torch.int64)
+        self._phase: tuple[int, int] | None = None  # the density and temperature channels
+        self._phase_counts = zeros(2, 0, 0, dtype=torch.int64)
         if DENSITY_UNIT in units and TEMPERATURE_UNIT in units:
-            self._plane = units.index(DENSITY_UNIT), units.index(TEMPERATURE_UNIT)
-            numbers = (self._bins[channel].number for channel in self._plane)
-            self._plane_counts = zeros(2, *numbers, dtype=torch.int64)
+            self._phase = units.index(DENSITY_UNIT), units.index(TEMPERATURE_UNIT)
+            numbers = (self._bins[channel].number for channel in self._phase)
+            self._phase_counts = zeros(2, *numbers, dtype=torch.int64)
 
-        # Dealt out in turn; the ones with most work come first.
-        self._fields = _fields(channels, vectors)[world.rank :: world.size]
-        self._kept = [zeros(2, *shape, dtype=torch.float32) for _ in self._fields]  # prediction and target
-        self._spectra = [name for field in _fields(channels, vectors) for name in field.spectra]
+        fields = _fields(channels, vectors)
+        self._spectra = [name for field in fields for name in field.spectra]
+        self._fields = fields[world.rank :: world.size]  # the most expensive fields come first
+        self._stored = [zeros(2, *shape, dtype=torch.float32) for _ in self._fields]  # prediction and target
         self._slices: dict[str, np.ndarray] = {}
         self._planes_seen = 0
 
     @torch.no_grad()
     def add(self, start: int, inputs: np.ndarray | Tensor, predicted: Tensor, target: Tensor) -> None:
-        """Planes start, start + 1, … along x; [C, planes, Y, Z] each, channel values.
+        """Adds the planes start, start + 1, … along x; arrays [C, planes, Y, Z] of channel values.
 
-        Slabs may be of any thickness and in any order, each plane once; `predicted` is the same on all ranks.
+        Slabs may have any thickness and any order, each plane once; `predicted` is the same on all ranks.
         """
         planes, middle = predicted.shape[1], self._shape[0] // 2
         assert predicted.shape == target.shape == (len(self._channels), planes, *self._shape[1:])
@@ -121,48 +121,40 @@ class VolumeStatistics:
         predicted, target = (values.to(self._world.device, torch.float32) for values in (predicted, target))
         if not self._planes_seen:
             self._shift = target[:, :1, :1, 0].clone()
-        # Plane by plane: sums are then the same for slabs of any thickness, and temporaries are small.
-        for place in range(planes):
-            x = start + place
+        # Plane by plane: the sums do not depend on the slabs' thickness, and temporaries are small.
+        for plane in range(planes):
+            x = start + plane
             if x % self._world.size == self._world.rank:
-                self._count(predicted[:, place], target[:, place])
-            for field, kept in zip(self._fields, self._kept, strict=True):
-                for whole, values in zip(kept, (predicted, target), strict=True):
-                    self._keep(whole, x, values[:, place], field)
+                self._count(predicted[:, plane], target[:, plane])
+            for field, stored in zip(self._fields, self._stored, strict=True):
+                for volume, values in zip(stored, (predicted, target), strict=True):
+                    self._store(volume, x, values[:, plane], field)
         self._planes_seen += planes
 
     @torch.no_grad()
-    def results(self, about: Mapping[str, Any] | None = None) -> Results:
-        """The same on every rank; to be called once, after all planes were added.
+    def results(
+        self, metadata: Mapping[str, Any] | None = None, progress: Callable[[], object] = lambda: None
+    ) -> Results:
+        """The results, equal on every rank; to be called once, after all planes.
 
-        What cannot be told is NaN: R² of a constant target, and whatever a prediction that is not finite spoils.
+        `progress` is called before each field's transforms, which take long for a large volume. Undefined values are
+        NaN: R² of a constant target, and whatever depends on non-finite predictions.
         """
         assert self._planes_seen == self._shape[0]
-        total, device, cells = self._world.sum, self._world.device, math.prod(self._shape)
-        shells = KShells(self._shape, self._cell or 1.0, device)
-        names = sorted(set(self._spectra), key=[*SPECTRA, *self._spectra].index)
-        sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
-        divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
-        for field in self._fields:
-            self._world.watch.at("prediction")  # the transforms of a large box take their time
-            kept = self._kept.pop(0)  # its memory goes when the next one comes
-            if DIVERGENCE in field.spectra:
-                divergence = _measured_divergence(kept)
-            for number, name in enumerate(field.spectra):
-                if number:
-                    kept.exp_()
-                sums[name] += shells.sums(*kept)
-        absolute, square, moved, moved_square = total(self._errors).cpu().numpy()
+        total, cells = self._world.sum, math.prod(self._shape)
+        shells = KShells(self._shape, self._cell or 1.0, self._world.device)
+        spectra, divergence = self._transform(shells, progress)
+        absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
         distributions = self._distributions(total(self._counts).cpu().numpy())
-        plane = None
-        if self._plane:
-            counts = total(self._plane_counts).cpu().numpy()
-            plane = PhaseDiagram(*(self._bins[channel].edges for channel in self._plane), *counts)
+        phase_diagram = None
+        if self._phase:
+            counts = total(self._phase_counts).cpu().numpy()
+            phase_diagram = PhaseDiagram(*(self._bins[channel].edges for channel in self._phase), *counts)
         divergence_r2 = math.nan
-        if DIVERGENCE in names:
-            divergence_r2, edge, *found = total(divergence).tolist()
+        if DIVERGENCE in spectra:
+            divergence_r2, edge, *histograms = total(divergence).tolist()
             edges = np.linspace(-edge, edge, DIVERGENCE_BINS + 1)
-            predicted, target = np.array(found, dtype=np.int64).reshape(2, DIVERGENCE_BINS)
+            predicted, target = np.array(histograms, dtype=np.int64).reshape(2, DIVERGENCE_BINS)
             unit = f"{VELOCITY_UNIT} per {'cell' if self._cell is None else 'Mpc/h'}"
             distributions["velocity divergence"] = Distribution(edges, predicted, target, unit, is_log=False)
         return Results(
@@ -170,70 +162,87 @@ class VolumeStatistics:
             input_channels=self._input_channels,
             cells=self._shape[0],
             l1=absolute / cells,
-            r2=_r2(square, moved_square - moved**2 / cells),
-            spectra={name: shells.spectrum(total(found)) for name, found in sums.items()},
+            r2=_r2(square, shifted_square - shifted**2 / cells),
+            spectra={name: shells.spectrum(total(sums)) for name, sums in spectra.items()},
             length_unit="cells" if self._cell is None else "Mpc/h",
             distributions=distributions,
-            plane=plane,
+            phase_diagram=phase_diagram,
             divergence_r2=divergence_r2,
             slices=self._slices,
-            about=dict(about or {}),
+            metadata=dict(metadata or {}),
         )
 
     def _count(self, predicted: Tensor, target: Tensor) -> None:
-        """What is told cell by cell, of one plane [C, Y, Z]."""
-        error, moved = predicted - target, target - self._shift
-        for row, values in zip(self._errors, (error.abs(), error.square(), moved, moved.square()), strict=True):
+        """Adds one plane [C, Y, Z] to the errors and histograms."""
+        error, shifted = predicted - target, target - self._shift
+        for row, values in zip(self._errors, (error.abs(), error.square(), shifted, shifted.square()), strict=True):
             row += values.sum((1, 2), dtype=torch.float64)
         for side, values in enumerate((predicted, target)):
             place = values * self._slope + self._offset
-            # A value that is no number has no bin: it is counted in the first one.
+            # NaN belongs to no bin; it is counted in the first one.
             bins = torch.minimum(place.nan_to_num_(nan=0.0).clamp_(min=0.0), self._last).long()
-            if self._plane:
-                counts = self._plane_counts[side]
-                density, temperature = (bins[channel] for channel in self._plane)
+            if self._phase:
+                counts = self._phase_counts[side]
+                density, temperature = (bins[channel] for channel in self._phase)
                 cells = density * counts.shape[1] + temperature
                 counts += torch.bincount(cells.flatten(), minlength=counts.numel()).view_as(counts)
             bins += self._begins
             self._counts[side] += torch.bincount(bins.flatten(), minlength=self._counts.shape[1])
 
-    def _keep(self, whole: Tensor, x: int, values: Tensor, field: _Field) -> None:
-        """Writes plane x of a field [X, Y, Z], or adds its share to a divergence; from channels' values [C, Y, Z].
+    def _store(self, volume: Tensor, x: int, values: Tensor, field: _Field) -> None:
+        """Writes plane x of a field [X, Y, Z], or adds its terms of a divergence, from channel values [C, Y, Z].
 
-        Physical values, or natural logarithms of them.
+        Stores physical values, or their natural logarithms.
         """
         parts = [values[part] * self._channels[part].scale + self._channels[part].center for part in field.channels]
         if DIVERGENCE not in field.spectra:
-            whole[x] = parts[0]
+            volume[x] = parts[0]
             return
-        # v_x belongs to the two neighbours' divergence, whichever of the three planes comes first.
+        # v_x contributes to the divergence of both neighbouring planes, in whichever order the three planes come.
         along_x, along_y, along_z = (part / (2 * (self._cell or 1.0)) for part in parts)
-        whole[x - 1] += along_x
-        whole[(x + 1) % self._shape[0]] -= along_x
+        volume[x - 1] += along_x
+        volume[(x + 1) % self._shape[0]] -= along_x
         for part, axis in ((along_y, 0), (along_z, 1)):
-            whole[x] += part.roll(-1, axis) - part.roll(1, axis)
+            volume[x] += part.roll(-1, axis) - part.roll(1, axis)
+
+    def _transform(self, shells: KShells, progress: Callable[[], object]) -> tuple[dict[str, Tensor], Tensor]:
+        """This rank's share of the sums of each spectrum, and of the divergence's R² and histograms."""
+        device = self._world.device
+        names = sorted(set(self._spectra), key=[*SPECTRA, *self._spectra].index)
+        sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
+        divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
+        for field in self._fields:
+            progress()
+            stored = self._stored.pop(0)  # frees its memory before the next field is transformed
+            if DIVERGENCE in field.spectra:
+                divergence = _divergence_statistics(stored)
+            for number, name in enumerate(field.spectra):
+                if number:
+                    stored.exp_()
+                sums[name] += shells.sums(*stored)
+        return sums, divergence
 
     def _distributions(self, counts: np.ndarray) -> dict[str, Distribution]:
-        found = {}
+        distributions = {}
         for channel, bins, end in zip(self._channels, self._bins, self._ends, strict=True):
             predicted, target = counts[:, end - bins.number : end]
-            found[channel.name] = Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
-        return found
+            distributions[channel.name] = Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
+        return distributions
 
 
 def _fields(channels: Sequence[Channel], vectors: Sequence[Sequence[int]]) -> list[_Field]:
-    """All there are to transform, the ones with most work first."""
+    """All fields to transform, the most expensive ones first."""
     components = {number for number, channel in enumerate(channels) if channel.unit == VELOCITY_UNIT}
     velocity: tuple[int, ...] = next((tuple(parts) for parts in vectors if components.issuperset(parts)), ())
-    found = [_Field(velocity, (DIVERGENCE,))] if velocity else []
+    fields = [_Field(velocity, (DIVERGENCE,))] if velocity else []
     for number, channel in enumerate(channels):
         if channel.unit == DENSITY_UNIT:
-            found.insert(0, _Field((number,), ("log density", "density")))
+            fields.insert(0, _Field((number,), ("log density", "density")))
         elif channel.unit == TEMPERATURE_UNIT:
-            found.append(_Field((number,), ("log temperature",)))
+            fields.append(_Field((number,), ("log temperature",)))
         else:
-            found.append(_Field((number,), ("velocity" if number in velocity else channel.name,)))
-    return found
+            fields.append(_Field((number,), ("velocity" if number in velocity else channel.name,)))
+    return fields
 
 
 def _bins(channel: Channel) -> _Bins:
@@ -248,13 +257,13 @@ def _bins(channel: Channel) -> _Bins:
 
 
 def _r2(residual: Any, variance: Any) -> Any:
-    """1 − Σ(prediction − target)² / Σ(target − mean)²; NaN where the target is constant."""
+    """1 − Σ(prediction − target)² / Σ(target − mean)²; NaN if the target is constant."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(variance > 0, 1 - residual / variance, np.nan)
 
 
-def _measured_divergence(fields: Tensor) -> Tensor:
-    """R², the outer edge of the histograms, and their counts, all in one row, of [predicted, target] divergences."""
+def _divergence_statistics(fields: Tensor) -> Tensor:
+    """R², the outer edge of the histograms and their counts, in one row, for [predicted, target] divergences."""
     sums = torch.zeros(2, dtype=torch.float64, device=fields.device)
     for predicted, target in zip(*fields, strict=True):
         sums[0] += (predicted - target).square().sum(dtype=torch.float64)
@@ -272,7 +281,7 @@ def _measured_divergence(fields: Tensor) -> Tensor:
 
 
 def _rounded_up(value: float) -> float:
-    """To two significant digits: bins do not change with the last ones."""
+    """Rounded up to two significant digits, so that the bins do not change with the last digits of the variance."""
     if value == 0:
         return 0.0
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)

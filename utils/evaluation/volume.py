@@ -1,0 +1,105 @@
+"""Evaluates one predicted volume: slabs from a network or from a file, compared with the true fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from utils.config import Config
+from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.evaluation.results import Results
+from utils.evaluation.statistics import VolumeStatistics
+from utils.inference.channels import input_channels, target_channels
+from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.progress import Progress
+
+INPUT, OUTPUT = DATASETS
+NOT_PERIODIC = "the volume is not periodic, but spectra and divergence assume it: they are inaccurate near its faces"
+
+
+def evaluate_slabs(
+    slabs: Iterable[Slab],
+    target: ReadPlanes,
+    statistics: VolumeStatistics,
+    metadata: Mapping[str, Any],
+    world: World,
+    after_slab: Callable[[], object] = lambda: None,
+) -> Results:
+    """Compares a predicted volume with the target; every rank calls it and returns the same results."""
+    for slab in slabs:
+        with world.raise_together():
+            planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
+        statistics.add(slab.start, slab.inputs, slab.predicted, torch.from_numpy(planes).to(world.device))
+        after_slab()
+    return statistics.results(metadata, progress=lambda: world.watchdog.progress("prediction"))
+
+
+@dataclass(frozen=True)
+class VolumeFields:
+    """The open fields of one volume: inputs, true targets and, if it is stored in a file, the prediction."""
+
+    inputs: FieldReader
+    target: FieldReader
+    prediction: FieldReader | None
+
+    @classmethod
+    def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
+        """Opens all files; `target` None: the inputs' file. UserError if their shapes differ."""
+        if prediction is not None and not Path(prediction).exists():
+            raise UserError(f"no such file: {prediction}; create it with predict.py")
+        fields = cls(
+            FieldReader(inputs, INPUT, config.N_in_channels, config.transform),
+            FieldReader(target or inputs, OUTPUT, config.N_out_channels, config.transform),
+            FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
+        )
+        shape = fields.inputs.shape
+        for other in fields.all()[1:]:
+            if other.shape != shape:
+                raise UserError(f"{OUTPUT} of {other.path} has {other.shape} cells, but {INPUT} of {inputs} {shape}")
+        return fields
+
+    def all(self) -> list[FieldReader]:
+        return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
+
+    @property
+    def periodic(self) -> bool:
+        """False if one of the files says that it is not."""
+        return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
+
+    def statistics(self, config: Config, world: World) -> VolumeStatistics:
+        """Empty statistics for this volume."""
+        return VolumeStatistics(
+            target_channels(config.N_out_channels, config.transform),
+            input_channels(config.N_in_channels, config.transform),
+            self.inputs.shape,
+            self.inputs.cell,
+            world,
+            config.vector_channels.targets,
+        )
+
+    def stored_slabs(self, world: World) -> Iterator[Slab]:
+        """The slabs of the prediction's file."""
+        assert self.prediction is not None
+        for number, planes in enumerate(slab_planes(self.inputs.shape)):
+            with world.raise_together():
+                parts = [
+                    np.array(fields.planes(planes.start, planes.stop)) for fields in (self.inputs, self.prediction)
+                ]
+            yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
+
+    def close(self) -> None:
+        for fields in self.all():
+            fields.close()
+
+
+def predicted_slabs(predictor: SlidingWindowPredictor, title: str) -> Iterator[Slab]:
+    """The predictor's slabs, with a progress bar."""
+    with Progress(title, predictor.window_count(), "windows", silent=not predictor.world.is_root) as progress:
+        yield from predictor.slabs(advance=progress.advance)
