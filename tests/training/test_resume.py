@@ -284,8 +284,10 @@ def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, fini
     code, stderr = command("--num_epochs=3")
     assert code == 2
     line = error_line(stderr)
-    assert line.startswith(f"error: no usable checkpoint in {finished / FOLDER}: step_00000016 (weights.pt is not what")
-    assert "step_00000008 (training.pt is not what was written)" in line
+    assert line.startswith(
+        f"error: no usable checkpoint in {finished / FOLDER}: step_00000016 (weights.pt is damaged: "
+    )
+    assert "step_00000008 (training.pt is damaged: its digest does not match)" in line
     assert "--resume=no" in line
     assert contents(finished) == before
     code, stderr = command("--resume=no", "--num_epochs=1")
