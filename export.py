@@ -28,10 +28,10 @@ import torch
 
 from utils import build, cli
 from utils import config as configs
-from utils.data.files.writer import check_target
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
+from utils.files import check_target
 from utils.inference.export import finite_record
 from utils.runs.provenance import provenance
 from utils.training.checkpoint import digest, weights_file

@@ -17,11 +17,11 @@ from pathlib import Path
 from utils import build, cli
 from utils import config as configs
 from utils.data.files.hdf5 import FieldReader
-from utils.data.files.writer import check_target
 from utils.distributed.launch import run_script
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
+from utils.files import check_target
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import INPUT, OUTPUT, PHYSICAL, PredictionFile, check_physical_units
 from utils.profiling.memory import out_of_memory_for_users
