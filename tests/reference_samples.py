@@ -1,4 +1,4 @@
-"""The samples of an epoch by definition, as digests: a slice of each field, then `symmetry.apply`."""
+"""Digests of an epoch's samples by definition: a slice of each field, then `symmetry.apply`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.data import symmetry
-from utils.data.loaders.prefetcher import Batch
+from utils.data import Batch, symmetry
 from utils.data.plan import SamplePlan
 
 VolumeFile = Callable[..., Path]
@@ -37,7 +36,7 @@ def reference(fields: Fields, plan: SamplePlan, epoch: int, mode: str = "full") 
 
 
 def rank_batches(samples: list[Any], global_batch: int, rank: int, size: int, drop_last: bool) -> list[list[Any]]:
-    """Rank `rank`'s part of each global batch: its samples rank, rank + size, …; batches without any are missing."""
+    """Rank `rank`'s part of each global batch: samples rank, rank + size, …; empty batches are omitted."""
     batches = [samples[start : start + global_batch] for start in range(0, len(samples), global_batch)]
     parts = [batch[rank::size] for batch in batches if len(batch) == global_batch or not drop_last]
     return [part for part in parts if part]
@@ -49,7 +48,7 @@ def read_fields(path: Path | str) -> Fields:
 
 
 def write_signed_zeros(path: Path) -> None:
-    """Sets some values to 0.0 and some to -0.0: a negation must keep them apart."""
+    """Sets some values to 0.0 and some to -0.0, which a negation must swap."""
     with h5py.File(path, "r+") as file:
         for name in ("Nbody", "Hydro"):
             values = file[name][...]

@@ -1,4 +1,4 @@
-"""How a loader's work rides along in a step: what fills the next batch runs beside the training on this one."""
+"""Hands work from the loader to the step: kernels that fill the next batch run alongside the training on this one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """`enqueue` puts the same kernels on the same memory in the current stream whenever `key` is the same."""
+    """A unit of work.
+
+    key: equal keys mean equal work.
+    enqueue: enqueues the same kernels on the same memory, on the current stream, for equal keys.
+    """
 
     key: Hashable
     enqueue: Callable[[], None]
 
 
 class PendingWork:
-    """A place for one piece of work between who has it done and who may do it.
+    """Holds at most one unit of work, handed from the loader to the step.
 
-    A loader offers, with each batch, the work that fills the next one. A step that records CUDA graphs takes it into
-    the graph, beside its own kernels. What has not been taken when the next batch is asked for the loader does itself:
-    before the first graph, or when a batch was only looked at.
+    With each batch the loader offers the work that fills the next one. A step that records CUDA graphs takes it into
+    its graph, alongside its own kernels. If nobody has taken it when the next batch is requested, the loader does the
+    work itself: before the first graph is recorded, or if a batch was not trained on.
     """
 
     def __init__(self) -> None:
@@ -28,6 +32,6 @@ class PendingWork:
         self._work = work
 
     def take(self) -> Work | None:
-        """What is offered, if anything is, which then is the taker's to do."""
+        """The offered work, which the caller must then do; None if there is none."""
         work, self._work = self._work, None
         return work

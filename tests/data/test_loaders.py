@@ -1,4 +1,4 @@
-"""The contract of every loader: the same bits for the same plan, on any number of ranks; and the choice of `auto`."""
+"""The contract of all loaders in LOADERS: equal bits for the same plan on any number of ranks. The choice of `auto`."""
 
 from __future__ import annotations
 
@@ -14,39 +14,48 @@ import torch
 from processes import run_ranks
 from reference_samples import VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
 
-from utils import data
 from utils.config import Config, load
 from utils.convert_to_npy import convert
-from utils.data import LOADERS, Loaders, build_loaders, choose, open_split, sample_plan
-from utils.data.loaders.dali import check_installed
-from utils.data.loaders.prefetcher import memory_format
-from utils.distributed.world import Launch, World
+from utils.data import LOADERS, Loader, Loaders, get_loader, sources
+from utils.data.loader import memory_format
+from utils.data.loaders import auto, dali
+from utils.data.loaders.auto import choose
+from utils.data.sources import build_splits, load_volumes, open_split, sample_plan
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 
 TOP = Path(__file__).parents[2]
 ALONE = World(Launch("test"), torch.device("cpu"))
-GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and a rest
+GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and an incomplete one
 SIZE = 2 * 9 * 16**3 * 4  # bytes of both volumes
 
 
-def unavailable(name: str) -> str:
-    if LOADERS[name].reads == "npy":
-        try:
-            check_installed()
-        except UserError as error:
-            return str(error)
+def missing_requirement(name: str) -> str:
+    """The error that names the package which the loader needs; empty if nothing is missing."""
+    try:
+        if (requires := LOADERS[name].requires) is not None:
+            requires()
+    except UserError as error:
+        return str(error)
     return ""
 
 
-NAMES = [name for name, kind in LOADERS.items() if kind.reads in ("hdf5", "npy")]
-EVERY_LOADER = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.skipif(bool(unavailable(name)), reason=unavailable(name))) for name in NAMES],
+def parameter(name: str) -> Any:
+    missing = missing_requirement(name)
+    return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=missing))
+
+
+NAMES = [name for name, spec in LOADERS.items() if spec.reads in ("hdf5", "npy")]
+EVERY_LOADER = pytest.mark.parametrize("name", [parameter(name) for name in NAMES])
+# The place that the last note names; not required of other loaders.
+PLACES = dict.fromkeys(("lowmem", "dali-lowmem", "auto"), "the page cache") | dict.fromkeys(
+    ("inmem", "resident"), "memory"
 )
 
 
 class Reading(NamedTuple):
-    """One pass over an epoch: from batch `first` on, left after `taken` batches."""
+    """One pass over an epoch, from batch `first` on, which ends after `taken` batches."""
 
     split: str
     epoch: int
@@ -55,11 +64,11 @@ class Reading(NamedTuple):
 
 
 WHOLE = [Reading("train", 0), Reading("train", 1), Reading("valid", 0), Reading("valid", 1)]
-LEFT_EARLY = [reading for taken in (1, 2, 3, 4, 5) for reading in (Reading("train", 2, 0, taken), Reading("valid", 2))]
+ENDED_EARLY = [reading for taken in (1, 2, 3, 4, 5) for reading in (Reading("train", 2, 0, taken), Reading("valid", 2))]
 RESUMED = [Reading("train", 3, 1), Reading("train", 3, 42), Reading("train", 3, 43), Reading("valid", 1, 1)]
-# Of an epoch with fewer samples than a batch.
+# For an epoch with fewer samples than a batch.
 FEW = [Reading("valid", 0), Reading("valid", 1)]
-READINGS = [*WHOLE, *LEFT_EARLY, Reading("train", 2, 30), *RESUMED]
+READINGS = [*WHOLE, *ENDED_EARLY, Reading("train", 2, 30), *RESUMED]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +87,10 @@ def paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> 
 def config_for(paths: dict[str, str], name: str, **changed: Any) -> Config:
     samples = {"Nsamples": TRAIN_SAMPLES, "Nsamples_val": VALID_SAMPLES, "global_batch_size": GLOBAL_BATCH}
     return load(str(TOP / "config" / "UNet.yaml"), "test", {**paths, **samples, "data_loader_config": name, **changed})
+
+
+def build_loaders(config: Config, world: World = ALONE) -> Loaders:
+    return get_loader(config.data_loader_config).build(config.for_world(world.size), world, lambda: 0)
 
 
 def read(loaders: Loaders, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
@@ -100,7 +113,7 @@ def read(loaders: Loaders, readings: list[Reading], channels_last: bool = False)
 def expected(
     config: Config, readings: list[Reading], rank: int = 0, size: int = 1, mode: str = "full"
 ) -> list[list[list[str]]]:
-    """The same by definition."""
+    """The digests of each reading's batches by definition."""
     found = []
     fields = {"train": read_fields(config.train_path), "valid": read_fields(config.val_path)}
     for split, epoch, first, taken in readings:
@@ -110,22 +123,22 @@ def expected(
     return found
 
 
-# --- the same bits -------------------------------------------------------------------------------------------------
+# --- equal bits ----------------------------------------------------------------------------------------------------
 
 
 @EVERY_LOADER
-def test_one_rank_gets_the_plan_bit_for_bit(paths: dict[str, str], name: str) -> None:
-    """All 48 symmetries; epochs read whole, left early and resumed in the middle; the notes name what was read."""
+def test_one_rank_gets_the_samples_of_the_plan(paths: dict[str, str], name: str) -> None:
+    """All 48 symmetries; complete epochs, ones that end early or resume in the middle; the notes name the files."""
     config = config_for(paths, name)
     assert set(sample_plan(config, "train").epoch(0).symmetries) == set(range(48))
-    loaders = build_loaders(config.for_world(1), ALONE)
-    files = ("train_data.npy", "valid_label.npy") if name == "dali-lowmem" else ("train.h5", "valid.h5")
-    place = "the page cache" if name in ("lowmem", "dali-lowmem", "auto") else "memory"
-    assert all(text in loaders.notes[-1] for text in (*files, place))
+    loaders = build_loaders(config)
+    files = ("train_data.npy", "valid_label.npy") if LOADERS[name].reads == "npy" else ("train.h5", "valid.h5")
+    assert all(text in loaders.notes[-1] for text in (*files, PLACES.get(name, "")))
     assert (name == "auto") == loaders.notes[0].startswith("data_loader_config auto: lowmem, ")
+    assert (name == "resident") == loaders.notes[0].startswith("data_loader_config resident: without a GPU it is inmem")
     assert read(loaders, READINGS) == expected(config, READINGS)
     few = config_for(paths, name, Nsamples_val=3)
-    assert read(build_loaders(few.for_world(1), ALONE), FEW) == expected(few, FEW)
+    assert read(build_loaders(few), FEW) == expected(few, FEW)
 
 
 @EVERY_LOADER
@@ -133,46 +146,46 @@ def test_one_rank_gets_the_plan_bit_for_bit(paths: dict[str, str], name: str) ->
     ("symmetries", "channels_last"), [("full", True), ("grid", False), ("grid", True), ("none", False), ("none", True)]
 )
 def test_modes_and_layouts(paths: dict[str, str], name: str, symmetries: str, channels_last: bool) -> None:
-    """Each mode of the symmetries and each order in memory gives the plan's samples, in shorter last batches too."""
+    """Each mode of the symmetries and each memory format gives the plan's samples, also in shorter last batches."""
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]
-    found = read(build_loaders(config.for_world(1), ALONE), readings, channels_last)
+    found = read(build_loaders(config), readings, channels_last)
     assert found == expected(config, readings, mode=symmetries)
 
 
 def read_on_ranks(world: World, paths: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """What each loader gives this rank; and the choice of `auto` where only the first rank has room in memory."""
+    """Each loader's batches on this rank; and the choice of `auto` if only the first rank has room in memory."""
     found = {}
     for name in NAMES:
-        if unavailable(name):
+        if missing_requirement(name):
             continue
         config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
-        found[name] = read(build_loaders(config.for_world(world.size), world), READINGS)
-        found[name] += read(build_loaders(few.for_world(world.size), world), FEW)
-    data.room_for_copies = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
+        found[name] = read(build_loaders(config, world), READINGS)
+        found[name] += read(build_loaders(few, world), FEW)
+    auto.room_for_copies = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
     chunked = config_for(paths, "auto", train_path=paths["train_path"].replace("train.h5", "chunked.h5"))
     return found, choose(chunked, world, lambda: 0)[0]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_get_the_plan_bit_for_bit(paths: dict[str, str], volume_file: VolumeFile, size: int) -> None:
-    """Step by step the one rank's global batch; with three validation samples, some of four ranks get none."""
+def test_ranks_together_get_the_samples_of_the_plan(paths: dict[str, str], volume_file: VolumeFile, size: int) -> None:
+    """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
     volume_file(paths["train_path"].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
     for rank, (found, choice) in enumerate(run_ranks(read_on_ranks, size, paths)):
         for name, batches in found.items():
             config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
-        assert choice == "lowmem", "the ranks must choose alike"
+        assert choice == "lowmem", "all ranks must choose the same loader"
 
 
 @EVERY_LOADER
-def test_use_cache_reads_the_nodes_copies(paths: dict[str, str], tmp_path: Path, name: str) -> None:
-    """The originals may even be overwritten once the loaders are built."""
+def test_use_cache_reads_the_copies_of_the_node(paths: dict[str, str], tmp_path: Path, name: str) -> None:
+    """The originals may be overwritten once the loaders are built."""
     (tmp_path / "cache").mkdir()
     shutil.copytree(Path(paths["train_path"]).parent, tmp_path / "data")
     moved = {key: str(tmp_path / "data" / Path(path).name) for key, path in paths.items()}
-    loaders = build_loaders(config_for(moved, name, use_cache=str(tmp_path / "cache")).for_world(1), ALONE)
+    loaders = build_loaders(config_for(moved, name, use_cache=str(tmp_path / "cache")))
     for path in moved.values():
         size = os.path.getsize(path)
         with open(path, "r+b") as file:
@@ -180,13 +193,36 @@ def test_use_cache_reads_the_nodes_copies(paths: dict[str, str], tmp_path: Path,
     assert read(loaders, WHOLE) == expected(config_for(paths, name), WHOLE)
 
 
-def test_minutes_of_reading_are_logged_in_plain_digits(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They once read 1.3e+02 s."""
+def test_a_reading_time_of_minutes_is_logged_without_an_exponent(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was once logged as 1.3e+02 s."""
     clock = iter([0.0, 132.4])
-    monkeypatch.setattr(data.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(sources.time, "perf_counter", lambda: next(clock))
     volume = open_split(config_for(paths, "inmem"), "train")
-    _, note = data._loaded({"train": volume}, lambda volume: volume, "memory")
+    _, note = load_volumes({"train": volume}, lambda volume: volume, "memory")
     assert note == "train.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
+
+
+class CountingLoader(Loader):
+    closed = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        type(self).closed += 1
+
+
+def test_if_the_second_loader_fails_the_first_is_closed() -> None:
+    def build(split: str) -> Loader:
+        if split == "valid":
+            raise UserError("no memory")
+        return CountingLoader()
+
+    with pytest.raises(UserError, match="no memory"):
+        build_splits(build, ALONE)
+    assert CountingLoader.closed == 1
 
 
 # --- auto ----------------------------------------------------------------------------------------------------------
@@ -204,14 +240,14 @@ def test_minutes_of_reading_are_logged_in_plain_digits(paths: dict[str, str], mo
 def test_auto_on_a_gpu(
     paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
 ) -> None:
-    """Device memory where the volumes fit beside the training, to the byte; else DALI; else the mapped file."""
+    """Device memory if the volumes fit alongside the training, to the byte; else DALI; else the mapped file."""
 
     def check() -> None:
         if "DALI" in lacks:
             raise UserError("NVIDIA DALI is not installed")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**20))
-    monkeypatch.setattr(data.dali, "check_installed", check)
+    monkeypatch.setattr(dali, "check_installed", check)
     config = config_for(paths, "auto", **({"val_path_npy_label": None} if "npy" in lacks else {}))
     training_bytes = 2**20 - SIZE + ("room" in lacks)
     name, reason = choose(config, World(Launch("test"), torch.device("cuda", 0)), lambda: training_bytes)
@@ -222,11 +258,11 @@ def test_auto_on_a_gpu(
 def test_auto_on_a_cpu(
     paths: dict[str, str], volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files in one piece are mapped; chunked ones are unpacked where memory holds both volumes, to the byte."""
+    """Contiguous files are mapped; chunked ones are unpacked if memory has room for both volumes, to the byte."""
     assert choose(config_for(paths, "auto"), ALONE, lambda: 0)[0] == "lowmem"
     chunked = config_for(paths, "auto", train_path=str(volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8))))
     for free, wanted in ((SIZE, "inmem"), (SIZE - 1, "lowmem")):
-        monkeypatch.setattr(data, "room_for_copies", lambda _, free=free: free)
+        monkeypatch.setattr(auto, "room_for_copies", lambda _, free=free: free)
         name, reason = choose(chunked, ALONE, lambda: 0)
         assert name == wanted
         assert "chunked" in reason

@@ -1,4 +1,4 @@
-"""The sample plan: reproducible, complete, uniform, and the same for any number of ranks."""
+"""The sample plan: reproducible, complete, uniform, equal for any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from utils.data import symmetry
 from utils.data.plan import EpochPlan, SamplePlan, rank_batches
 
-# The random stream is fixed for good: a run resumed under another numpy must continue with the same crops.
+# The random stream never changes: a run that resumes under another numpy must continue with the same crops.
 # Samples, box, crop, seed and split; epoch; origins; symmetries.
 LARGE_SEED = 2**40 + 1  # beyond 32 bits
 GOLDEN = [
@@ -21,7 +21,7 @@ GOLDEN = [
         [[802, 649, 895], [386, 687, 714], [63, 68, 68], [85, 509, 548]],
         [39, 20, 39, 4],
     ),
-    # Half of the positions, and more than half: drawn in two ways.
+    # Half of the positions, and more than half: drawn with two algorithms.
     ((4, 5, 4, 3, "train"), 0, [[0, 1, 1], [0, 0, 1], [1, 0, 1], [1, 1, 0]], [0, 1, 1, 5]),
     (
         (6, 5, 4, 3, "train"),
@@ -53,8 +53,8 @@ def test_golden_plans(key: tuple, epoch: int, origins: list[list[int]], symmetri
     assert drawn.symmetries.tolist() == symmetries
 
 
-def test_a_plan_is_a_function_of_seed_split_and_epoch_alone() -> None:
-    """It neither reads nor advances numpy's global generator, and carries nothing from one epoch to the next."""
+def test_a_plan_depends_only_on_seed_split_and_epoch() -> None:
+    """It neither reads nor advances numpy's global generator, and keeps no state between epochs."""
     plan = SamplePlan(samples=100, box=32, crop=8, seed=5)
     np.random.seed(0)  # noqa: NPY002
     expected = np.random.random()  # noqa: NPY002
@@ -86,8 +86,8 @@ def test_without_augmentation_every_symmetry_is_the_identity_and_crops_are_the_s
 
 
 @pytest.mark.parametrize("samples", [1, 13, 14, 15, 26, 27, 28, 54, 100])
-def test_positions_repeat_no_sooner_than_they_must(samples: int) -> None:
-    """27 positions; above half of them the plan is drawn in another way, which must keep the promise too."""
+def test_positions_repeat_only_after_all_were_used(samples: int) -> None:
+    """Of 27 positions, more than half are drawn with another algorithm, which must have the same property."""
     for epoch in range(20):
         plan = SamplePlan(samples=samples, box=6, crop=4).epoch(epoch)
         assert len(plan) == samples
@@ -99,7 +99,7 @@ def test_positions_repeat_no_sooner_than_they_must(samples: int) -> None:
 
 
 def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
-    """48,000 samples at 49³ positions, of which some first draws collide; the bounds are five standard deviations."""
+    """48,000 samples at 49³ positions, of which some collide at first; the bounds are five standard deviations."""
     samples, positions = 48_000, 49
     plan = SamplePlan(samples=samples, box=64, crop=16, seed=1).epoch(0)
     assert len(np.unique(plan.origins, axis=0)) == samples
@@ -111,7 +111,9 @@ def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
     observed = np.bincount(plan.symmetries, minlength=symmetry.COUNT)
     assert len(observed) == symmetry.COUNT
     chi_square = ((observed - 1000) ** 2 / 1000).sum()
-    assert 20 < chi_square < 83  # 47 degrees of freedom: 99.9 % lie in between; below 20 it would be too even
+    assert (
+        20 < chi_square < 83
+    )  # 47 degrees of freedom: 99.9 % of samples lie in between; below 20 they would be too even
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
@@ -123,10 +125,10 @@ def rows(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> li
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_rank_r_takes_rows_r_then_every_world_th_of_the_same_global_batch(world: int, drop_last: bool) -> None:
+def test_ranks_take_every_nth_row_of_the_same_global_batch(world: int, drop_last: bool) -> None:
     """Global batch s is rows 24·s … 24·(s+1) for any number of ranks; training drops an incomplete one.
 
-    Validation keeps it: ranks may then have a smaller last batch, or one batch less.
+    Validation keeps it: the last batch of a rank may be smaller or missing.
     """
     for samples in (*range(30), 47, 48, 49, 95, 96):
         steps = [list(range(samples))[start : start + 24] for start in range(0, samples, 24)]

@@ -29,7 +29,7 @@ def gradient(field: np.ndarray) -> np.ndarray:
 
 
 def test_the_order_of_the_symmetries_is_fixed() -> None:
-    """Plans draw an index: in another order, a resumed training would continue with other samples."""
+    """Plans draw an index: with another order, a resumed training would continue with other samples."""
     assert len(np.unique(MATRICES, axis=0)) == symmetry.COUNT == 48
     assert symmetry.IDENTITY == 0
     np.testing.assert_array_equal(MATRICES[0], np.eye(3))
@@ -40,8 +40,8 @@ def test_the_order_of_the_symmetries_is_fixed() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 5])
-def test_values_and_vectors_move_as_the_matrix_says(size: int) -> None:
-    """The value at x is found at x' = M x about the centre; a vector field that equals the position is invariant."""
+def test_values_and_vectors_move_by_the_matrix(size: int) -> None:
+    """The value at x moves to x' = M x about the centre; a vector field that equals the position is invariant."""
     field, places = random_field(1, size), positions(size).reshape(3, -1)
     for index in ALL:
         moved = symmetry.apply(field, index, [])
@@ -59,7 +59,7 @@ def test_every_symmetry_commutes_with_the_gradient() -> None:
 
 
 def test_two_symmetries_in_a_row_are_their_product() -> None:
-    """The product is one of the 48, and the 48 images of a field are distinct: a group that acts faithfully."""
+    """The product is one of the 48, and the 48 images of a field are distinct: the group acts faithfully."""
     field = random_field(4, 3)
     images = [symmetry.apply(field, index, [(1, 2, 3)]) for index in ALL]
     assert len({image.tobytes() for image in images}) == 48
@@ -83,7 +83,7 @@ def test_vectors_in_any_channels_and_any_order() -> None:
         assert not np.shares_memory(moved, field)
 
 
-def test_mode_grid_moves_every_channel_as_a_scalar() -> None:
+def test_mode_grid_moves_every_channel_like_a_scalar() -> None:
     field = random_field(4)
     for index in ALL:
         moved = symmetry.apply(field, index, [(1, 2, 3)], mode="grid")

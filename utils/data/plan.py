@@ -1,7 +1,7 @@
 """The sample plan: which crop under which symmetry is sample k of epoch e.
 
-It is a pure function of (seed, split, epoch). Loaders carry it out; none draws anything. So batches do not depend
-on the loader, the number of threads or ranks, or on a restart: rank r of w takes rows r, r + w, r + 2w, …
+It is a pure function of (seed, split, epoch). Loaders carry it out and draw nothing themselves. So batches do not
+depend on the loader, on the number of threads or ranks, or on a restart: rank r of w takes rows r, r + w, r + 2w, …
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from utils.data import symmetry
 from utils.errors import UserError
 
-SPLITS = {"train": 0, "valid": 1}
+SPLITS = {"train": 0, "valid": 1}  # with the part of the random stream's key
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Crops of `crop`³ cells in a box of `box`³; every position is valid, the last one included."""
+    """Crops of `crop`³ cells in a box of `box`³; every position is valid, including the last."""
 
     samples: int
     box: int
@@ -42,21 +42,21 @@ class SamplePlan:
     augment: bool = True
 
     @property
-    def turns(self) -> bool:
-        """Whether samples come under other symmetries than the identity."""
+    def augmentations(self) -> bool:
+        """True if samples are rotated and reflected; validation samples never are."""
         return self.augment and self.split != "valid"
 
     def epoch(self, epoch: int) -> EpochPlan:
-        """The plan of one epoch; no position comes twice in it while there are enough of them.
+        """The plan of one epoch. No position occurs twice as long as there are enough of them.
 
-        Validation is the same crops in every epoch and for every seed, without augmentation.
+        Validation uses the same crops in every epoch and for every seed, without augmentation.
         """
         fixed = self.split == "valid"
         words = _Words((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
         positions = self.box - self.crop + 1
         flat = _distinct(words, self.samples, positions**3)
         origins = np.stack(np.unravel_index(flat, (positions,) * 3), axis=1)
-        if not self.turns:
+        if not self.augmentations:
             symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
         else:
             symmetries = words.below(symmetry.COUNT, self.samples)
@@ -65,7 +65,7 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """Samples of a data set that has `available` of them, each at most once an epoch."""
+    """The order of `samples` out of the `available` samples of a data set; each is used at most once per epoch."""
 
     samples: int
     available: int
@@ -75,12 +75,12 @@ class ShufflePlan:
     def __post_init__(self) -> None:
         if self.samples > self.available:
             raise UserError(
-                f"{self.samples} samples of the {self.split} split are asked for, and it has {self.available}; "
-                "ask for no more than these"
+                f"{self.samples} samples are requested from the {self.split} split, which has {self.available}; "
+                "request at most that number"
             )
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """The rows [samples] of one epoch, int64; of validation always the first ones, in order."""
+        """The rows [samples] of one epoch, int64. Validation always uses the first rows, in order."""
         if self.split == "valid":
             return np.arange(self.samples, dtype=np.int64)
         return _distinct(_Words((self.seed, SPLITS[self.split], epoch)), self.samples, self.available)
@@ -89,7 +89,7 @@ class ShufflePlan:
 class _Words:
     """Random integers from the counter-based generator Philox (Salmon et al. 2011), keyed by a tuple.
 
-    Only raw words are taken from numpy: their stream is fixed for good, that of its distributions is not.
+    Only raw words are taken from numpy: their stream never changes, while that of its distributions may.
     """
 
     def __init__(self, key: tuple[int, ...]) -> None:
@@ -102,9 +102,9 @@ class _Words:
 
 
 def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
-    """`count` integers in [0, bound), distinct if they can be; else all values come equally often, give or take one."""
+    """`count` integers in [0, bound), distinct if possible; otherwise the values' counts differ by at most one."""
     if 2 * count > bound:
-        # Few positions: whole shuffled rounds, and a part of one.
+        # Few values: complete shuffled rounds, and a part of one.
         rounds = -(-count // bound)
         order = [np.argsort(words.below(2**62, bound), kind="stable") for _ in range(rounds)]
         return np.concatenate(order)[:count]
@@ -118,11 +118,11 @@ def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
 
 
 def rank_batches(samples: int, batch: int, rank: int, world: int, drop_last: bool) -> list[slice]:
-    """The rows of an epoch's plan that rank `rank` takes, one slice a batch of `batch` samples.
+    """The rows of an epoch's plan that rank `rank` takes, one slice per batch of `batch` samples.
 
-    Step s of all ranks together is rows s·batch·world … (s+1)·batch·world, whatever the world's size. Training drops
-    the samples that fill no whole global batch; validation keeps them, and its last batch may be smaller, or missing
-    on some ranks.
+    In step s all ranks together take rows s·batch·world … (s+1)·batch·world, for any number of ranks. Training drops
+    the samples of an incomplete global batch. Validation keeps them: its last batch may be smaller, or missing on some
+    ranks.
     """
     span = batch * world
     starts = range(0, (samples // span) * span if drop_last else samples, span)

@@ -1,6 +1,6 @@
-"""The 48 symmetries of the cube, acting on fields: axes move, and the components of vectors move along.
+"""The 48 symmetries of the cube, acting on fields: the axes are permuted, and the components of vectors with them.
 
-Symmetry s maps position x to x' with x'[a] = sign[a] · x[perm[a]]. An array [C, D, D, D] is carried along by
+Symmetry s maps position x to x' with x'[a] = sign[a] · x[perm[a]]. An array [C, D, D, D] is transformed by
 permuting and reversing its axes; a vector field's components obey the same rule as the position. Source: the
 octahedral group O_h as signed permutation matrices (any text on point groups).
 """
@@ -32,7 +32,7 @@ def matrices() -> np.ndarray:
 
 
 def move_axes(field: Any, symmetry: int) -> Any:
-    """The view of a [..., D, D, D] array that symmetry `symmetry` makes of its last three axes; no copy."""
+    """The view of a [..., D, D, D] array under symmetry `symmetry` of its last three axes; no copy."""
     lead = field.ndim - 3
     axes = (*range(lead), *(lead + axis for axis in PERMUTATIONS[symmetry]))
     flips = (..., *(slice(None, None, int(sign)) for sign in SIGNS[symmetry]))
@@ -43,7 +43,7 @@ def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) ->
     """For each symmetry and output channel, the source channel [48, C] and its sign [48, C].
 
     `vectors` lists the channel triples (x, y, z components) that are vectors; all others are scalars. In mode
-    'grid' the components stay where they are, as if all channels were scalars.
+    'grid' the components are not changed, as if all channels were scalars.
     """
     sources = np.tile(np.arange(channels), (COUNT, 1))
     signs = np.ones((COUNT, channels), dtype=np.int64)
@@ -56,7 +56,7 @@ def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) ->
 
 
 def apply(field: np.ndarray, symmetry: int, vectors: Sequence[Sequence[int]], mode: str = "full") -> np.ndarray:
-    """The plain definition, [C, D, D, D] -> a new array; loaders are tested against it."""
+    """The definition, [C, D, D, D] -> a new array; loaders are tested against it."""
     sources, signs = channel_table(len(field), vectors, mode)
     moved = move_axes(field, symmetry)[sources[symmetry]]
     return np.ascontiguousarray(moved * signs[symmetry].astype(field.dtype)[:, None, None, None])

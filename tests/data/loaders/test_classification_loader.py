@@ -1,4 +1,4 @@
-"""The shuffled plan, and the loader that carries it out: exact, the same for any number of ranks, and resumable."""
+"""The shuffled plan and the classification loader: exact, equal for any number of ranks, resumable."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import torch
 from reference_samples import rank_batches
 
-from utils.data.datasets import Labelled
+from utils.data.datasets import ClassificationData
 from utils.data.loaders.classification import ClassificationLoader
 from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan
 from utils.errors import UserError
 
-# Fixed for good: a run resumed under another numpy must continue with the same samples.
+# These never change: a run that resumes under another numpy must continue with the same samples.
 GOLDEN_WHOLE = {0: [0, 1, 2, 5, 6, 4, 3, 7], 3: [3, 4, 1, 0, 6, 2, 7, 5]}
 GOLDEN_PART = {0: [6275, 20483, 23531, 40253], 3: [35068, 14499, 20476, 25680]}
 
@@ -27,26 +27,26 @@ KINDS = ("images", "words")
 Arrays = list[tuple[np.ndarray, np.ndarray]]
 
 
-def split_of(kind: str, count: int = AVAILABLE) -> Labelled:
+def split_of(kind: str, count: int = AVAILABLE) -> ClassificationData:
     generator = np.random.default_rng(1)
     labels = generator.integers(0, 10, count)
     if kind == "images":
-        return Labelled(generator.integers(0, 256, (count, 3, 5, 4), np.uint8), labels)
-    return Labelled(generator.integers(0, 30982, (count, 300)), labels)
+        return ClassificationData(generator.integers(0, 256, (count, 3, 5, 4), np.uint8), labels)
+    return ClassificationData(generator.integers(0, 30982, (count, 300)), labels)
 
 
-def batch_of(data: Labelled, rows: list[int], scale: float = 1 / 255) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(data: ClassificationData, rows: list[int], scale: float = 1 / 255) -> tuple[np.ndarray, np.ndarray]:
     inputs = data.inputs[rows]
     values = inputs.astype(np.float32) * np.float32(scale) if inputs.dtype == np.uint8 else inputs
     return values, data.labels[rows]
 
 
-def loader_of(data: Labelled, plan: ShufflePlan, **changed: Any) -> ClassificationLoader:
+def loader_of(data: ClassificationData, plan: ShufflePlan, **changed: Any) -> ClassificationLoader:
     return ClassificationLoader(data, plan, **({"batch_size": 4, "scale": 1 / 255} | changed))
 
 
 def kept(batches: Iterator[Batch]) -> Arrays:
-    """Copies: a batch's memory is used again."""
+    """Copies of the batches, whose memory is reused."""
     return [(inputs.numpy().copy(), targets.numpy().copy()) for inputs, targets in batches]
 
 
@@ -62,7 +62,7 @@ def assert_same(batches: Arrays, others: Arrays) -> None:
 
 
 def test_the_rows_of_an_epoch_are_distinct_and_a_function_of_seed_and_epoch_alone() -> None:
-    """Above half of the split the rows are drawn in another way, which must keep the promise too."""
+    """More than half of the split is drawn with another algorithm, which must have the same property."""
     for samples in (0, 1, 11, 12, 22, 23):
         plan = ShufflePlan(samples, AVAILABLE, seed=5)
         first = plan.epoch(3)
@@ -84,10 +84,10 @@ def test_golden_rows(epoch: int) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_more_samples_than_there_are_is_an_error(split: str) -> None:
-    with pytest.raises(UserError, match=rf"^24 samples of the {split} split are asked for, and it has 23; "):
+def test_more_samples_than_available_is_an_error(split: str) -> None:
+    with pytest.raises(UserError, match=rf"^24 samples are requested from the {split} split, which has 23; "):
         ShufflePlan(24, 23, split=split)
-    assert ShufflePlan(9, 23, 7, split="valid").epoch(9).tolist() == list(range(9)), "always the first in order"
+    assert ShufflePlan(9, 23, 7, split="valid").epoch(9).tolist() == list(range(9)), "always the first rows in order"
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
@@ -97,9 +97,9 @@ def test_more_samples_than_there_are_is_an_error(split: str) -> None:
 @pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_together_get_the_plans_rows_bit_for_bit(kind: str, split: str, world: int) -> None:
-    """For any number of samples, from any batch of the epoch on; some ranks have no part of the last batch or of any.
+    """For any number of samples, from any batch on; some ranks have no part of the last batch, or of any.
 
-    An epoch that is left early leaves no trace in the next.
+    An epoch that ends early does not affect the next one.
     """
     data = split_of(kind)
     for samples, rank in itertools.product((2, 7, 8, 17, 23), range(world)):
@@ -116,13 +116,13 @@ def test_ranks_together_get_the_plans_rows_bit_for_bit(kind: str, split: str, wo
 
 
 def test_every_byte_is_scaled_exactly() -> None:
-    data = Labelled(np.arange(256, dtype=np.uint8).reshape(256, 1, 1, 1), np.zeros(256, dtype=np.int64))
+    data = ClassificationData(np.arange(256, dtype=np.uint8).reshape(256, 1, 1, 1), np.zeros(256, dtype=np.int64))
     inputs, _ = next(loader_of(data, ShufflePlan(256, 256, split="valid"), batch_size=256, scale=3.7).epoch(0))
     assert inputs.numpy().tobytes() == (np.arange(256, dtype=np.float32) * np.float32(3.7)).tobytes()
 
 
-def test_split_and_batches_keep_their_memory_and_nothing_warns() -> None:
-    """In inference mode, too, in which validation runs between two epochs of training."""
+def test_split_and_batches_keep_their_memory_without_warnings() -> None:
+    """Also in inference mode, in which validation runs between two epochs of training."""
     data, plan = split_of("images"), ShufflePlan(20, AVAILABLE, seed=3)
     expected = [batch_of(data, part) for part in rank_batches(plan.epoch(0).tolist(), 4, 0, 1, True)]
     with warnings.catch_warnings():
@@ -140,8 +140,8 @@ def test_split_and_batches_keep_their_memory_and_nothing_warns() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_gpu_nothing_waits_and_no_bit_changes(kind: str) -> None:
-    """Each batch is read after kernels that still run when the next ones are filled."""
+def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str) -> None:
+    """Each batch is read behind kernels that still run when the next ones are filled."""
     data, plan = split_of(kind), ShufflePlan(20, AVAILABLE, seed=3)
     loader = loader_of(data, plan, device=torch.device("cuda"))
     busy = torch.randn(2048, 2048, device="cuda")

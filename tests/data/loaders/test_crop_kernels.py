@@ -1,13 +1,12 @@
-"""Both gathers against the definition, bit for bit: a slice of the volume, then symmetry.apply.
+"""Compares the gather kernel with the definition, bit for bit: a slice of the volume, then symmetry.apply.
 
 The kernel runs in Triton's interpreter; the last test compiles it for GPUs.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ import pytest
 import torch
 
 from utils.data import symmetry
-from utils.data.loaders import crop_kernels as gather
-from utils.data.loaders.crop_kernels import TritonGather, device_plan, gather_torch, walks
-from utils.data.loaders.prefetcher import memory_format
+from utils.data.loader import memory_format
+from utils.data.loaders import crop_kernels
+from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.plan import EpochPlan
 from utils.errors import UserError
 
@@ -27,11 +26,9 @@ VECTORS = [(1, 2, 3)]
 ALL = np.arange(symmetry.COUNT)
 BITS = {4: torch.int32, 2: torch.int16}
 
-Gather = Callable[..., torch.Tensor]
-
 
 def random_field(channels: int, box: int = BOX, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal values that fit into two bytes without rounding, zeros of both signs, and infinity."""
+    """Normal values that two bytes hold without rounding, zeros of both signs, and infinity."""
     generator = torch.Generator().manual_seed(channels)
     field = torch.randn((channels, box, box, box), generator=generator).to(torch.bfloat16).to(dtype)
     field.view(-1)[::7] = 0.0
@@ -41,14 +38,14 @@ def random_field(channels: int, box: int = BOX, dtype: torch.dtype = torch.float
 
 
 def random_plan(symmetries: np.ndarray, box: int = BOX, crop: int = CROP) -> EpochPlan:
-    """Random origins, among them both ends of the box."""
+    """Random origins, including both ends of the box."""
     origins = np.random.default_rng(1).integers(0, box - crop + 1, (len(symmetries), 3))
     origins[0], origins[-1] = 0, box - crop
     return EpochPlan(origins, symmetries)
 
 
-def plain(field: torch.Tensor, plan: EpochPlan, crop: int = CROP) -> torch.Tensor:
-    """[N, C, D, D, D] by the definition."""
+def expected_samples(field: torch.Tensor, plan: EpochPlan, crop: int = CROP) -> torch.Tensor:
+    """The samples [N, C, D, D, D] by definition."""
     samples = []
     for origin, index in zip(plan.origins, plan.symmetries, strict=True):
         x, y, z = (slice(start, start + crop) for start in origin)
@@ -56,40 +53,29 @@ def plain(field: torch.Tensor, plan: EpochPlan, crop: int = CROP) -> torch.Tenso
     return torch.from_numpy(np.stack(samples))
 
 
-def gather_by(
-    tool: str,
+def gathered(
     field: torch.Tensor,
     plan: EpochPlan,
     crop: int = CROP,
     channels_last: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The samples of a plan as `gather_torch` or the Triton kernel makes them."""
+    """The samples of a plan as the kernel gathers them."""
     shape = (len(plan), len(field), *(crop,) * 3)
     out = torch.empty(shape, dtype=dtype, memory_format=memory_format(channels_last)).fill_(torch.nan)
-    if tool == "torch":
-        gather_torch(field, plan.origins, plan.symmetries, symmetry.channel_table(len(field), VECTORS, "full"), out)
-    else:
-        rows = torch.from_numpy(device_plan(plan, field.shape[-1]))
-        TritonGather(field, crop, VECTORS, "full", channels_last)(rows, torch.tensor(0), 1, out)
+    rows = torch.from_numpy(device_plan(plan, field.shape[-1]))
+    TritonGather(field, crop, VECTORS, "full", channels_last)(rows, torch.tensor(0), 1, out)
     return out
-
-
-@pytest.fixture(params=["torch", "triton"])
-def gathered(request: pytest.FixtureRequest) -> Gather:
-    if request.param == "triton":
-        request.getfixturevalue("interpreter")
-    return functools.partial(gather_by, request.param)
 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels made now run in Triton's interpreter; triton is imported first, outside of interpreter mode."""
+    """Kernels compiled in the test run in Triton's interpreter; triton is imported first, outside interpreter mode."""
     pytest.importorskip("triton.language")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    gather._kernel.cache_clear()
+    crop_kernels._kernel.cache_clear()
     yield
-    gather._kernel.cache_clear()
+    crop_kernels._kernel.cache_clear()
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -98,74 +84,71 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got.contiguous().view(bits), expected.contiguous().view(bits))
 
 
-# --- the same bits as the definition -------------------------------------------------------------------------------
+# --- equality with the definition -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize(("channels", "channels_last"), [(4, False), (5, True)])
-def test_all_48_symmetries_are_the_definition(gathered: Gather, channels: int, channels_last: bool) -> None:
+def test_all_48_symmetries_match_the_definition(channels: int, channels_last: bool) -> None:
     field, plan = random_field(channels), random_plan(ALL)
     got = gathered(field, plan, channels_last=channels_last)
     assert got.is_contiguous(memory_format=memory_format(channels_last))
-    assert_same_bits(got, plain(field, plan))
+    assert_same_bits(got, expected_samples(field, plan))
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
-def test_fields_and_batches_may_be_of_either_size(gathered: Gather, stored: torch.dtype, dtype: torch.dtype) -> None:
-    """With values that fit into both: Triton's interpreter truncates to bfloat16 instead of rounding."""
+def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype) -> None:
+    """The values need no rounding: Triton's interpreter truncates to bfloat16. On a GPU, tests/test_gpu.py rounds."""
     field, plan = random_field(5, dtype=stored), random_plan(ALL[3::11])
-    assert_same_bits(gathered(field, plan, dtype=dtype), plain(field, plan).to(dtype))
+    assert_same_bits(gathered(field, plan, dtype=dtype), expected_samples(field, plan).to(dtype))
 
 
-def test_casts_round_to_nearest() -> None:
-    field, plan = torch.randn((4, BOX, BOX, BOX), generator=torch.Generator().manual_seed(0)), random_plan(ALL[::5])
-    assert_same_bits(gather_by("torch", field, plan, dtype=torch.bfloat16), plain(field, plan).bfloat16())
-
-
-def test_nan_and_subnormals_pass(gathered: Gather) -> None:
+@pytest.mark.usefixtures("interpreter")
+def test_nan_and_subnormals_are_kept() -> None:
     field = torch.full((4, CROP, CROP, CROP), torch.nan)
     field[:, 0] = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest positive number
     plan = EpochPlan(np.zeros((6, 3), dtype=int), ALL[7::8])
-    got, expected = gathered(field, plan), plain(field, plan)
+    got, expected = gathered(field, plan), expected_samples(field, plan)
     assert got.isnan().sum() == 6 * 4 * CROP**2 * (CROP - 1)
     assert_same_bits(got.nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels first", "channels last"])
-def test_a_crop_may_have_several_tiles_and_be_of_any_size(
-    gathered: Gather, monkeypatch: pytest.MonkeyPatch, channels_last: bool
-) -> None:
+def test_a_crop_of_any_size_with_several_tiles(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> None:
     """Complete and partial tiles, under symmetries that move the field's fastest axis and others."""
-    monkeypatch.setattr(gather, "TILE_ALL_CHANNELS", (2, 4))
-    monkeypatch.setattr(gather, "TILE_ONE_CHANNEL", (2, 4))
+    monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", (2, 4))
+    monkeypatch.setattr(crop_kernels, "TILE_ONE_CHANNEL", (2, 4))
     field = random_field(5 if channels_last else 4, box=7)
     for crop, symmetries in ((5, ALL[5::8] if channels_last else np.array([7, 29])), (1, ALL[:2]), (7, ALL[29:30])):
         plan = random_plan(symmetries, box=7, crop=crop)
-        assert_same_bits(gathered(field, plan, crop, channels_last), plain(field, plan, crop))
+        assert_same_bits(gathered(field, plan, crop, channels_last), expected_samples(field, plan, crop))
 
 
 # --- addresses -----------------------------------------------------------------------------------------------------
 
 
 def test_addresses_of_the_full_volume_do_not_overflow() -> None:
-    """A channel of 1024³ cells starts beyond 2³¹ from the third on; the last crop ends where the box does."""
+    """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
     rows = device_plan(EpochPlan(np.full((1, 3), 960, dtype=np.int32), np.array([47])), 1024)
     table = walks(1024, 64, (64 * 64 * 5, 64 * 5, 5))
     assert rows.dtype == table.dtype == np.int64
     assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
-    for begin, ways in ((table[:, 1], table[:, 2:5]), (table[:, 5], table[:, 6:9])):
-        assert (begin + 63 * ways.clip(max=0).sum(1) == 0).all(), "each walk begins at the first cell"
+    for start, strides in ((table[:, 1], table[:, 2:5]), (table[:, 5], table[:, 6:9])):
+        assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
     assert (table[:, 1] + 63 * table[:, 2:5].clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
     kernel = TritonGather(random_field(5, box=1), 1, VECTORS, "full")
     assert kernel._inputs[2].dtype == torch.int64
 
 
-# --- on GPUs, without one ------------------------------------------------------------------------------------------
+# --- compilation for GPUs ------------------------------------------------------------------------------------------
 
 
-def test_without_triton_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    gather._kernel.cache_clear()
+    crop_kernels._kernel.cache_clear()
     with pytest.raises(UserError, match=r"needs triton on a GPU: pip install triton, or use --data_loader_config=lowm"):
         TritonGather(random_field(4), CROP, VECTORS, "full")
 
@@ -174,17 +157,17 @@ def test_without_triton_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_the_kernel_compiles_for_a_gpu(
     channels_last: bool, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Also after the interpreter's tests."""
+    """Also after tests that used the interpreter."""
     compiler = pytest.importorskip("triton.compiler")
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    lanes, tile = (8, gather.TILE_ALL_CHANNELS) if channels_last else (1, gather.TILE_ONE_CHANNEL)
+    lanes, tile = (8, crop_kernels.TILE_ALL_CHANNELS) if channels_last else (1, crop_kernels.TILE_ONE_CHANNEL)
     constants: dict[str, Any] = {"HALF": False, "CROP": 64, "CHANNELS": 5, "LANES": lanes}
     constants |= {"ROWS": tile[0], "COLUMNS": tile[1]} | ({"channel_stride": 1} if channels_last else {})
     types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64", "flips": "*i32"}
     types |= {"first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
-    kernel = gather._kernel()
+    kernel = crop_kernels._kernel()
     indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = compiler.ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, indices)
     options = {"num_warps": 8, "enable_fp_fusion": False}

@@ -1,4 +1,4 @@
-"""The crop copier against the definition: a slice of the array, then symmetry.apply."""
+"""Compares the crop copier with the definition: a slice of the array, then symmetry.apply."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def copied(copier: CropCopier, origin: np.ndarray, index: int) -> np.ndarray:
 
 @pytest.mark.parametrize("stored", ["in C order", "in Fortran order", "chunked"])
 def test_all_48_symmetries_are_bit_identical_to_the_definition(tmp_path: Path, stored: str) -> None:
-    """In both modes; they differ in every symmetry but the identity."""
+    """In both modes, which differ in every symmetry except the identity."""
     with h5py.File(tmp_path / "field.h5", "w") as file:
         dataset = file.create_dataset("field", data=FIELD, chunks=(1, 4, 4, 4), compression="gzip")
         field = {"in C order": FIELD, "in Fortran order": np.asfortranarray(FIELD), "chunked": dataset}[stored]
@@ -42,7 +42,7 @@ def test_all_48_symmetries_are_bit_identical_to_the_definition(tmp_path: Path, s
 
 
 def test_one_copier_serves_several_threads_at_once() -> None:
-    """Each thread has a scratch block of its own; the crop is large enough for numpy to release the lock."""
+    """Each thread has its own scratch block. The crop is large enough for numpy to release the interpreter lock."""
     field = np.random.default_rng(1).standard_normal((4, 24, 24, 24)).astype(np.float32)
     copier = CropCopier(field, 24, VECTORS, "full")
     expected = [symmetry.apply(field, index, VECTORS) for index in range(symmetry.COUNT)]

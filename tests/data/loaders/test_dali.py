@@ -1,4 +1,4 @@
-"""NVIDIA DALI's loader on its CPU backend: axes, errors, and its `.npy` files; test_loaders.py compares its batches."""
+"""The DALI loader on DALI's CPU backend: axes, errors, `.npy` files. test_loaders.py compares its batches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from utils.data import symmetry
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.loaders import dali
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
 from utils.data.plan import SamplePlan
 from utils.errors import UserError, one_line_errors
@@ -54,11 +55,11 @@ def opened(source: Path) -> NpyVolume:
     return open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
 
 
-def training_plan() -> SamplePlan:
-    return SamplePlan(samples=24, box=BOX, crop=CROP, seed=3)
+def loader_of(volume: NpyVolume) -> DaliLoader:
+    return DaliLoader(volume, CropOptions(SamplePlan(samples=24, box=BOX, crop=CROP, seed=3), batch_size=4))
 
 
-def test_one_transposition_permutes_axes_as_all_48_symmetries_do() -> None:
+def test_one_transposition_permutes_axes_like_all_48_symmetries() -> None:
     crop = np.arange(27).reshape(3, 3, 3)
     for index, shape in enumerate(superpattern_shapes(3)):
         permuted = crop.reshape(shape).transpose(SUPERPATTERN).reshape(3, 3, 3)
@@ -68,7 +69,7 @@ def test_one_transposition_permutes_axes_as_all_48_symmetries_do() -> None:
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
-def test_without_dali_the_line_names_the_install_command(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_dali_the_error_names_the_install_command(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
     for error, says in (
         (ModuleNotFoundError("No module named 'nvidia'"), r'is not installed; install it with pip install -e "\.\[da'),
@@ -85,17 +86,17 @@ def test_without_dali_the_line_names_the_install_command(source: Path, monkeypat
             for name in [name for name in sys.modules if name.startswith("nvidia")]:
                 patch.delitem(sys.modules, name)
             with pytest.raises(UserError, match=f"NVIDIA DALI {says}"):
-                DaliLoader(opened(source), training_plan(), batch_size=4)
+                loader_of(opened(source))
 
 
 @needs_dali
 def test_a_failing_pipeline_is_one_line(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its other batches cannot be fetched any more; that must not hide what happened."""
+    """After the failure no other batch can be fetched; that error must not hide the first one."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("Critical error in pipeline:\nencountered:\n\nCUDA error: unspecified launch failure")
 
-    with closing(DaliLoader(opened(source), training_plan(), batch_size=4)) as loader:
+    with closing(loader_of(opened(source))) as loader:
         batches = loader.epoch(0)
         next(batches)
         monkeypatch.setattr(loader._pipeline, "outputs", fail)
@@ -115,49 +116,48 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("damage", "says"),
     [
-        (lambda path: path.unlink(), r"no such file: .*bad_data\.npy; make it with python -m utils\.convert_to_npy"),
-        (cut, r"bad_data\.npy: the file is truncated; make it with .* -i .*bad\.h5 --overwrite"),
+        (lambda path: path.unlink(), r"no such file: .*bad_data\.npy; create it with python -m utils\.convert_to_npy"),
+        (cut, r"bad_data\.npy: the file is truncated; recreate it with .* -i .*bad\.h5 --overwrite"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
         (saved(ZEROS.astype(">f4")), "is of type >f4, expected little-endian float32"),
         (saved(np.asfortranarray(ZEROS)), "is in Fortran order, expected C order"),
         (saved(ZEROS[:8]), r"is \(8, 12, 12, 4\), expected \(12, 12, 12, 4\)"),
-        (saved(ZEROS), r"holds other values than its HDF5 file .*bad\.h5: they are no twins; .* --overwrite"),
+        (saved(ZEROS), r"does not match .*bad\.h5 \(other values\); recreate it with .* --overwrite"),
     ],
 )
 def test_a_bad_npy_file_is_one_line_that_names_it(
-    volume_file: VolumeFile, tmp_path: Path, spoil: Callable[[Path], Any], says: str
+    volume_file: VolumeFile, tmp_path: Path, damage: Callable[[Path], Any], says: str
 ) -> None:
     source = volume_file(tmp_path / "bad.h5", box=BOX)
     convert(source)
-    spoil(tmp_path / "bad_data.npy")
+    damage(tmp_path / "bad_data.npy")
     with pytest.raises(UserError, match=says) as caught:
         opened(source)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "bad_data.npy") in str(caught.value)
 
 
-def test_npy_files_of_another_box_and_ones_that_are_not_named(volume_file: VolumeFile, tmp_path: Path) -> None:
+def test_npy_files_of_another_box_and_missing_paths(volume_file: VolumeFile, tmp_path: Path) -> None:
     small, large = volume_file(tmp_path / "small.h5", box=8), volume_file(tmp_path / "large.h5", box=BOX)
     convert(small)
-    with pytest.raises(UserError, match=r"small_data\.npy is \(8, 8, 8, 4\), its HDF5 file .*large\.h5 \(4, 12,"):
+    with pytest.raises(UserError, match=r"small_data\.npy does not match .*large\.h5 \(shape \(8, 8, 8, 4\), expected"):
         open_npy_volume(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
     with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy -i box\.h5"):
         open_npy_volume((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)
 
 
 def read_while_it_shrinks(folder: Path) -> None:
-    """Runs as a process of its own, which ends whether a check or the read itself meets the shorter file."""
+    """Runs in a separate process. The file shrinks while no crop is read: a read of a lost page kills the process."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     source = folder / "box.h5"
-    twins = open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX)
-    with one_line_errors(), closing(DaliLoader(twins, training_plan(), batch_size=4)) as loader:
-        batches = loader.epoch(0)
-        next(batches)
+    volume = open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX)
+    with one_line_errors(), closing(loader_of(volume)) as loader:
+        list(loader.epoch(0))
         cut(folder / "box_label.npy")
-        list(batches)
+        list(loader.epoch(1))
 
 
 @needs_dali

@@ -1,9 +1,10 @@
-"""The resident loader and the loading of its volume: on the CPU, on a device's path with Triton's interpreter, and on
-several ranks and nodes. test_loaders.py compares its batches on the CPU."""
+"""The loader of volumes in device memory, with Triton's interpreter in place of a GPU, and the loading of its volume on
+several ranks and nodes."""
 
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,14 +18,16 @@ import torch
 from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
+from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loaders import crop_kernels as gather
-from utils.data.loaders import gpu_resident as resident
+from utils.data.loader import Batch, memory_format
+from utils.data.loaders import crop_kernels, gpu_resident
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
-from utils.data.loaders.prefetcher import Batch, Fills, memory_format
+from utils.data.loaders.prefetcher import Fills
 from utils.data.plan import SamplePlan
-from utils.distributed import world as distributed
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.pending_work import PendingWork
 
@@ -43,26 +46,26 @@ def fields(path: Path) -> Fields:
     return read_fields(path)
 
 
-def in_memory(fields: Fields, dtype: torch.dtype = torch.float32) -> Volume:
+def on_device(fields: Fields, dtype: torch.dtype = torch.float32) -> Volume:
     return Volume("box.h5", *(torch.from_numpy(field).to(dtype) for field in fields))
 
 
-def a_plan(samples: int = 12, **changed: Any) -> SamplePlan:
+def sample_plan(samples: int = 12, **changed: Any) -> SamplePlan:
     return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
 
 
-class ImmediateFeeder:
-    """In the stream feeder's place, without streams: what is enqueued is done at once."""
+class ImmediatePrefetcher:
+    """Replaces CudaPrefetcher, without streams: a fill runs as soon as it is enqueued."""
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool) -> None:
         assert device.type == "cuda"
         form = memory_format(channels_last)
         self._slots = [Batch(*(torch.empty(shape, memory_format=form) for shape in shapes)) for _ in range(3)]
 
-    def feed(self, fills: Fills) -> Generator[Batch, None, None]:
+    def prefetch(self, fills: Fills) -> Generator[Batch, None, None]:
         with closing(fills):
             for number, (size, fill) in enumerate(fills):
                 slot = Batch(*(part[:size] for part in self._slots[number % 3]))
@@ -72,27 +75,26 @@ class ImmediateFeeder:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """The device's path on the CPU's tensors: the kernel in Triton's interpreter, and no streams."""
+    """Runs the device's code on CPU tensors: the kernel in Triton's interpreter, without streams."""
     pytest.importorskip("triton.language")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(resident, "StreamFeeder", ImmediateFeeder)
+    monkeypatch.setattr(gpu_resident, "CudaPrefetcher", ImmediatePrefetcher)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    gather._kernel.cache_clear()
+    crop_kernels._kernel.cache_clear()
     yield torch.device("cuda")
-    gather._kernel.cache_clear()
+    crop_kernels._kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("mode", "split", "size"), [("full", "train", 1), ("grid", "train", 2), ("full", "valid", 4)])
 def test_on_a_device_batches_match_the_definition(
     cuda: torch.device, fields: Fields, mode: str, split: str, size: int
 ) -> None:
-    """Bit for bit in each rank's part of two epochs, one left early and one resumed in its middle."""
-    plan = a_plan(11, split=split)
+    """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle."""
+    plan = sample_plan(11, split=split)
     layout: dict[str, Any] = {"vectors": VECTORS, "symmetry_mode": mode, "channels_last": True}
     for rank in range(size):
-        loader = GpuResidentLoader(
-            in_memory(fields), plan, batch_size=4 // size, rank=rank, world_size=size, device=cuda, **layout
-        )
+        options = CropOptions(plan, batch_size=4 // size, rank=rank, world_size=size, device=cuda, **layout)
+        loader = GpuResidentLoader(on_device(fields), options)
         for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
             expected = rank_batches(reference(fields, plan, epoch, mode), 4, rank, size, split == "train")
             assert len(loader) == len(expected)
@@ -101,39 +103,28 @@ def test_on_a_device_batches_match_the_definition(
             assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
             assert part.is_contiguous(memory_format=torch.channels_last_3d)
-        place = PendingWork()
-        loader.attach(place)
-        assert loader._feeder.beside is place
+        pending_work = PendingWork()
+        loader.attach(pending_work)
+        assert loader._prefetcher.pending_work is pending_work
         loader.close()
 
 
-@pytest.mark.parametrize("on", ["cpu", "cuda"])
-def test_float16_storage_gives_the_rounded_volumes_batches(
-    request: pytest.FixtureRequest, fields: Fields, on: str
-) -> None:
-    plan, device = a_plan(4), request.getfixturevalue("cuda") if on == "cuda" else torch.device("cpu")
+def test_float16_storage_gives_the_batches_of_the_rounded_volume(cuda: torch.device, fields: Fields) -> None:
+    plan = sample_plan(4)
     rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
-    volume = in_memory(fields, torch.float16)
-    with closing(GpuResidentLoader(volume, plan, batch_size=4, vectors=VECTORS, device=device)) as loader:
-        batch = next(loader.epoch(0))
-        assert all(part.is_contiguous() for part in batch)
-        assert batch.inputs.dtype == batch.targets.dtype == torch.float32
-        assert digest(batch) == reference(rounded, plan, 0)
+    loader = GpuResidentLoader(
+        on_device(fields, torch.float16), CropOptions(plan, batch_size=4, vectors=VECTORS, device=cuda)
+    )
+    batch = next(loader.epoch(0))
+    assert all(part.is_contiguous() for part in batch)
+    assert batch.inputs.dtype == batch.targets.dtype == torch.float32
+    assert digest(batch) == reference(rounded, plan, 0)
 
 
-def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
-    """As share_volume gives them: one copy per node remains one."""
-    field = fields[0].copy()
-    with closing(GpuResidentLoader(Volume("box.h5", field, fields[1]), a_plan(8), batch_size=8)) as loader:
-        before = next(loader.epoch(0)).inputs.clone()
-        field += 1
-        assert torch.equal(next(loader.epoch(0)).inputs, before + 1)
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
-# --- does it fit? --------------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_to_the_byte_is_reported_with_sizes_and_a_remedy() -> None:
+def test_volumes_that_do_not_fit_are_reported_with_sizes_and_a_remedy() -> None:
     sizes = [36 * GIB, 2 * GIB]
     check_fits(sizes, torch.float32, 80 * GIB, 42 * GIB)
     check_fits(sizes, torch.float16, 80 * GIB, 61 * GIB)
@@ -142,7 +133,7 @@ def test_what_does_not_fit_to_the_byte_is_reported_with_sizes_and_a_remedy() -> 
     with pytest.raises(UserError) as caught:
         check_fits(sizes, torch.float32, 40 * GIB, 17 * GIB // 2)
     assert str(caught.value) == (
-        "the volumes take 38.00 GiB as float32; the device has 40.00 GiB free, and 8.50 GiB are reserved for training; "
+        "the volumes need 38.00 GiB as float32; the device has 40.00 GiB free, and 8.50 GiB are reserved for training; "
         "use --set resident_dtype=float16 (19.00 GiB) or --data_loader_config=lowmem"
     )
     for dtype in (torch.float32, torch.float16):
@@ -157,7 +148,7 @@ def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch
     size = open_volume(path, (4, 5)).bytes
     monkeypatch.setattr(torch, "empty", no_memory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - 1, size))
-    with pytest.raises(UserError, match=r"^the volumes take .* as float32; .*float16 .*=lowmem$"):
+    with pytest.raises(UserError, match=r"^the volumes need .* as float32; .*float16 .*=lowmem$"):
         load_resident(open_volume(path, (4, 5)), World(Launch("single process"), torch.device("cuda")), torch.float32)
 
 
@@ -168,8 +159,8 @@ def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch
 def test_a_volume_is_read_into_tensors(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path, dtype: torch.dtype
 ) -> None:
-    """From one piece, and from chunks whose slabs do not divide the box."""
-    monkeypatch.setattr(resident, "SLAB_VALUES", 3 * BOX**2)
+    """From a contiguous file, and from chunks whose slabs do not divide the box."""
+    monkeypatch.setattr(hdf5, "SLAB_VALUES", 3 * BOX**2)
     chunked = volume_file(tmp_path / "chunked.h5", box=BOX, chunks=(1, 5, 4, 7), compression="gzip")
     for file in (path, chunked):
         volume = load_resident(open_volume(file, (4, 5)), ALONE, dtype)
@@ -186,8 +177,8 @@ def write_box(path: Path, value: float) -> Volume:
     return open_volume(path, (4, 5))
 
 
-def test_float16_keeps_its_largest_value_and_nan_and_refuses_what_is_beyond(tmp_path: Path) -> None:
-    """NaN are reported by --preflight."""
+def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values(tmp_path: Path) -> None:
+    """--preflight reports NaN."""
     for value in (65504, -65504, float("nan")):
         stored = load_resident(write_box(tmp_path / f"{value}.h5", value), ALONE, torch.float16).targets[2, 1, 1, 1]
         assert stored == value or (stored != stored and value != value)
@@ -204,7 +195,7 @@ def test_float16_keeps_its_largest_value_and_nan_and_refuses_what_is_beyond(tmp_
 
 
 class CountedField:
-    """A field that counts its reads, and fails at the fourth if it is given an error."""
+    """A field that counts its reads, and raises `error`, if given, at the fourth."""
 
     def __init__(self, field: np.ndarray, error: Exception | None = None) -> None:
         self._field, self._error = field, error
@@ -218,7 +209,7 @@ class CountedField:
         return self._field[selection]
 
 
-# The type that is loaded, and the error of the one rank that fails to read.
+# The stored type, and the error on the one rank that fails to read.
 LOADINGS: list[tuple[torch.dtype, Exception | None]] = [
     (torch.float16, OSError(5, "Input/output error")),
     (torch.float16, ZeroDivisionError("bug")),
@@ -230,11 +221,11 @@ PLACEMENTS: list[tuple[str, list[int], list[int]]] = [("abab", [1, 1, 0, 0], [2,
 
 def load_on_nodes(world: World, path: str) -> list[list[tuple[list[bytes] | str, int]]]:
     """For each placement and loading: the fields or the error that this rank gets, and its number of reads."""
-    resident.SLAB_VALUES = 5 * BOX**2
+    hdf5.SLAB_VALUES = 5 * BOX**2
     plain = open_volume(path, (4, 5))
     answers: list[list[tuple[list[bytes] | str, int]]] = []
     for hosts, local_ranks, sources in PLACEMENTS:
-        distributed.socket.gethostname = lambda hosts=hosts: hosts[world.rank]
+        socket.gethostname = lambda hosts=hosts: hosts[world.rank]
         placed = World(replace(world.launch, local_rank=local_ranks[world.rank]), world.device)
         answers.append([])
         for dtype, error in LOADINGS:
@@ -242,9 +233,8 @@ def load_on_nodes(world: World, path: str) -> list[list[tuple[list[bytes] | str,
             targets = CountedField(plain.targets, error if world.rank == sources[-1] else None)
             got: list[bytes] | str
             try:
-                # The part of load_resident for devices; on the CPU it keeps float32 in shared memory.
-                loaded = resident._load(Volume(plain.path, inputs, targets), placed, dtype)
-                got = [field.numpy().tobytes() for field in loaded]
+                loaded = load_resident(Volume(plain.path, inputs, targets), placed, dtype)
+                got = [field.numpy().tobytes() for field in (loaded.inputs, loaded.targets)]
             except (UserError, ZeroDivisionError) as caught:
                 got = f"{type(caught).__name__}: {caught}"
             answers[-1].append((got, inputs.readings + targets.readings))
@@ -252,7 +242,7 @@ def load_on_nodes(world: World, path: str) -> list[list[tuple[list[bytes] | str,
 
 
 def test_one_rank_per_node_reads_and_all_ranks_have_the_volume_or_the_same_error(path: Path, fields: Fields) -> None:
-    """On two nodes, of equal and of different size, one with a single rank; the last reader's file fails."""
+    """On two nodes of equal and of different size, one with a single rank; the file of the last reader fails."""
     slabs = 2  # a channel, of 5 and 3 planes
     whole = [field.tobytes() for field in fields]
     for rank, answers in enumerate(run_ranks(load_on_nodes, 4, str(path))):
@@ -263,6 +253,6 @@ def test_one_rank_per_node_reads_and_all_ranks_have_the_volume_or_the_same_error
             )
             wanted = [f"UserError: rank {failing}: cannot read {path}: Input/output error", bug, whole]
             assert [got for got, _ in answer] == wanted
-            # After a failure nothing more is read.
+            # After a failure no more slabs are read.
             failed, read = 4 * slabs + 4 if rank == failing else 9 * slabs, 9 * slabs
             assert [count for _, count in answer] == ([failed, failed, read] if rank in sources else [0, 0, 0])

@@ -1,4 +1,4 @@
-"""The stream feeder on a simulated device: in whatever order the streams run, every kernel reads its own batch.
+"""The prefetcher on a simulated device: in whatever order the streams run, every kernel reads its own batch.
 
 A CUDA stream runs its work in order, at any time; only events order two streams. The simulation queues the work and
 runs it as late as possible, as soon as possible, or at random.
@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.data.loaders import prefetcher as feeder
-from utils.data.loaders.prefetcher import Batch, CudaPrefetcher, Fills, copies
+from utils.data.loader import Batch
+from utils.data.loaders import prefetcher as prefetching
+from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
 from utils.pending_work import PendingWork
 
 SHAPE = (2, 3)
-HOST_BUFFERS = 3  # as the native loader has them
+HOST_BUFFERS = 3  # as in ThreadedCropLoader
 
 
 class Event:
     def __init__(self) -> None:
-        self.done = True  # an event that was never recorded blocks nobody
+        self.done = True  # an event that was never recorded blocks nothing
         self.stream: Stream | None = None
 
     def record(self, stream: Stream) -> None:
@@ -42,7 +43,7 @@ class Event:
 
 
 class Stream:
-    """Work that is queued: functions, and events to wait for."""
+    """Queued work: functions, and events to wait for."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -65,7 +66,7 @@ class Stream:
         return bool(self.work) and (not isinstance(self.work[0], Event) or self.work[0].done)
 
     def advance(self) -> None:
-        """Runs one item, and before it only what it waits for."""
+        """Runs one item, and before it only the work it waits for."""
         item = self.work.popleft()
         if isinstance(item, Event):
             item.synchronize()
@@ -78,7 +79,7 @@ class Stream:
 
 
 class Device:
-    """Two streams: after each item that is queued, each does what it can with a probability of its own an item."""
+    """Two streams. After each queued item, each stream runs its ready items, with its own probability per item."""
 
     def __init__(self, consumer: float, copier: float, seed: int = 0) -> None:
         self.consumer, self.copier = Stream(self), Stream(self)
@@ -92,7 +93,7 @@ class Device:
                 stream.advance()
 
     def torch(self) -> Any:
-        """The part of torch that feeder.py uses."""
+        """The part of torch that prefetcher.py uses."""
 
         @contextmanager
         def stream(chosen: Stream) -> Iterator[None]:
@@ -108,11 +109,11 @@ class Device:
         cuda = SimpleNamespace(
             Stream=lambda _: self.copier, Event=Event, current_stream=lambda _: self.current, stream=stream
         )
-        return SimpleNamespace(cuda=cuda, empty=empty, contiguous_format=None)
+        return SimpleNamespace(cuda=cuda, empty=empty)
 
 
 class Tensor:
-    """Memory; a copy reads its source when it is run, not when it is asked for."""
+    """Memory; a copy reads its source when it runs, not when it is enqueued."""
 
     def __init__(self, device: Device, values: np.ndarray) -> None:
         self.device, self.values = device, values
@@ -129,7 +130,7 @@ class Tensor:
 
 
 class HostLoader:
-    """Batches of equal numbers in the native loader's way: asked for batch n, it rewrites the memory of n - 2."""
+    """Batches of equal numbers, as from ThreadedCropLoader: a request for batch n rewrites the memory of n - 2."""
 
     def __init__(self, device: Device) -> None:
         self._buffers = [Batch(*(Tensor(device, np.zeros(SHAPE)) for _ in range(2))) for _ in range(HOST_BUFFERS)]
@@ -155,7 +156,7 @@ class HostLoader:
 
 
 class DeviceLoader:
-    """Batches of equal numbers in the resident loader's way: kernels write them, and count on the device."""
+    """Batches of equal numbers, as from GpuResidentLoader: kernels write them, and count on the device."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._next, self.closed = device, 0, 0
@@ -179,18 +180,22 @@ class DeviceLoader:
 
 
 LOADERS = {"copies": HostLoader, "gathers": DeviceLoader}
-# The streams' probabilities and a seed: as late as possible, as soon as possible, and in between.
+# The streams' probabilities and a seed: run as late as possible, as soon as possible, and in between.
 SCHEDULES = [(*each, 0) for each in itertools.product((0, 1), repeat=2)]
 SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
-# A loader, and the batches of an epoch at which the consumer takes the work that is offered; None where none is.
+# A loader, and the batches of an epoch at which the consumer takes the offered work; None: no work is offered.
 OFFERS: list[tuple[str, Sequence[int] | None]] = [("copies", None), ("gathers", None)]
 OFFERS += [("gathers", taken_at) for taken_at in ((), range(7), range(2, 7), range(0, 7, 2))]
 
 
 def consume(
-    device: Device, fed: CudaPrefetcher, loader: HostLoader | DeviceLoader, left_after: int, taken_at: Sequence[int]
+    device: Device,
+    prefetcher: CudaPrefetcher,
+    loader: HostLoader | DeviceLoader,
+    end_after: int,
+    taken_at: Sequence[int],
 ) -> None:
-    """Reads three epochs, the first only up to `left_after`; a kernel that is queued with each batch checks it."""
+    """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it."""
     read: list[tuple[int, int, bool]] = []
 
     def kernel(number: int, size: int, batch: Batch) -> None:
@@ -199,49 +204,53 @@ def consume(
             read.append((number, size, good))
 
     expected = []
-    for epoch, leave in enumerate((left_after, 7, 7)):
+    for epoch, end in enumerate((end_after, 7, 7)):
         numbers = [100 * epoch + index for index in range(7)]
-        batches = fed.feed(loader.epoch(numbers, last_size=1))
-        for index, number in enumerate(numbers[:leave]):
+        batches = prefetcher.prefetch(loader.epoch(numbers, last_size=1))
+        for index, number in enumerate(numbers[:end]):
             batch = next(batches)
             size = 1 if index == 6 else SHAPE[0]
-            if fed.beside is not None and index in taken_at:
-                work = fed.beside.take()
-                assert (work is None) is (index == 6), "the last batch is followed by none"
+            if prefetcher.pending_work is not None and index in taken_at:
+                work = prefetcher.pending_work.take()
+                assert (work is None) is (index == 6), "no batch follows the last"
                 if work is not None:
                     assert work.key == ((index + 1) % 3, 1 if index == 5 else SHAPE[0])
                     work.enqueue()
             device.consumer.add(lambda number=number, size=size, batch=batch: kernel(number, size, batch))
             expected += [(number, size, True)] * 2
-        if leave == 7:
+        if end == 7:
             assert next(batches, None) is None
         batches.close()
         assert loader.closed == epoch + 1
-        assert fed.beside is None or fed.beside.take() is None, "work of an epoch that is over is still offered"
+        assert prefetcher.pending_work is None or prefetcher.pending_work.take() is None, (
+            "work of a finished epoch is still offered"
+        )
     device.consumer.synchronize()
     assert read == expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
-    """Over three epochs, the first left early or not; the host waits for nothing in between.
+    """Over three epochs, of which the first may end early; the host waits for nothing in between.
 
-    Work that is offered, and that the consumer takes, fills the next batch on the consumer's stream.
+    Offered work that the consumer takes fills the next batch on the consumer's stream.
     """
-    for (loaded, taker), left_after in itertools.product(OFFERS, (1, 2, 3, 4, 7)):
+    for (loaded, taken_at), end_after in itertools.product(OFFERS, (1, 2, 3, 4, 7)):
         device = Device(*schedule)
-        monkeypatch.setattr(feeder, "torch", device.torch())
-        fed = CudaPrefetcher("cuda", [SHAPE, SHAPE])
-        fed.beside = None if taker is None else PendingWork()
-        consume(device, fed, LOADERS[loaded](device), left_after, taker or ())
+        monkeypatch.setattr(prefetching, "torch", device.torch())
+        prefetcher = CudaPrefetcher("cuda", [SHAPE, SHAPE])
+        prefetcher.pending_work = None if taken_at is None else PendingWork()
+        consume(device, prefetcher, LOADERS[loaded](device), end_after, taken_at or ())
 
 
 @pytest.mark.parametrize("loaded", LOADERS)
-def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
+def test_the_host_waits_for_no_kernel_during_the_first_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
     """The host gets three batches before any of their kernels has run."""
     device = Device(consumer=0, copier=1)
-    monkeypatch.setattr(feeder, "torch", device.torch())
-    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).feed(LOADERS[loaded](device).epoch(list(range(7)), last_size=2))
+    monkeypatch.setattr(prefetching, "torch", device.torch())
+    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).prefetch(
+        LOADERS[loaded](device).epoch(list(range(7)), last_size=2)
+    )
     run: list[int] = []
     for number in range(3):
         next(batches)
@@ -250,11 +259,11 @@ def test_the_host_waits_for_no_kernel_within_a_few_steps(monkeypatch: pytest.Mon
     batches.close()
 
 
-def test_a_fill_that_fails_ends_its_epoch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a kernel does that cannot be compiled."""
+def test_a_fill_that_fails_ends_only_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example a kernel that cannot be compiled."""
     device = Device(consumer=0, copier=0)
-    monkeypatch.setattr(feeder, "torch", device.torch())
-    fed, loader = CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device)
+    monkeypatch.setattr(prefetching, "torch", device.torch())
+    prefetcher, loader = CudaPrefetcher("cuda", [SHAPE, SHAPE]), HostLoader(device)
 
     def fail(_: Batch) -> None:
         raise ZeroDivisionError
@@ -264,10 +273,10 @@ def test_a_fill_that_fails_ends_its_epoch_alone(monkeypatch: pytest.MonkeyPatch)
             for number, (size, fill) in enumerate(fills):
                 yield size, fail if number == 2 else fill
 
-    batches = fed.feed(failing())
+    batches = prefetcher.prefetch(failing())
     next(batches)
     with pytest.raises(ZeroDivisionError):
         next(batches)
     assert device.current is device.consumer
     assert loader.closed == 1
-    consume(device, fed, HostLoader(device), 7, ())
+    consume(device, prefetcher, HostLoader(device), 7, ())

@@ -1,4 +1,4 @@
-"""The synthetic loader: one random batch, given as often as the real loader gives batches."""
+"""The synthetic loader yields one random batch as often as a real loader yields batches."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.synthetic import SyntheticLoader
+from utils.data.plan import SamplePlan
 
 
-def loader(samples: int = 10, drop_last: bool = True, **changed: Any) -> SyntheticLoader:
-    options = {"crop": 4, "batch_size": 3, "channels": (4, 5)} | changed
-    return SyntheticLoader(samples=samples, drop_last=drop_last, **options)
+def loader(
+    samples: int = 10, split: str = "train", seed: int = 0, channels: tuple[int, int] = (4, 5), **changed: Any
+) -> SyntheticLoader:
+    plan = SamplePlan(samples, box=8, crop=4, seed=seed, split=split)
+    return SyntheticLoader(channels, CropOptions(plan, batch_size=3, **changed))
 
 
-def test_a_seed_and_rank_have_one_batch_of_values_between_minus_one_and_one() -> None:
+def test_each_seed_and_rank_has_one_batch_of_values_between_minus_one_and_one() -> None:
     batches = list(loader(seed=1).epoch(0))
     assert {batch.inputs.data_ptr() for batch in batches} == {batches[0].inputs.data_ptr()}
     for part, again, channels in zip(batches[0], next(loader(seed=1).epoch(5)), (4, 5), strict=True):
@@ -27,21 +31,21 @@ def test_a_seed_and_rank_have_one_batch_of_values_between_minus_one_and_one() ->
         assert not torch.equal(batches[0].inputs, next(others.epoch(0)).inputs)
 
 
-def test_the_number_and_size_of_batches_are_those_of_the_plan() -> None:
-    """Training drops an incomplete batch; validation's last one is divided among the ranks."""
-    training, validation = loader(), loader(drop_last=False)
+def test_number_and_size_of_batches_follow_the_plan() -> None:
+    """Training drops an incomplete batch; the last batch of validation is divided among the ranks."""
+    training, validation = loader(), loader(split="valid")
     assert len(training) == len(list(training.epoch(0))) == 3
     assert len(validation) == 4
     assert [len(batch.inputs) for batch in validation.epoch(0)] == [3, 3, 3, 1]
     assert [len(batch.inputs) for batch in validation.epoch(0, first_batch=2)] == [3, 1]
     for rank, sizes in enumerate(([3, 2], [3, 2], [3, 1])):
-        part = loader(samples=14, drop_last=False, rank=rank, world_size=3)
+        part = loader(samples=14, split="valid", rank=rank, world_size=3)
         assert [len(batch.inputs) for batch in part.epoch(0)] == sizes
 
 
-def test_channels_last_changes_the_memory_format_and_no_value() -> None:
-    """Also in the smaller last batch, and where a single channel would fit both formats."""
-    plain, last = (loader(drop_last=False, channels=(1, 5), channels_last=each) for each in (False, True))
+def test_channels_last_changes_the_memory_format_but_no_value() -> None:
+    """Also in the smaller last batch, and for a single channel, whose memory has both formats."""
+    plain, last = (loader(split="valid", channels=(1, 5), channels_last=each) for each in (False, True))
     for batch, batch_last in zip(plain.epoch(0), last.epoch(0), strict=True):
         assert batch_last.inputs.stride() == (64, 1, 16, 4, 1)
         assert all(torch.equal(part, other) for part, other in zip(batch, batch_last, strict=True))

@@ -1,4 +1,4 @@
-"""The native loader's storage formats, buffers, threads and errors; test_loaders.py has what holds for all loaders."""
+"""The threaded crop loader: storage formats, buffers, threads, errors. test_loaders.py tests the common contract."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from processes import wait_until
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
 
 from utils.data.files.hdf5 import Volume, open_volume
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.errors import UserError
@@ -38,6 +39,10 @@ def fields(files: dict[str, Path]) -> Fields:
     return read_fields(files["mapped"])
 
 
+def loader_of(volume: Volume, plan: SamplePlan, **options: Any) -> ThreadedCropLoader:
+    return ThreadedCropLoader(volume, CropOptions(plan, **{"batch_size": 4, "vectors": VECTORS, **options}))
+
+
 def training_plan(samples: int = 20, **changed: Any) -> SamplePlan:
     return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
 
@@ -56,23 +61,33 @@ def test_every_storage_format_and_number_of_threads_gives_the_same_bits(
     assert set(plan.epoch(0).symmetries) == set(range(48))
     expected = batches_of(fields, plan, 0, 16)
     for threads in (0, 1, 3):
-        with closing(ThreadedCropLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
+        with closing(loader_of(volume, plan, batch_size=16, threads=threads)) as loader:
             assert [digest(batch) for batch in loader.epoch(0)] == expected, f"{threads} threads"
 
 
-def test_channels_last_has_its_strides_with_a_single_channel_too(volume_file: VolumeFile, tmp_path: Path) -> None:
-    """A single channel would fit both formats; PyTorch then chooses its kernels by the strides."""
+def test_channels_last_strides_hold_for_a_single_channel_too(volume_file: VolumeFile, tmp_path: Path) -> None:
+    """A single channel has both formats in memory; PyTorch then chooses its kernels by the strides."""
     volume = open_volume(volume_file(tmp_path / "box.h5", box=BOX, channels=(1, 2)), (1, 2))
-    with closing(ThreadedCropLoader(volume, training_plan(), batch_size=4, channels_last=True)) as loader:
+    with closing(loader_of(volume, training_plan(), vectors=((), ()), channels_last=True)) as loader:
         for part, count in zip(next(loader.epoch(0)), (1, 2), strict=True):
             assert part.stride() == (count * CROP**3, 1, count * CROP**2, count * CROP, count)
+
+
+def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
+    """share_volume keeps one copy per node."""
+    field = fields[0].copy()
+    plan = training_plan(samples=8, augment=False)
+    with closing(loader_of(Volume("box.h5", field, fields[1]), plan, batch_size=8)) as loader:
+        before = next(loader.epoch(0)).inputs.clone()
+        field += 1
+        assert torch.equal(next(loader.epoch(0)).inputs, before + 1)
 
 
 # --- buffers and threads -------------------------------------------------------------------------------------------
 
 
 class CountedField:
-    """A field that counts its reads, which may take a moment; read number `fail` raises `error`."""
+    """A field that counts its reads, which take `seconds`; read number `fail` raises `error`."""
 
     def __init__(self, field: Any, seconds: float = 0.0, fail: int = -1, error: Exception | None = None) -> None:
         self._field, self._seconds, self._fail, self._error = field, seconds, fail, error
@@ -108,44 +123,42 @@ def loader_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("loader")}
 
 
-def test_one_batch_is_assembled_ahead_and_the_last_two_stay_as_they_are(fields: Fields) -> None:
-    """The copy to the device may still read a batch while the next is asked for (feeder.py)."""
+def test_one_batch_is_assembled_ahead_and_the_last_two_are_not_overwritten(fields: Fields) -> None:
+    """The copy to the device may still read a batch while the next is requested (prefetcher.py)."""
     plan = training_plan()
     volume, field = counted_volume(fields)
     expected = batches_of(fields, plan, 0)
     given = []
-    with closing(ThreadedCropLoader(volume, plan, batch_size=4, threads=2, vectors=VECTORS)) as loader:
+    with closing(loader_of(volume, plan)) as loader:
         for number, batch in enumerate(loader.epoch(0)):
             given.append(batch)
             ahead = min(20, 4 * (number + 2))
-            wait_until(lambda ahead=ahead: field.ended >= ahead, what=lambda: "the next batch, before it is asked for")
-            assert field.started == ahead, "more batches are assembled than there are buffers"
+            wait_until(lambda ahead=ahead: field.ended >= ahead, what=lambda: "the next batch, before it is requested")
+            assert field.started == ahead, "more batches are assembled than buffers exist"
             assert [digest(batch) for batch in given[-2:]] == expected[max(0, number - 1) : number + 1]
     assert len(given) == 5
 
 
 @pytest.mark.parametrize("leave_after", [1, 2, 3])
-def test_an_epoch_left_early_does_not_disturb_the_next(fields: Fields, leave_after: int) -> None:
+def test_an_epoch_that_ends_early_does_not_disturb_the_next(fields: Fields, leave_after: int) -> None:
     plan = training_plan()
     volume, field = counted_volume(fields, seconds=0.01)
-    with closing(ThreadedCropLoader(volume, plan, batch_size=4, threads=3, vectors=VECTORS)) as loader:
+    with closing(loader_of(volume, plan, threads=3)) as loader:
         for number, _ in enumerate(loader.epoch(0), start=1):
             if number == leave_after:
                 break
-        assert field.active == 0, "a thread still reads, and would write to a buffer of the next epoch"
+        assert field.active == 0, "a thread still reads and would write to a buffer of the next epoch"
         started = field.started
         assert [digest(batch) for batch in loader.epoch(1)] == batches_of(fields, plan, 1)
-        assert field.started == started + 20, "a task of the epoch that was left was carried out later"
+        assert field.started == started + 20, "a task of the ended epoch ran later"
 
 
 @pytest.mark.parametrize("threads", [0, 3])
-def test_after_a_read_error_in_one_line_no_thread_writes_and_the_loader_works_again(
-    fields: Fields, threads: int
-) -> None:
-    """The other tasks of the failed batch were once not waited for."""
+def test_after_a_read_error_no_thread_writes_and_the_loader_works_again(fields: Fields, threads: int) -> None:
+    """The loader once did not wait for the other tasks of the failed batch. The error is one line."""
     plan = training_plan(samples=32)
     volume, field = counted_volume(fields, seconds=0.01, fail=1, error=OSError("filter returned failure"))
-    with closing(ThreadedCropLoader(volume, plan, batch_size=16, threads=threads, vectors=VECTORS)) as loader:
+    with closing(loader_of(volume, plan, batch_size=16, threads=threads)) as loader:
         with pytest.raises(UserError, match=r"^cannot read slow\.h5: filter returned failure$"):
             next(loader.epoch(0))
         assert field.active == 0
@@ -156,16 +169,16 @@ def test_after_a_read_error_in_one_line_no_thread_writes_and_the_loader_works_ag
 
 def test_another_error_in_a_thread_reaches_the_consumer_unchanged(fields: Fields) -> None:
     volume, _ = counted_volume(fields, fail=5, error=ZeroDivisionError("bug"))
-    loader = ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=2, vectors=VECTORS)
+    loader = loader_of(volume, training_plan())
     with closing(loader), pytest.raises(ZeroDivisionError, match="bug"):
         list(loader.epoch(0))
 
 
 def test_close_leaves_no_threads(fields: Fields) -> None:
-    """In the middle of an epoch, and a second time; without threads none is started."""
+    """Also in the middle of an epoch and when called twice; with threads=0 no thread is started."""
     before = loader_threads()
     volume, field = counted_volume(fields, seconds=0.01)
-    loader = ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=3, vectors=VECTORS)
+    loader = loader_of(volume, training_plan(), threads=3)
     batches = loader.epoch(0)
     next(batches)
     assert loader_threads() - before
@@ -173,6 +186,6 @@ def test_close_leaves_no_threads(fields: Fields) -> None:
     assert loader_threads() == before
     assert field.active == 0
     loader.close()
-    with closing(ThreadedCropLoader(volume, training_plan(), batch_size=4, threads=0)) as loader:
+    with closing(loader_of(volume, training_plan(), threads=0)) as loader:
         assert next(loader.epoch(0)).inputs.device == torch.device("cpu")
         assert loader_threads() == before

@@ -1,28 +1,66 @@
-"""Cuts a crop out of a volume under a symmetry, straight into its place in a batch.
+"""Options of the loaders that cut crops, and the copy of one crop under a symmetry straight to its place in a batch.
 
-Moving axes while reading a huge array is slow: consecutive reads lie kilobytes apart. So each channel of the crop is
-first read row by row into a scratch block that stays in the core's cache, and turned from there; the sign of a
-vector component is applied on the way, at no cost. numpy releases the interpreter lock in both passes.
+Permuting axes while reading a huge array is slow: consecutive reads lie kilobytes apart. So each channel of the crop is
+first read row by row into a scratch block that stays in the core's cache, and its axes are permuted from there. The
+sign of a vector component is applied on the way at no cost. numpy releases the interpreter lock in both passes.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from utils.data import symmetry
+from utils.data.plan import SamplePlan, rank_batches
+
+Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that are vectors
+
+CPU = torch.device("cpu")
 
 # Symmetries that read rows forwards and in order: these need no scratch block.
 ROWS_STAY = frozenset(np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist())
 
 
+@dataclass(frozen=True)
+class CropOptions:
+    """Options of a loader that carries out one rank's part of a sample plan.
+
+    batch_size: samples per rank and batch.
+    threads: threads that cut crops; 0: the calling thread cuts them.
+    device: where batches are delivered.
+    vectors: the vector fields of the inputs and of the targets.
+    symmetry_mode: one of symmetry.MODES.
+    """
+
+    plan: SamplePlan
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    threads: int = 2
+    device: torch.device = CPU
+    vectors: tuple[Vectors, Vectors] = ((), ())
+    symmetry_mode: str = "full"
+    channels_last: bool = False
+
+    def batches(self) -> list[slice]:
+        """The rows of an epoch's plan that this rank takes, one slice per batch."""
+        drop_last = self.plan.split == "train"
+        return rank_batches(self.plan.samples, self.batch_size, self.rank, self.world_size, drop_last)
+
+    def shapes(self, channels: Iterable[int]) -> list[tuple[int, ...]]:
+        """The shape [N, C, D, D, D] of a full batch for each number of channels."""
+        return [(self.batch_size, count, *(self.plan.crop,) * 3) for count in channels]
+
+
 class CropCopier:
     """Copies crops of one field; safe to call from several threads at once."""
 
-    def __init__(self, field: Any, crop: int, vectors: Sequence[Sequence[int]], mode: str) -> None:
+    def __init__(self, field: Any, crop: int, vectors: Vectors, mode: str) -> None:
         """`field` is [C, L, L, L]: an array, mapped or not, or an HDF5 dataset."""
         self._field, self._crop = field, crop
         self._sources, self._signs = symmetry.channel_table(field.shape[0], vectors, mode)
@@ -33,7 +71,7 @@ class CropCopier:
         block = self._block()
         x, y, z = (slice(int(start), int(start) + self._crop) for start in origin)
         crop = self._field[:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
-        turned = symmetry.move_axes(block, index)
+        moved = symmetry.move_axes(block, index)
         for channel, (source, sign) in enumerate(zip(self._sources[index], self._signs[index], strict=True)):
             if index in ROWS_STAY and sign > 0:
                 np.copyto(out[channel], symmetry.move_axes(crop[source], index))
@@ -42,11 +80,12 @@ class CropCopier:
                 np.copyto(block, crop[source])
             else:
                 np.negative(crop[source], out=block)
-            np.copyto(out[channel], turned)
+            np.copyto(out[channel], moved)
 
     def _block(self) -> np.ndarray:
+        """This thread's scratch block."""
         if not hasattr(self._scratch, "block"):
             side = self._crop
-            # Rows and planes a power of two apart would fall on the same few lines of the cache: they are padded.
+            # Rows and planes a power of two apart would share a few lines of the cache: they are padded.
             self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
         return self._scratch.block

@@ -1,46 +1,34 @@
-"""Fills batches on the device while it computes: on a stream of its own, one batch ahead of the consumer."""
+"""Fills batches on the device while it computes: on a separate stream, one batch ahead of the consumer."""
 
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import NamedTuple
 
 import torch
 
+from utils.data.loader import Batch, memory_format
 from utils.pending_work import PendingWork, Work
 
-# The batch in use, the one being filled, and one whose kernels may still run: the host need not wait for them.
+# The batch in use, the one being filled, and one that queued kernels may still read: the host need not wait for them.
 DEVICE_SLOTS = 3
 
-
-class Batch(NamedTuple):
-    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-
-
-# Enqueues on the current stream what writes a batch.
+# Enqueues on the current stream the kernels that write a batch.
 Fill = Callable[[Batch], None]
 Fills = Generator[tuple[int, Fill], None, None]
 
 
-def memory_format(channels_last: bool) -> torch.memory_format:
-    return torch.channels_last_3d if channels_last else torch.contiguous_format
-
-
 class CudaPrefetcher:
-    """Has slots on the device filled on a stream of its own, one batch ahead of the consumer.
+    """Fills slots on the device on a stream of its own, one batch ahead of the consumer.
 
-    With `beside` set, a batch's fill is offered there with the batch before, and left to whoever takes it: work on the
-    consumer's stream, which is in order with all that reads the slots.
+    If `pending_work` is set, the fill of each batch is offered there along with the previous batch. Whoever takes it
+    runs it on the consumer's stream, which orders it with all kernels that read the slots.
     """
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool = False) -> None:
-        self.beside: PendingWork | None = None
+        self.pending_work: PendingWork | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)
         form = memory_format(channels_last)
@@ -49,76 +37,106 @@ class CudaPrefetcher:
             for _ in range(DEVICE_SLOTS)
         ]
 
-    def feed(self, fills: Fills) -> Generator[Batch, None, None]:
-        """One batch for each (size, fill): a slot's first `size` samples, after `fill` has written them.
+    def prefetch(self, fills: Fills) -> Generator[Batch, None, None]:
+        """Yields a batch for each (size, fill): the first `size` samples of a slot, written by `fill`.
 
-        All fills come on one stream, in order. What a fill reads in host memory may be rewritten two requests later.
+        Fills run in order. The host memory that a fill reads may be rewritten two requests later.
         """
-        consumer = torch.cuda.current_stream(self._device)
-        # Kernels of the epoch before, which may have been left early, may still read the slots.
-        self._stream.wait_stream(consumer)
-        released: list[torch.cuda.Event | None] = [None] * DEVICE_SLOTS
-        ahead: deque[_Filled] = deque()
-        previous: torch.cuda.Event | None = None
+        pending_work = self.pending_work
+        slots = _Slots(self._slots, self._stream, torch.cuda.current_stream(self._device))
         try:
-            for number, (size, fill) in enumerate(fills):
-                index = number % DEVICE_SLOTS
-                slot = Batch(*(part[:size] for part in self._slots[index]))
-                offered = self.beside is not None and bool(ahead)
-                if offered:
-                    assert self.beside is not None
-                    self.beside.offer(Work((index, size), functools.partial(fill, slot)))
-                    yield from self._give(ahead, consumer, released)
-                if offered and self._taken():
-                    ahead.append(_Filled(index, slot, None))
-                    continue
-                if offered:
-                    # What was taken before may still run on the consumer's stream, and fills come in order.
-                    self._stream.wait_stream(consumer)
-                filled = torch.cuda.Event()
-                event = released[index]
-                with torch.cuda.stream(self._stream):
-                    if event is not None:
-                        self._stream.wait_event(event)
-                    fill(slot)
-                    filled.record(self._stream)
-                ahead.append(_Filled(index, slot, filled))
-                if len(ahead) == 2:
-                    yield from self._give(ahead, consumer, released)
-                if previous is not None:
-                    previous.synchronize()  # issued a step ago; the host memory it read is rewritten next
-                previous = filled
-            while ahead:
-                yield from self._give(ahead, consumer, released)
+            if pending_work is None:
+                yield from _fill_ahead(slots, fills)
+            else:
+                yield from _offer_ahead(slots, fills, pending_work)
         finally:
-            if self.beside is not None:
-                self.beside.take()
-            # Left early, too: the next epoch rewrites the memory that is being read.
+            if pending_work is not None:
+                pending_work.take()
+            # Also if the epoch ends early: the next one rewrites the memory that the fills read.
             self._stream.synchronize()
             fills.close()
 
-    def _taken(self) -> bool:
-        assert self.beside is not None
-        return self.beside.take() is None
-
-    def _give(
-        self, ahead: deque[_Filled], consumer: torch.cuda.Stream, released: list[torch.cuda.Event | None]
-    ) -> Generator[Batch, None, None]:
-        index, batch, filled = ahead.popleft()
-        if filled is not None:
-            consumer.wait_event(filled)
-        yield batch
-        event = torch.cuda.Event()
-        event.record(consumer)
-        released[index] = event
-
 
 class _Filled(NamedTuple):
-    """A slot that is filled, or will be: `event` tells when; None where work on the consumer's own stream does it."""
+    """A slot that is filled once `event` has passed; None: it is filled by work on the consumer's own stream."""
 
-    place: int
+    number: int
     batch: Batch
     event: torch.cuda.Event | None
+
+
+class _Slots:
+    """The slots during one epoch: written on `stream`, read on `consumer`."""
+
+    def __init__(self, slots: list[Batch], stream: torch.cuda.Stream, consumer: torch.cuda.Stream) -> None:
+        self._slots, self._stream, self._consumer = slots, stream, consumer
+        self._released: list[torch.cuda.Event | None] = [None] * len(slots)
+        # Kernels of the previous epoch, which may have ended early, may still read the slots.
+        self.wait_for_consumer()
+
+    def wait_for_consumer(self) -> None:
+        """Later fills wait for all work that the consumer's stream has now."""
+        self._stream.wait_stream(self._consumer)
+
+    def slot(self, number: int, size: int) -> _Filled:
+        """The memory for batch `number`."""
+        index = number % len(self._slots)
+        return _Filled(index, Batch(*(part[:size] for part in self._slots[index])), None)
+
+    def fill(self, slot: _Filled, fill: Fill) -> _Filled:
+        """Enqueues a fill behind the kernels that read this slot's previous batch."""
+        filled, released = torch.cuda.Event(), self._released[slot.number]
+        with torch.cuda.stream(self._stream):
+            if released is not None:
+                self._stream.wait_event(released)
+            fill(slot.batch)
+            filled.record(self._stream)
+        return slot._replace(event=filled)
+
+    def lend(self, filled: _Filled) -> Generator[Batch, None, None]:
+        """Yields the batch; what the consumer has enqueued when it requests the next one may read it."""
+        if filled.event is not None:
+            self._consumer.wait_event(filled.event)
+        yield filled.batch
+        event = torch.cuda.Event()
+        event.record(self._consumer)
+        self._released[filled.number] = event
+
+
+def _fill_ahead(slots: _Slots, fills: Fills) -> Generator[Batch, None, None]:
+    """Fills each batch on the prefetcher's stream before the previous one is requested."""
+    ahead: _Filled | None = None
+    for number, (size, fill) in enumerate(fills):
+        filled = slots.fill(slots.slot(number, size), fill)
+        if ahead is not None:
+            yield from slots.lend(ahead)
+            assert ahead.event is not None
+            ahead.event.synchronize()  # was enqueued a step ago; the host memory that it read is rewritten next
+        ahead = filled
+    if ahead is not None:
+        yield from slots.lend(ahead)
+
+
+def _offer_ahead(slots: _Slots, fills: Fills, pending_work: PendingWork) -> Generator[Batch, None, None]:
+    """Offers the fill of each batch along with the previous one; does it on the prefetcher's stream if not taken."""
+    ahead: _Filled | None = None
+    previous: torch.cuda.Event | None = None
+    for number, (size, fill) in enumerate(fills):
+        slot = slots.slot(number, size)
+        if ahead is not None:
+            pending_work.offer(Work((slot.number, size), functools.partial(fill, slot.batch)))
+            yield from slots.lend(ahead)
+            if pending_work.take() is None:
+                ahead = slot
+                continue
+            # Fills that were taken before may still run on the consumer's stream, and fills run in order.
+            slots.wait_for_consumer()
+        ahead = slots.fill(slot, fill)
+        if previous is not None:
+            previous.synchronize()  # the host memory that it read is rewritten next
+        previous = ahead.event
+    if ahead is not None:
+        yield from slots.lend(ahead)
 
 
 def copies(batches: Generator[Batch, None, None]) -> Fills:

@@ -1,0 +1,87 @@
+"""The contract that every loader fulfils, and the entry that registers one in LOADERS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from utils.config import Config
+from utils.distributed.world import World
+from utils.pending_work import PendingWork
+
+# Bytes that the training itself needs on the device. A function: computing them takes seconds, and few loaders ask.
+TrainingBytes = Callable[[], int]
+
+
+class Batch(NamedTuple):
+    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class Loader(Protocol):
+    """Loads this rank's batches of one split.
+
+    A batch is valid until the next one is requested, because its memory is reused.
+    """
+
+    def __len__(self) -> int:
+        """Number of batches per epoch on this rank."""
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+        """Yields the batches of one epoch, starting with `first_batch`."""
+
+    def attach(self, pending_work: PendingWork | None) -> None:
+        """Sets where to offer the work that fills the next batch, from the next epoch on.
+
+        Only loaders that fill batches with kernels alone offer work; all others ignore the call.
+        """
+        return None
+
+    def close(self) -> None:
+        """Releases threads and files."""
+        return None
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """The loaders of both splits, as a context manager that closes them.
+
+    notes: lines for the log about how the loaders were started.
+    """
+
+    train: Loader
+    valid: Loader
+    notes: tuple[str, ...] = ()
+
+    def __enter__(self) -> Loaders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.train.close()
+        finally:
+            self.valid.close()
+
+
+@dataclass(frozen=True)
+class LoaderSpec:
+    """An entry of LOADERS.
+
+    build: builds the loaders of both splits for one rank. Every rank calls it, and all fail if one does. The batch
+      sizes of the config are resolved for the world (`Config.for_world`).
+    reads: the kind of files that the loader reads, None if it reads none.
+    requires: raises UserError with the install command if a package that the loader needs is missing.
+    """
+
+    build: Callable[[Config, World, TrainingBytes], Loaders]
+    reads: Literal["hdf5", "npy", "classification"] | None = "hdf5"
+    requires: Callable[[], None] | None = None
+
+
+def memory_format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last_3d if channels_last else torch.contiguous_format

@@ -1,0 +1,72 @@
+"""The loader `auto`: chooses the fastest of the other loaders that fits. They all load the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from utils.config import Config
+from utils.data.files.shared_memory import room_for_copies
+from utils.data.loader import Loaders, TrainingBytes
+from utils.data.loaders import dali, gpu_resident, threaded
+from utils.data.plan import SPLITS
+from utils.data.sources import open_split, open_split_npy
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.files import GIB
+
+CANDIDATES = {
+    "resident": gpu_resident.build,
+    "dali-lowmem": dali.build,
+    "inmem": threaded.build_inmem,
+    "lowmem": threaded.build_lowmem,
+}
+
+
+def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+    name, reason = choose(config, world, training_bytes)
+    loaders = CANDIDATES[name](config, world, training_bytes)
+    return replace(loaders, notes=(f"data_loader_config auto: {name}, {reason}", *loaders.notes))
+
+
+def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple[str, str]:
+    """The loader that `auto` stands for, and the reason; the same on every rank.
+
+    On a GPU nothing is faster than the device's own memory. If that is too small, DALI augments crops on the GPU and
+    reads longer rows. Otherwise the CPU cores that augment crops are the limit: mapped files and memory are then
+    equally fast (benchmarks/results/loaders.json), and only a chunked file is better unpacked first.
+    """
+    with world.raise_together():
+        volumes = {split: open_split(config, split) for split in SPLITS}
+    reasons = []
+    if world.device.type == "cuda":
+        fault = _fault(world, lambda: gpu_resident.check_memory(config, world, volumes, training_bytes))
+        if fault is None:
+            return "resident", "the volumes fit into device memory alongside the training"
+        reasons.append(fault)
+        fault = _fault(world, lambda: _check_dali(config))
+        if fault is None:
+            return "dali-lowmem", "; ".join([*reasons, "NVIDIA DALI is installed and the .npy files exist"])
+        reasons.append(fault)
+    if all(volume.mapped for volume in volumes.values()):
+        return "lowmem", "; ".join([*reasons, "the files are contiguous and mapped"])
+    size = sum(volume.bytes for volume in volumes.values())
+    free = min(world.gather_objects(room_for_copies(world)))
+    sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
+    return ("inmem" if size <= free else "lowmem"), "; ".join([*reasons, sizes])
+
+
+def _check_dali(config: Config) -> None:
+    dali.check_installed()
+    for split in SPLITS:
+        open_split_npy(config, split)
+
+
+def _fault(world: World, check: Callable[[], None]) -> str | None:
+    """The error that `check` raises on the first rank where it fails; None if it passes on all ranks."""
+    try:
+        check()
+        fault = None
+    except UserError as error:
+        fault = str(error)
+    return next((fault for fault in world.gather_objects(fault) if fault is not None), None)

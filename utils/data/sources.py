@@ -1,0 +1,189 @@
+"""Shared by the loaders' build functions: opens the files of both splits, stages them and builds a loader per split."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from utils.config import Config
+from utils.data.datasets import get_dataset
+from utils.data.files.hdf5 import Volume, open_volume, stage
+from utils.data.files.npy import NpyVolume, open_npy_volume
+from utils.data.loader import Loader, Loaders
+from utils.data.loaders.crops import CropOptions
+from utils.data.plan import SPLITS, SamplePlan
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.files import GIB
+
+
+@dataclass(frozen=True)
+class Split:
+    """The config's values for one split, 'train' or 'valid'. `npy_keys` are the config's names of `npy_paths`."""
+
+    name: str
+    samples: int
+    box: int
+    path: str
+    npy_keys: tuple[str, str]
+    npy_paths: tuple[str | None, str | None]
+
+
+def split_of(config: Config, name: str) -> Split:
+    if name == "train":
+        samples, box, path, prefix = config.Nsamples, config.box_size[0], config.train_path, "train"
+    else:
+        samples, box, path, prefix = config.Nsamples_val, config.box_size[1], config.val_path, "val"
+    keys = (f"{prefix}_path_npy_data", f"{prefix}_path_npy_label")
+    return Split(name, samples, box, path, keys, (getattr(config, keys[0]), getattr(config, keys[1])))
+
+
+def channel_counts(config: Config) -> tuple[int, int]:
+    """Numbers of input and target channels."""
+    return config.N_in_channels, config.N_out_channels
+
+
+def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets with the shapes and types of a batch of `samples`, on torch's meta device."""
+    if config.dataset.name is not None:
+        dataset = get_dataset(config.dataset.name)
+        dtype = torch.float32 if dataset.vocabulary is None else torch.int64
+        inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
+        return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+    inputs, targets = (
+        torch.empty((samples, channels, *(config.data_size,) * 3), device="meta") for channels in channel_counts(config)
+    )
+    return inputs, targets
+
+
+# --- plans and options ---------------------------------------------------------------------------------------------
+
+
+def sample_plan(config: Config, split: str) -> SamplePlan:
+    """The plan of one split, 'train' or 'valid'."""
+    values = split_of(config, split)
+    return SamplePlan(
+        samples=values.samples,
+        box=values.box,
+        crop=config.data_size,
+        seed=config.seed,
+        split=split,
+        augment=config.symmetries != "none",
+    )
+
+
+def crop_options(config: Config, world: World, split: str) -> CropOptions:
+    """The options of this rank's crop loader for one split."""
+    assert config.local_batch_size is not None
+    return CropOptions(
+        plan=sample_plan(config, split),
+        batch_size=config.local_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        threads=config.num_data_workers,
+        device=world.device,
+        vectors=(config.vector_channels.inputs, config.vector_channels.targets),
+        symmetry_mode=config.symmetries,
+        channels_last=config.channels_last,
+    )
+
+
+def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> Loaders:
+    """Builds the loaders of both splits. If one fails on any rank, all ranks fail and close what they have built."""
+    with contextlib.ExitStack() as built:
+        with world.raise_together():
+            loaders = []
+            for split in SPLITS:
+                loaders.append(build(split))
+                built.callback(loaders[-1].close)
+        built.pop_all()
+    return Loaders(loaders[0], loaders[1], tuple(note for note in notes if note))
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+def open_split(config: Config, split: str, staged: str | None = None) -> Volume:
+    """The HDF5 volume of one split, or its `staged` copy, checked against the config."""
+    values = split_of(config, split)
+    return open_volume(staged or values.path, channel_counts(config), values.box, config.transform)
+
+
+def open_split_npy(config: Config, split: str, staged: tuple[str, str] | None = None) -> NpyVolume:
+    """The `.npy` files of one split, or their `staged` copies.
+
+    They are checked against the config and, if it exists, against the HDF5 file.
+    """
+    values = split_of(config, split)
+    volume = open_split(config, split) if os.path.exists(values.path) else None
+    paths = staged or values.npy_paths
+    return open_npy_volume(paths, values.npy_keys, values.path, channel_counts(config), values.box, volume)
+
+
+def open_box(config: Config, split: str, reads: str | None) -> Volume:
+    """One split's volume, to be read as a whole, from the HDF5 file or, for a loader of `.npy` files, from those.
+
+    Raises UserError if the config's loader, which reads files of kind `reads`, reads no volumes.
+    """
+    if reads not in ("hdf5", "npy"):
+        raise UserError(
+            f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to predict; "
+            f"set it to 0, or choose another loader"
+        )
+    if reads == "npy" and not os.path.exists(split_of(config, split).path):
+        return open_split_npy(config, split).volume()
+    return open_split(config, split)
+
+
+def open_volumes(config: Config, world: World) -> dict[str, Volume]:
+    """The HDF5 volumes of both splits; of their copies in `use_cache`, if that is set."""
+    with world.raise_together():
+        volumes = {split: open_split(config, split) for split in SPLITS}
+    if config.use_cache is None:
+        return volumes
+    copies = {split: _staged(volume.path, config.use_cache, world) for split, volume in volumes.items()}
+    with world.raise_together():
+        return {split: open_split(config, split, path) for split, path in copies.items()}
+
+
+def open_npy_volumes(config: Config, world: World) -> dict[str, NpyVolume]:
+    """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
+    with world.raise_together():
+        volumes = {split: open_split_npy(config, split) for split in SPLITS}
+    if config.use_cache is None:
+        return volumes
+    copies = {}
+    for split, volume in volumes.items():
+        inputs, targets = (_staged(path, config.use_cache, world) for path in volume.paths)
+        with world.raise_together():
+            copies[split] = open_split_npy(config, split, (inputs, targets))
+    return copies
+
+
+def _staged(path: str, directory: str, world: World) -> str:
+    """Copies a file to a directory of the node, once per node, and returns the path of the copy."""
+    with world.raise_together():
+        if world.is_node_leader:
+            stage(path, directory, silent=not world.is_root)
+    with world.raise_together():
+        return stage(path, directory)  # finds the leader's copy
+
+
+def load_volumes(
+    volumes: dict[str, Volume], load: Callable[[Volume], Volume], place: str
+) -> tuple[dict[str, Volume], str]:
+    """The volumes as `load` returns them, and a note for the log on size and speed."""
+    loaded, notes = {}, []
+    for split, volume in volumes.items():
+        started = time.perf_counter()
+        loaded[split] = load(volume)
+        seconds = time.perf_counter() - started
+        name, size = os.path.basename(volume.path), volume.bytes
+        speed = f"{size / 1e9 / seconds:.1f} GB/s"
+        notes.append(f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2f} s ({speed})")
+    return loaded, "; ".join(notes)
