@@ -29,7 +29,7 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
 
 
 def volume_losses(loader: Loader, world: World) -> dict[str, float]:
-    """Mean absolute difference over the validation crops of two predictors that learn nothing from the input's structure.
+    """Mean absolute difference over the validation crops of two predictors that ignore the structure of the input.
 
     One predicts each target channel's median, the best constant under this loss (to half a histogram bin). The other
     copies the input's density and velocities, and predicts that constant for channels that the input lacks.

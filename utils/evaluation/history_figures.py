@@ -40,11 +40,12 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
 
 
 def _draw_losses(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    for name, label, style in (
+    lines: list[tuple[str, str, dict[str, Any]]] = [
         (tags.STEP_LOSS, "training, per interval", {"color": "0.7", "linewidth": 1}),
         (tags.TRAIN_LOSS, "training, per epoch", {"color": "tab:blue", "marker": "o", "markersize": 4}),
         (tags.VALID_LOSS, "validation", {"color": "tab:orange", "marker": "o", "markersize": 4}),
-    ):
+    ]
+    for name, label, style in lines:
         points = _points_of(records, name)
         if name != tags.VALID_LOSS:
             # The mean over an epoch or interval is drawn at its middle, not at its end.
