@@ -1,6 +1,6 @@
-"""Import rules and forbidden calls, checked on the sources without importing them.
+"""Tests of the import rules, of the place of some code, and of forbidden calls, on the sources without importing them.
 
-networks stands alone, utils knows no network, loaders and steps meet in the entry scripts only.
+Import direction: entry scripts -> utils.build -> all other modules. networks is independent of utils.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
-# Libraries that training on existing data does not need; they are imported inside the functions that use them.
+# Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
-# Modules of the commands that make data, which may import the optional libraries.
+# Modules that simulate data. They may import the optional libraries.
 SIMULATION = {
     f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
 }
-# Unpickling, YAML's object construction and shells: each runs code that a file or a text names.
+# Unpickling, YAML's object construction and shells execute code that a file or a text contains.
 UNSAFE = re.compile(
     r"^\s*(import|from) (cloudpickle|dill|joblib|pickle|shelve)\b|^\s*from yaml import|^\s*from torch import .*\bload\b"
     r"|\bos\.(system|popen)\b|\bsubprocess\.getoutput\b|\b(allow_pickle|shell)=(?!False)"
@@ -28,10 +30,10 @@ UNSAFE = re.compile(
 
 
 class Import(NamedTuple):
-    """One imported dotted name; `from a import b` is a.b, which may be a module or something in one."""
+    """One imported dotted name; `from a import b` is a.b, which may be a module or a name in a module."""
 
     name: str
-    at_import: bool  # carried out when the module is imported, not when a function is called
+    at_import: bool  # executed when the module is imported, not when a function is called
     line: int
 
 
@@ -48,7 +50,7 @@ def imports(source: str) -> list[Import]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: import by the absolute name, which these checks understand"
+            assert not node.level, f"line {node.lineno}: relative import; these checks need absolute imports"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         found.extend(Import(name, at_import, getattr(node, "lineno", 0)) for name in names)
         for child in ast.iter_child_nodes(node):
@@ -59,12 +61,12 @@ def imports(source: str) -> list[Import]:
 
 
 def unsafe_statements(source: str) -> list[str]:
-    """Lines of the source text, brought to one line per statement, that match UNSAFE."""
+    """The statements of a source text, one line each, that match UNSAFE."""
     return [line for line in ast.unparse(ast.parse(source)).splitlines() if UNSAFE.search(line)]
 
 
 def sources() -> dict[str, Path]:
-    """Dotted module name -> file of the program: entry scripts, networks, utils, benchmarks."""
+    """The files of entry scripts, networks, utils and benchmarks by dotted module name."""
     paths = [*ROOT.glob("*.py")]
     for directory in ("networks", "utils", "benchmarks"):
         paths += (ROOT / directory).rglob("*.py")
@@ -90,15 +92,53 @@ def offenders(package: str, *forbidden: str) -> list[str]:
     modules = [module for module in SOURCES if within(module, package)]
     assert modules, package
     return [
-        f"{module}, line {found.info}: {found.name}"
+        f"{module}, line {found.line}: {found.name}"
         for module in modules
         for found in imports_of(module)
         if any(within(found.name, other) for other in forbidden)
     ]
 
 
-def test_networks_imports_torch_and_itself_alone() -> None:
-    """And triton inside the functions that make a kernel."""
+def module_of(name: str) -> str | None:
+    """The module of the project that an import of this dotted name loads; None for other packages."""
+    while name and name not in SOURCES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of several nodes, by Tarjan's algorithm (SIAM J. Comput. 1, 146, 1972)."""
+    index: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = lowest[node] = len(index)
+        stack.append(node)
+        for neighbour in graph[node]:
+            if neighbour not in index:
+                visit(neighbour)
+            if neighbour in stack:
+                lowest[node] = min(lowest[node], lowest[neighbour])
+        if lowest[node] == index[node]:
+            start = stack.index(node)
+            component = set(stack[start:])
+            del stack[start:]
+            if len(component) > 1 or node in graph[node]:
+                found.append(component)
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+
+def test_networks_imports_only_torch_and_itself() -> None:
+    """Functions that compile a kernel also import triton."""
     allowed = {"__future__", "collections", "dataclasses", "functools", "math", "networks", "torch", "typing"}
     found = [(module, found) for module in SOURCES if within(module, "networks") for found in imports_of(module)]
     assert any(within(name, "torch") for _, (name, _, _) in found)
@@ -109,18 +149,50 @@ def test_networks_imports_torch_and_itself_alone() -> None:
     ] == []
 
 
-def test_packages_know_only_what_is_below_them() -> None:
-    """The trainer gets built objects, never the config; loaders and steps do not know each other."""
-    assert {"train", "predict"} <= ENTRY_SCRIPTS
-    assert offenders("utils", "networks", *ENTRY_SCRIPTS) == []
-    assert offenders("networks", *ENTRY_SCRIPTS) == []
-    assert offenders("utils.data", "utils.steps") == []
-    assert offenders("utils.steps", "utils.data") == []
-    assert offenders("utils.training.trainer", "utils.config") == []
+def test_only_build_imports_networks() -> None:
+    assert "utils.build" in SOURCES
+    assert [fault for fault in offenders("utils", "networks") if not fault.startswith("utils.build,")] == []
 
 
-def test_optional_libraries_and_the_simulation_are_imported_where_they_are_used() -> None:
-    """The simulation needs scipy and colossus, so a module that imports it at its top would need them, too."""
+def test_no_module_imports_an_entry_script() -> None:
+    """The exception is train_graph.py, which is train.py with another step."""
+    assert {"train", "train_graph", "predict", "evaluate", "export"} == ENTRY_SCRIPTS
+    for package in ("utils", "networks", *ENTRY_SCRIPTS):
+        allowed = {"train"} if package == "train_graph" else set()
+        assert offenders(package, *(ENTRY_SCRIPTS - allowed)) == []
+
+
+@pytest.mark.parametrize("module", ["config", "errors", "files", "progress"])
+def test_lowest_modules_import_only_each_other(module: str) -> None:
+    allowed = ("utils.config", "utils.errors", "utils.files", "utils.progress")
+    names = [f for m in SOURCES if within(m, f"utils.{module}") for f in imports_of(m) if module_of(f.name)]
+    assert [name for name, _, _ in names if not any(within(name, other) for other in allowed)] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "others"),
+    [
+        ("utils.data", ["utils.steps", "utils.training", "utils.build"]),
+        ("utils.steps", ["utils.data", "utils.training", "utils.build"]),
+        ("utils.training", ["utils.config", "utils.build"]),
+    ],
+)
+def test_packages_do_not_import_packages_above_them(package: str, others: list[str]) -> None:
+    """Loaders and steps do not import each other. The trainer receives its parts and options, not the config."""
+    assert offenders(package, *others) == []
+
+
+def test_imports_of_modules_have_no_cycles() -> None:
+    graph = {
+        module: {target for found in imports_of(module) if found.at_import and (target := module_of(found.name))}
+        for module in SOURCES
+    }
+    assert {"utils.config", "utils.errors"} <= graph["utils.cli"]
+    assert cycles(graph) == []
+
+
+def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> None:
+    """The simulation needs scipy and colossus, so a module that imports it at the top would need them, too."""
     forbidden = {*OPTIONAL, "torch.utils.tensorboard", *SIMULATION}
     assert [
         f"{module}, line {line}: {name}"
@@ -130,6 +202,47 @@ def test_optional_libraries_and_the_simulation_are_imported_where_they_are_used(
     ] == []
 
 
+# --- size and place --------------------------------------------------------------------------------------------------
+
+
+def test_utils_has_at_most_18_entries() -> None:
+    entries = {path.name for path in (ROOT / "utils").iterdir()} - {"__init__.py", "__pycache__"}
+    assert len(entries) <= 18, sorted(entries)
+
+
+@pytest.mark.parametrize(
+    ("script", "limit"), [("train", 80), ("train_graph", 80), ("predict", 100), ("evaluate", 100), ("export", 100)]
+)
+def test_entry_scripts_are_short(script: str, limit: int) -> None:
+    assert len(SOURCES[script].read_text(encoding="utf-8").splitlines()) <= limit
+
+
+@pytest.mark.parametrize("module", [*sorted(ENTRY_SCRIPTS), "utils.training.trainer"])
+def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank(module: str) -> None:
+    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "is_root"]
+    assert lines == []
+
+
+def test_tensorboard_tags_are_defined_in_one_module() -> None:
+    owner = "utils.runs.tags"
+    tags = {text for text in strings(owner) if "/" in text} | {"Avg iters per sec", "Learning Rate"}
+    assert {"Loss/train", "Loss/valid", "hparam/"} <= tags
+    program = [module for module in SOURCES if not within(module, "benchmarks") and module != owner]
+    assert [(module, text) for module in program for text in strings(module) if text in tags] == []
+
+
+def strings(module: str) -> list[str]:
+    """The string literals of a module, and the literal parts of its f-strings, without docstrings."""
+    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+# --- calls that execute data -----------------------------------------------------------------------------------------
+
+
 def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
     faults = {module: unsafe_statements(path.read_text(encoding="utf-8")) for module, path in SOURCES.items()}
     # The one exception: its `find_class` refuses all names, except those for which it has its own stand-ins.
@@ -137,7 +250,7 @@ def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
     assert {module: found for module, found in faults.items() if found} == allowed
 
 
-def test_imports_inside_functions_are_distinguished_from_those_of_the_module() -> None:
+def test_imports_in_functions_are_distinguished_from_imports_of_the_module() -> None:
     source = "import a.b as c, d\nfrom e import f, g as h\nclass C:\n    import p\ndef function():\n    import q\n"
     source += "if TYPE_CHECKING:\n    import s\n"
     found = {name: at_import for name, at_import, _ in imports(source)}
@@ -154,3 +267,8 @@ def test_unsafe_calls_are_found_and_safe_ones_pass() -> None:
     safe += ["yaml.load(text, Loader=yaml.SafeLoader)", "class L(yaml.SafeLoader): pass", "run(['ls'], shell=False)"]
     for source in safe:
         assert unsafe_statements(source) == [], source
+
+
+def test_cycles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"f"}}
+    assert cycles(graph) == [{"a", "b", "c"}, {"f"}]
