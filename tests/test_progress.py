@@ -24,9 +24,10 @@ def test_lines_are_rate_limited_and_show_the_time_left(monkeypatch, capsys) -> N
     assert lines[0].endswith("left x")
 
 
-def test_silent_progress_prints_nothing(monkeypatch, capsys) -> None:
+def test_other_ranks_and_live_only_progress_print_no_lines(monkeypatch, capsys) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    for option in ("silent", "live_only"):
-        with Progress("reading", total=3, **{option: True}) as shown:
+    for rank, live_only, printed in (("0", False, True), ("0", True, False), ("1", False, False)):
+        monkeypatch.setenv("RANK", rank)
+        with Progress("reading", total=3, live_only=live_only) as shown:
             shown.advance()
-    assert capsys.readouterr().err == ""
+        assert bool(capsys.readouterr().err) is printed

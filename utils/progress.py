@@ -1,4 +1,4 @@
-"""Progress of long operations: a live bar on a terminal, otherwise a line every few seconds.
+"""Progress of long operations, shown on rank 0: a live bar on a terminal, otherwise a line every few seconds.
 
 with Progress("reading train.h5", total=128, unit="slabs") as progress:
     for slab in slabs:
@@ -13,6 +13,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from utils.errors import launched_rank
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -26,13 +28,11 @@ def format_duration(seconds: float) -> str:
 class Progress:
     """Counts to `total` and shows the progress on stderr. Batch logs get lines instead of a bar that is redrawn."""
 
-    def __init__(
-        self, description: str, total: int, unit: str = "steps", silent: bool = False, live_only: bool = False
-    ) -> None:
+    def __init__(self, description: str, total: int, unit: str = "steps", live_only: bool = False) -> None:
         """`live_only`: show a bar on a terminal, but print no lines elsewhere, because the caller logs its own."""
         self.description, self.total, self.unit = description, total, unit
         self.done = self._lines = 0
-        self._silent, self._live_only = silent, live_only
+        self._silent, self._live_only = launched_rank() > 0, live_only
         self._bar: Any = None
         self._started = self._last_line = time.monotonic()
 
