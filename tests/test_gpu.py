@@ -18,12 +18,13 @@ import torch
 import train
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
-from utils.data.files.hdf5 import open_volume
+from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import open_npy_volume
+from utils.data.loader import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.dali import DaliLoader
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
-from utils.data.loaders.prefetcher import memory_format
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.launch import Launch
@@ -72,8 +73,9 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, vol
     """Even while kernels that use a batch still run when the next ones are copied."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, 16, 8, seed=1)
-    options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
-    host, device = (ThreadedCropLoader(volume, plan, device=torch.device(name), **options) for name in ("cpu", "cuda"))
+    options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
+    host = ThreadedCropLoader(volume, options)
+    device = ThreadedCropLoader(volume, dataclasses.replace(options, device=torch.device("cuda")))
     assert_same_batches(device, host, unfinished=False)
 
 
@@ -90,10 +92,10 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
             file[name][...] = values
     paths = tuple(str(copy) for copy in convert(path))
     plan = SamplePlan(203, 16, 8, seed=1, split=split)
-    options = {"batch_size": 4, "vectors": VECTORS, "channels_last": channels_last}
+    options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
     copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
-    host = ThreadedCropLoader(open_volume(path, (4, 5)), plan, **options)
-    assert_same_batches(DaliLoader(copies, plan, device=torch.device("cuda", 0), **options), host)
+    host = ThreadedCropLoader(open_volume(path, (4, 5)), options)
+    assert_same_batches(DaliLoader(copies, dataclasses.replace(options, device=torch.device("cuda", 0))), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -102,14 +104,12 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
     """Over two epochs after an unfinished one, while kernels that use the batches still run."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(46, 16, 9, seed=1, split="train")
-    options = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
-    loaders = []
-    for name in ("cpu", "cuda"):
-        device = torch.device(name)
-        loaded = load_resident(volume, World(Launch("single process"), device), dtype)
-        loaders.append(GpuResidentLoader(loaded, plan, device=device, **options))
-    host, device = loaders
-    assert_same_batches(device, host)
+    layout = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
+    stored = [torch.from_numpy(field[...]).to(dtype).float().numpy() for field in (volume.inputs, volume.targets)]
+    host = ThreadedCropLoader(Volume("in memory", *stored), CropOptions(plan, **layout))
+    cuda = torch.device("cuda")
+    loaded = load_resident(volume, World(Launch("single process"), cuda), dtype)
+    assert_same_batches(GpuResidentLoader(loaded, CropOptions(plan, device=cuda, **layout)), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

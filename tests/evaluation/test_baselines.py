@@ -10,6 +10,7 @@ import torch
 from processes import run_ranks
 
 from utils.data.files.hdf5 import open_volume
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
@@ -25,9 +26,8 @@ SAMPLES = 5
 def baselines(world: World, path: str) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, 16, 8, split="valid")
     volume = open_volume(path, (4, 5))
-    return volume_losses(
-        ThreadedCropLoader(volume, plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0), world
-    )
+    options = CropOptions(plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0)
+    return volume_losses(ThreadedCropLoader(volume, options), world)
 
 
 def test_baselines_agree_with_numpy_on_one_rank_and_on_two(tmp_path: Path, volume_file) -> None:

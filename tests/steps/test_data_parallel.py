@@ -10,6 +10,7 @@ from processes import run_ranks
 from networks import build_loss, build_network, initialise
 from utils.config import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
+from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
@@ -39,9 +40,10 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
     """Trains twenty steps over more than one epoch; returns the rank's samples, losses and parameters."""
     step = build_step(world, optimizer, dtype, **options)
     volume = open_volume(path, (4, 5))
-    layout = {"rank": world.rank, "world_size": world.size, "batch_size": GLOBAL_BATCH // world.size}
+    layout = {"rank": world.rank, "world_size": world.size, "vectors": VECTORS}
+    batch_size = GLOBAL_BATCH // world.size
     plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
-    loader = ThreadedCropLoader(volume, plan, vectors=VECTORS, **layout)
+    loader = ThreadedCropLoader(volume, CropOptions(plan, batch_size, **layout))
     losses, crops = [], []
     lr = 0.02 if optimizer == "sgd" else 1e-3
     for number in range(STEPS):
@@ -52,7 +54,8 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
         loss = step(inputs.to(dtype), targets.to(dtype), lr)
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
-    valid = ThreadedCropLoader(volume, SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid"), vectors=VECTORS, **layout)
+    plan = SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid")
+    valid = ThreadedCropLoader(volume, CropOptions(plan, batch_size, **layout))
     mean, samples = WeightedMean(world), 0
     for inputs, targets in valid.epoch(0):
         mean.add(step.evaluate(inputs.to(dtype), targets.to(dtype)), len(inputs))
