@@ -1,4 +1,4 @@
-"""A small U-Net's training step, its batches, and a comparison of all that steps change, for the tests of steps."""
+"""Training steps of a small U-Net, batches for them, and comparisons of their states, for the tests of steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def flat_parameters(step: EagerStep) -> torch.Tensor:
 
 
 def weights(step: EagerStep) -> dict[str, torch.Tensor]:
-    """The network's tensors; with an average of the weights also the trained ones and the number of updates."""
+    """The network's tensors and, if the weights are averaged, the trained ones and the number of updates."""
     state = step.state()
     found = dict(state["network"])
     if "average" in state:
@@ -70,6 +70,6 @@ def snapshot(step: EagerStep) -> dict[str, torch.Tensor]:
 
 
 def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names whose values are not bit for bit the same."""
+    """Names of the values that differ in any bit."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]

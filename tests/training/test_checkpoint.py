@@ -110,7 +110,7 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     config = Config(num_epochs=3).model_dump()
-    state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], interval=[(0.25, 1.5)], final_loss=0.125, best_step=9)
+    state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], unlogged=[(0.25, 1.5)], final_loss=0.125, best_step=9)
     content = tensors(0.25)
     content["network"]["channels_last"] = (
         torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)

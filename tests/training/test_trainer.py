@@ -275,13 +275,13 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
     assert checkpointer.waits == [15]
     for state in checkpointer.states:
         if state.step % STEPS == 0:
-            assert (state.epoch, state.batch, state.losses, state.interval) == (state.step // STEPS, 0, [], [])
+            assert (state.epoch, state.batch, state.losses, state.unlogged) == (state.step // STEPS, 0, [], [])
             continue
         first = state.epoch * STEPS
         assert state.batch == state.step - first
         latest = max((step for step in logger.curve("Step/loss") if first < step <= state.step), default=first)
         assert state.losses == pytest.approx([1 / n for n in range(first + 1, latest + 1)])
-        assert state.interval == [(pytest.approx(1 / n), 2.0) for n in range(latest + 1, state.step + 1)]
+        assert state.unlogged == [(pytest.approx(1 / n), 2.0) for n in range(latest + 1, state.step + 1)]
     plain_trainer, plain, _, _ = make(RecordedStep(), log_interval)
     plain_trainer.fit()
     for name in ("Step/loss", "Loss/train", "Loss/valid"):
@@ -411,7 +411,7 @@ def test_times_include_all_processes(clock: list[float]) -> None:
 @pytest.mark.parametrize("interval", [1, 2, 3, 4])
 def test_the_log_interval_may_change_within_an_interval(interval: int) -> None:
     """Three of four steps were made since the last line; the next line comes with the next step."""
-    state = TrainState(step=3, batch=3, interval=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
+    state = TrainState(step=3, batch=3, unlogged=[(1.0, 2.0), (0.5, 2.0), (1 / 3, 2.0)])
     trainer, logger, _, _ = make(RecordedStep(done=3), interval, state=state)
     trainer.fit()
     assert next(iter(logger.curve("Step/loss"))) == 4

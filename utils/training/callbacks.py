@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from utils.profiling.profiler import NullProfiler
+from utils.profiling.profiler import NullProfiler, Profiler
 from utils.runs.logger import Logger, NullLogger
 from utils.training.checkpoint import Checkpointer, NullCheckpointer
 
@@ -35,5 +35,5 @@ class Callbacks:
 
     logger: Logger = field(default_factory=NullLogger)
     checkpointer: Checkpointer = field(default_factory=NullCheckpointer)
-    profiler: NullProfiler = field(default_factory=NullProfiler)
+    profiler: Profiler = field(default_factory=NullProfiler)
     evaluation: Evaluation = field(default_factory=NullEvaluation)

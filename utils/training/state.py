@@ -14,7 +14,7 @@ class TrainState:
     step: int = 0  # completed steps in total
     losses: list[float] = field(default_factory=list)  # logged losses of the current epoch's steps
     # Loss and gradient norm of the steps that were read from the device but not logged yet.
-    interval: list[tuple[float, float]] = field(default_factory=list)
+    unlogged: list[tuple[float, float]] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)  # sums of the gradient noise scale
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the last validation
     skipped: int = 0  # steps whose update was skipped, in total

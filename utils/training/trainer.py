@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from utils.data import Loaders
-from utils.data.loaders.prefetcher import Batch
+from utils.data import Batch, Loaders
 from utils.distributed.signals import Request, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
@@ -121,7 +120,8 @@ class Trainer:
                 self._train_epoch()
                 validation = self._validate()
                 self._log_epoch(validation)
-                self._record_epoch(validation)
+                scores = self.evaluation.after_epoch(self.state.epoch + 1, self.state.step, self.stop_if_requested)
+                self._record_epoch(validation, scores)
                 is_best = self._finish_epoch(validation)
                 self._save(is_best, wait=self._is_complete())
             self._coordinator.close()
@@ -171,12 +171,12 @@ class Trainer:
         title = f"epoch {state.epoch + 1}/{self.options.num_epochs}"
         with (
             closing(self.loaders.train.epoch(state.epoch, state.batch)) as batches,
-            Progress(title, steps, silent=not self.world.is_root, live_only=True) as progress,
+            Progress(title, steps, live_only=True) as progress,
         ):
             progress.advance(state.batch)
             while state.batch < steps:
                 self._train_step(batches, interval)
-                if len(state.interval) + len(self._recorder) >= self.options.log_interval or state.batch == steps:
+                if len(state.unlogged) + len(self._recorder) >= self.options.log_interval or state.batch == steps:
                     self._log_interval(interval, f"{title}, step {state.batch}/{steps}")
                     interval = Stopwatch()
                 progress.advance(note=f"loss {state.losses[-1]:.5f}" if state.losses else "")
@@ -255,10 +255,9 @@ class Trainer:
                 f"{self.schedule(max(step - 1, 0)):.3e}; {REMEDY}"
             )
 
-    def _record_epoch(self, validation: Validation) -> None:
-        """Evaluates the whole validation volume, if that is due, and records the epoch's scalars."""
+    def _record_epoch(self, validation: Validation, scores: Mapping[str, float]) -> None:
+        """Records the scalars of the epoch; `scores` are those of the evaluation."""
         state = self.state
-        scores = self.evaluation.after_epoch(state.epoch + 1, state.step, self.stop_if_requested)
         iterations_per_second = len(self.loaders.train) / state.epoch_seconds
         lr = self.schedule(state.step - 1)
         self.logger.scalars({tags.ITERATIONS_PER_SECOND: iterations_per_second, tags.LEARNING_RATE: lr}, state.step)
@@ -269,7 +268,7 @@ class Trainer:
         """Reads the steps of a logging interval, the only read of the device in it, and logs them."""
         self._read_steps()
         state = self.state
-        records, state.interval = [StepRecord(*record) for record in state.interval], []
+        records, state.unlogged = [StepRecord(*record) for record in state.unlogged], []
         losses = [record.loss for record in records if record.updated]
         state.losses += losses
         if not self._step_is_described:
@@ -303,10 +302,10 @@ class Trainer:
         return remaining / (self.state.step - self._first_step) * (time.perf_counter() - self._started)
 
     def _read_steps(self) -> None:
-        """Reads the steps since the last read into `state.interval`; counts and logs skipped updates."""
+        """Reads the steps since the last read into `state.unlogged`; counts and logs skipped updates."""
         state, records = self.state, self._recorder.read()
         for number, record in enumerate(records, start=state.step - len(records) + 1):
-            state.interval.append((record.loss, record.gradient_norm))
+            state.unlogged.append((record.loss, record.gradient_norm))
             if record.updated:
                 state.skipped_in_a_row = 0
                 if self._noise is not None:
