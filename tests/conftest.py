@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread, small volumes, and an environment without a launcher."""
+"""Fixtures of all tests: one thread, small volumes, and an environment without launcher variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 VolumeFile = Callable[..., Path]
 
 
-# Files that take longest, longest first: no worker has one left when the others are done.
+# The slowest files, slowest first. They run first, so that no worker is left with one when the others are done.
 LONG_FILES = (
     "tests/slurm/test_submit.py",
     "tests/steps/test_compile.py",
@@ -34,7 +34,7 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the longest files first."""
+    """Sorts the slowest files first."""
     places = {name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
 
@@ -47,7 +47,7 @@ def volume_file() -> VolumeFile:
 
 @pytest.fixture(scope="session")
 def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile) -> list[str]:
-    """Flags that give config 'test' a training and a validation box of 16 cells, and the CPU."""
+    """Flags for config 'test': a training and a validation volume of 16³ cells, and the CPU."""
     folder = tmp_path_factory.mktemp("volumes")
     train, valid = volume_file(folder / "train.h5", seed=1), volume_file(folder / "valid.h5", seed=2)
     return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
@@ -58,7 +58,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 @pytest.fixture(autouse=True, scope="module")
 def own_logging() -> Iterator[None]:
-    """Restores logging after a module whose fixtures train."""
+    """Restores logging after each test module, because fixtures of a module may train."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -68,7 +68,7 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher's and no benchmark's environment; restores logging, signals and the number of threads."""
+    """Removes variables of launchers and of the benchmark; restores logging, signals and the number of threads."""
     for name in list(os.environ):
         if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)

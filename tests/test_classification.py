@@ -1,4 +1,4 @@
-"""Classification workloads: labelled samples in the same trainer, on one rank and on several."""
+"""Tests of classification tasks in the same trainer, on one rank and on several ranks."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataset_files import write, write_idx
 from processes import run_ranks
 
 import train
-from utils import cli
+from utils import build, cli
 from utils import config as configs
-from utils.data import open_labelled
+from utils.data.loaders.classification import open_splits
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
+from utils.evaluation.baselines import class_frequency_loss
 from utils.runs.logger import read_records
-from utils.runs.summary import label_baselines
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, newest
 
 TOP = Path(__file__).parent.parent
-YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in a file next to it
+YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in another file of its directory
 NAMES = list(configs.read_file(str(TOP / "config" / "classification.yaml")))
 FAST = ("mnist_cnn", "reuters_cnn", "cifar10_bn")
-# Small enough for an epoch of each on the small files.
+# Small enough for two epochs on the small files.
 SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs": 2, "log_interval": 2}
 
 
@@ -37,7 +37,7 @@ def run(world: World, flags: list[str]) -> None:
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a program that ends with exit code 2."""
+    """The error line of a training that ends with exit code 2."""
     with pytest.raises(SystemExit) as stop:
         train.main([f"--yaml_config={YAML}", "--set=device=cpu", *arguments])
     assert stop.value.code == 2
@@ -46,7 +46,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in NAMES])
-def test_every_config_passes_preflight_and_trains_on_files_in_the_published_formats(
+def test_config_passes_the_preflight_and_trains_on_files_in_the_published_format(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = configs.load(YAML, name).dataset.name
@@ -75,25 +75,25 @@ def test_every_config_passes_preflight_and_trains_on_files_in_the_published_form
 
 
 def train_digits(world: World, flags: list[str]) -> dict[str, float]:
-    """Trains, and returns the baseline of the validation labels."""
+    """Trains; returns the baseline of the validation labels."""
     run(world, flags)
     config = configs.load(YAML, "digits_naive").for_world(world.size)
-    return label_baselines(train.build_loaders(config, world).valid, world)
+    return class_frequency_loss(build.loaders(config, world).valid, world)
 
 
 @pytest.mark.parametrize(
     ("epochs", "samples", "validated", "accuracy"),
     [(1, 64, 101, 0.0), pytest.param(3, 1437, 357, 0.93, marks=pytest.mark.slow)],
 )
-def test_digits_are_learned_and_two_ranks_measure_what_one_does(
+def test_digits_are_learned_and_two_ranks_validate_like_one(
     epochs: int, samples: int, validated: int, accuracy: float, tmp_path: Path
 ) -> None:
-    """One rank has fewer validation samples: accuracy, loss and baseline are over samples, not over ranks."""
+    """The ranks have different numbers of validation samples: all measures are means over samples, not over ranks."""
     pytest.importorskip("sklearn")
     flags = ["--config=digits_bn", f"--set=expdir={tmp_path}", f"--set=Nsamples_val={validated}"]
     flags += [f"--set=num_epochs={epochs}", f"--set=Nsamples={samples}", "--set=report_pictures=false"]
     baselines = run_ranks(train_digits, 2, flags)
-    labels = torch.from_numpy(open_labelled(configs.load(YAML, "digits_naive"))[1]["valid"].labels)
+    labels = torch.from_numpy(open_splits(configs.load(YAML, "digits_naive"))[1]["valid"].labels)
     entropy = float(torch.distributions.Categorical(torch.bincount(labels).double()).entropy())
     for found in baselines:
         assert found["frequencies"] == pytest.approx(entropy, rel=1e-9)
@@ -104,12 +104,12 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
     if accuracy:
         assert "Noise/scale (critical batch)" in records[-3]
     config = configs.load(str(directory / "config.yaml"), "digits_bn").for_world(1)
-    network = train.build_model(config)
+    network = build.network(config)
     saved = newest(directory / FOLDER)
     assert saved is not None
     network.load_state_dict(saved.weights["network"])
     network.eval()
-    data = open_labelled(config)[1]["valid"]
+    data = open_splits(config)[1]["valid"]
     inputs = torch.from_numpy(data.inputs[:validated]).float() / 16
     labels = torch.from_numpy(data.labels[:validated])
     with torch.no_grad():
@@ -144,7 +144,9 @@ def test_digits_are_learned_and_two_ranks_measure_what_one_does(
         ),
     ],
 )
-def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_is_reported_in_one_line(
+    flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if "Nsamples" in says:
         pytest.importorskip("sklearn")
     line = error_of([*flags, f"--set=expdir={tmp_path / 'runs'}", f"--set=dataset.directory={tmp_path}"], capsys)
@@ -152,7 +154,7 @@ def test_bad_input_is_one_line(flags: list[str], says: str, tmp_path: Path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_label_out_of_range_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_label_out_of_range_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arrays: Any = write("mnist", tmp_path)
     arrays["train"][1][3] = 10
     write_idx(tmp_path, arrays)

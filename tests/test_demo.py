@@ -1,4 +1,4 @@
-"""The demo's claim, on smaller boxes and fewer steps: the network learns what simple predictors cannot."""
+"""Test of the demo on smaller volumes and with fewer steps: the network is better than simple predictors."""
 
 from __future__ import annotations
 

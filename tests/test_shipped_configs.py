@@ -1,4 +1,4 @@
-"""Every shipped config loads and has the original's meaning; a file with exactly the original's keys runs."""
+"""Tests of the shipped configs, and of a file with exactly the keys of the original."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ opt:
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_original_config_has_its_meaning(name: str) -> None:
+def test_original_config_has_the_values_of_the_original(name: str) -> None:
     assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_opt", "test"}
     config = load(SHIPPED, name)
     batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
@@ -72,28 +72,28 @@ def test_original_config_has_its_meaning(name: str) -> None:
     assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
     schedule = config.lr_schedule
     assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)
-    # The fast configs alone have the improved recipe; the others keep the original's.
-    recipe = (config.symmetries, schedule.shape, config.ema_decay)
-    assert recipe == (("full", "constant", 0.999) if fast else ("grid", "cosine", None))
-    rates = build_schedule(config.for_world(1))
-    assert rates.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
-    assert rates.warmup_steps == (128 if batch > 64 else 0)
+    # Only the fast configs have the improved training; the others keep the original's.
+    training = (config.symmetries, schedule.shape, config.ema_decay)
+    assert training == (("full", "constant", 0.999) if fast else ("grid", "cosine", None))
+    built = build_schedule(config.for_world(1))
+    assert built.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
+    assert built.warmup_steps == (128 if batch > 64 else 0)
 
 
 @pytest.mark.parametrize("name", read_file(SHIPPED))
-def test_shipped_config_runs_on_several_ranks_and_reads_back(name: str, tmp_path: Path) -> None:
+def test_shipped_config_is_valid_for_several_ranks_and_reads_back(name: str, tmp_path: Path) -> None:
     config = load(SHIPPED, name)
     for ranks in (1, 2, 8):
         assert config.for_world(ranks).local_batch_size == config.global_batch_size // ranks
-    settled = config.for_world(2)
-    (tmp_path / "saved.yaml").write_text(to_yaml(settled, name))
-    assert load(str(tmp_path / "saved.yaml"), name) == settled
+    resolved = config.for_world(2)
+    (tmp_path / "saved.yaml").write_text(to_yaml(resolved, name))
+    assert load(str(tmp_path / "saved.yaml"), name) == resolved
 
 
-def test_file_with_exactly_the_originals_keys_is_the_shipped_base_but_for_its_symmetries(
+def test_file_with_the_keys_of_the_original_equals_the_shipped_base_except_for_symmetries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It passes the preflight with the published network, without its 38.7 GB of data."""
+    """It passes the preflight with the published network; the data of 38.7 GB are replaced by synthetic data."""
     path = tmp_path / "original.yaml"
     path.write_text(ORIGINAL_KEYS)
     assert load(str(path), "base").symmetries == "full"
