@@ -1,4 +1,4 @@
-"""Small file systems that a test can fill up; mounting them needs root."""
+"""Small file systems that a test can fill; mounting them requires root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a tmpfs of `size` (200k, 2m) on a new folder; skips the test where that is not allowed."""
+    """Mounts a tmpfs of `size` (200k, 2m) on a new folder; skips the test if that is not permitted."""
     folder.mkdir(parents=True)
     try:
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
@@ -21,15 +21,15 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
     except OSError as error:
         reason = str(error)
     if not os.path.ismount(folder):
-        pytest.skip(f"may not mount a file system ({reason})")
+        pytest.skip(f"cannot mount a file system ({reason})")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files may still be open in it
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # lazily: log files in it may still be open
 
 
 def fill(folder: Path) -> Path:
-    """Fills the disk to the last byte; returns the file to remove."""
+    """Fills the disk to the last byte; returns the file that occupies it."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         for size in (2**16, 1):

@@ -1,9 +1,10 @@
-"""The converter: `.npy` copies equal to the HDF5 fields, in bounded memory, atomic, with errors in one line."""
+"""The converter: `.npy` files equal to the HDF5 fields, bounded memory, atomic writes, errors in one line."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +28,8 @@ TOP = Path(__file__).resolve().parents[1]
 STORAGES = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True, "compression": "gzip"}]
 
 
-class Dying:
-    """Something that weak references may point to."""
+class Referenced:
+    """An object that weak references can point to."""
 
 
 def assert_copies(source: Path, copies: Sequence[Path], names: tuple[str, str] = ("Nbody", "Hydro")) -> None:
@@ -61,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_copies_hold_the_fields_with_channels_last_for_any_buffer(
     volume_file: VolumeFile, tmp_path: Path, storage: dict
 ) -> None:
-    """Tiles of one row, of some rows, of some planes, of everything, with remainders at the edges."""
+    """Tiles of one row, several rows, several planes, and the whole volume, with remainders at the edges."""
     source = volume_file(tmp_path / "train.h5", box=12, **storage)
     copies = convert(source)
     assert copies == [tmp_path / "train_data.npy", tmp_path / "train_label.npy"]
@@ -85,7 +86,7 @@ def test_memory_is_bounded_by_the_buffers(volume_file: VolumeFile, tmp_path: Pat
 # --- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_the_command_makes_its_output_directory_and_takes_other_names_and_numbers_of_channels(
+def test_the_command_creates_its_output_directory_and_accepts_other_names_and_numbers_of_channels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, source = tmp_path / "deep" / "npy", tmp_path / "box.hdf5"
@@ -103,8 +104,8 @@ def test_the_command_makes_its_output_directory_and_takes_other_names_and_number
     assert_copies(source, copies, ("fields/matter", "fields/gas"))
 
 
-def test_the_command_starts_as_a_file(volume_file: VolumeFile, tmp_path: Path) -> None:
-    """Python then searches the file's directory for modules, and not the one above."""
+def test_the_command_runs_as_a_file(volume_file: VolumeFile, tmp_path: Path) -> None:
+    """Python then searches the file's directory for modules, not its parent."""
     source = volume_file(tmp_path / "train.h5", box=8)
     command = [sys.executable, str(TOP / "utils" / "convert_to_npy.py"), "-i", str(source)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -122,7 +123,7 @@ def test_files_and_datasets_that_cannot_be_converted_are_reported(
     assert "--help" in refused(capsys, "-i", "a.h5", "--nonsense")
     assert "no such file" in refused(capsys, "-i", tmp_path / "none.h5")
     source = volume_file(tmp_path / "train.h5")
-    assert "no dataset Gas; it holds Hydro, Nbody" in refused(capsys, "-i", source, "-l", "Gas")
+    assert "no dataset Gas; it contains Hydro, Nbody" in refused(capsys, "-i", source, "-l", "Gas")
     os.truncate(source, source.stat().st_size // 2)
     assert "truncated" in refused(capsys, "-i", source)
     with h5py.File(tmp_path / "a.h5", "w") as file:
@@ -139,18 +140,18 @@ def test_files_and_datasets_that_cannot_be_converted_are_reported(
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "train.h5"]
 
 
-def test_outputs_that_cannot_be_written_are_refused_before_anything_is(
+def test_outputs_that_cannot_be_written_are_refused_before_anything_is_written(
     volume_file: VolumeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, size = volume_file(tmp_path / "train.h5"), 4 * 9 * 16**3
     assert "--output_dir" in refused(capsys, "-i", source, "-o", source)
-    monkeypatch.setattr(convert_to_npy.shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
-    assert "free some space or give another --output_dir" in refused(capsys, "-i", source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
+    assert "free some space, or give another --output_dir" in refused(capsys, "-i", source)
     assert os.listdir(tmp_path) == ["train.h5"]
     (tmp_path / "train_label.npy").mkdir()
     assert "is a directory" in refused(capsys, "-i", source, "--overwrite")
     (tmp_path / "train_label.npy").rmdir()
-    monkeypatch.setattr(convert_to_npy.shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size))
     convert(source)
 
 
@@ -179,7 +180,7 @@ def test_existing_copies_are_kept_unless_overwrite_is_given_and_there_is_space(
 def test_a_chunk_that_cannot_be_unpacked_is_one_line(
     volume_file: VolumeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Damage in the second dataset: the first copy is complete by then, and must not appear without the other."""
+    """The second dataset is damaged: the first file is complete by then, and must not appear without the other."""
     source = volume_file(tmp_path / "train.h5", chunks=(1, 8, 8, 8), compression="gzip")
     with h5py.File(source) as file:
         place = file["Hydro"].id.get_chunk_info(7)
@@ -196,15 +197,15 @@ def test_a_chunk_that_cannot_be_unpacked_is_one_line(
 def test_a_cancelled_command_leaves_nothing_partial(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, where: str
 ) -> None:
-    """A fixed bug: Python ignores what is raised in a callback, and the command ran to its end."""
+    """A fixed bug: Python ignores an exception in a callback, so the command continued."""
     source, read, handler = volume_file(tmp_path / "train.h5"), convert_to_npy._read, signal.getsignal(number)
 
-    def read_and_die(*arguments: Any) -> None:
+    def read_and_signal(*arguments: Any) -> None:
         read(*arguments)
-        weakref.finalize(Dying(), signal.raise_signal, number)
+        weakref.finalize(Referenced(), signal.raise_signal, number)
 
     if where == "in a callback of h5py":
-        monkeypatch.setattr(convert_to_npy, "_read", read_and_die)
+        monkeypatch.setattr(convert_to_npy, "_read", read_and_signal)
     else:
         monkeypatch.setattr(convert_to_npy.os, "fsync", lambda _: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as caught:

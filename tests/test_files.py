@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from utils.files import atomic_directory, atomic_write, recover
+from utils.errors import UserError
+from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover
 
 
 def write(path: Path, text: str) -> None:
@@ -61,37 +64,39 @@ def test_a_write_that_fails_anywhere_leaves_the_earlier_content_and_nothing_else
         assert (read(target), os.listdir(tmp_path)) == ("first", ["target"]), function
 
 
-def test_a_directory_that_cannot_take_its_place_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the two renames the second fails, after the earlier directory was moved away."""
+def test_a_directory_that_cannot_be_renamed_restores_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of the two renames fails, after the earlier directory was moved away."""
     target, rename = tmp_path / "target", os.rename
     write_directory(target, "first")
 
-    def fails_for_the_new_one(source: Path, destination: Path) -> None:
+    def fail_for_the_new_directory(source: Path, destination: Path) -> None:
         if str(source).endswith(".partial"):
             raise OSError(28, "No space left on device")
         rename(source, destination)
 
-    monkeypatch.setattr(os, "rename", fails_for_the_new_one)
+    monkeypatch.setattr(os, "rename", fail_for_the_new_directory)
     with pytest.raises(OSError, match="No space left"):
         write_directory(target, "second")
     assert (read(target), os.listdir(tmp_path)) == ("first", ["target"])
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_earlier_content_stays_until_the_new_one_is_on_the_disk(
+def test_the_earlier_content_stays_until_the_new_content_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Some file systems cannot flush a directory, which stops nothing."""
+    """A file system that cannot flush a directory is no error."""
     target, seen, fsync = tmp_path / "target", [], os.fsync
     WRITERS[kind](target, "first")
 
-    def look(descriptor: int) -> None:
+    def observed_fsync(descriptor: int) -> None:
         seen.append(read(target))
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(22, "Invalid argument")
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", look)
+    monkeypatch.setattr(os, "fsync", observed_fsync)
     WRITERS[kind](target, "second")
     # The last flush is that of the parent directory, which makes the new name durable.
     assert seen == ["first"] * (1 if kind == "file" else 3) + ["second"]
@@ -104,9 +109,32 @@ def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_pat
         (tmp_path / name / "content").write_text(name)
     (tmp_path / ".metrics.jsonl.abc.partial").write_text("")
     (tmp_path / ".best.abc.partial").symlink_to("step_1")
-    (tmp_path / "notes.partial").write_text("a user's")
+    (tmp_path / "notes.partial").write_text("a file of the user")
     recover(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["notes.partial", "step_1", "step_3"]
-    assert (tmp_path / "step_1" / "content").read_text() == "step_1", "the destination of a link stays"
+    assert (tmp_path / "step_1" / "content").read_text() == "step_1", "the target of a symbolic link stays"
     assert (tmp_path / "step_3" / "content").read_text() == ".step_3.replaced"
     recover(tmp_path / "nowhere")
+
+
+def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new" / "output"
+    check_target(target, overwrite=False)
+    make_output_directory(target.parent, size=1)
+    target.touch()
+    with pytest.raises(UserError, match=r"output exists; give --overwrite to replace it, or another --out$"):
+        check_target(target, overwrite=False, option="--out")
+    check_target(target, overwrite=True)
+    with pytest.raises(UserError, match=r"new is a directory; give another --output$"):
+        check_target(target.parent, overwrite=True)
+    with pytest.raises(UserError, match=r"^cannot write to .*: (File exists|Not a directory); give another --output$"):
+        make_output_directory(target, size=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    make_output_directory(tmp_path, size=10**6)
+    with pytest.raises(UserError, match=r"has 1\.0 MB free and the output needs 1\.1 MB; free some space, or move$"):
+        make_output_directory(tmp_path, size=1_100_000, remedy="move")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=r"is not writable; give another --output$"):
+        make_output_directory(tmp_path, size=0)

@@ -1,17 +1,15 @@
-"""Writes the `.npy` twins of an HDF5 volume: [C, L, L, L] becomes [L, L, L, C], float32 in C order.
+"""Converts an HDF5 volume to two `.npy` files: [C, L, L, L] becomes [L, L, L, C], float32 in C order.
 
     python -m utils.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
-makes train_data.npy and train_label.npy beside train.h5, which train_path_npy_data and train_path_npy_label name.
-Takes 256 MiB of buffers, whatever the size of the volume, and what HDF5 takes to unpack one chunk.
+writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
+The buffers are 256 MiB for a volume of any size; HDF5 needs memory for one unpacked chunk in addition.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +19,17 @@ from typing import BinaryIO, NoReturn
 import h5py
 import numpy as np
 
-if not __package__:  # started as a file: Python searches that file's directory, and not the one above
+if not __package__:  # run as a file: Python searches that file's directory for modules, not its parent
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file
-from utils.errors import UserError, one_line_errors
-from utils.files import atomic_write
+from utils.errors import UserError, one_line_errors, os_errors_for_users, os_reason
+from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 
-BUFFER_BYTES = 2**27  # each of two: what was read, and the same in the new order
+BUFFER_BYTES = 2**27  # of each of two buffers: the values as read, and with the channels last
 SUFFIXES = ("data", "label")
+REMEDY = "give another --output_dir"
 
 
 def convert(
@@ -41,9 +40,9 @@ def convert(
     buffer_bytes: int = BUFFER_BYTES,
     check: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Writes both twins and returns their paths; they appear under their names only when both are whole.
+    """Writes both `.npy` files and returns their paths; the files appear under their names once both are complete.
 
-    `check` is called after each tile; what it raises ends the conversion, and nothing stays.
+    `check` is called after each tile; an exception from it ends the conversion, and no file is left.
     """
     source = Path(source)
     with open_file(str(source)) as file:
@@ -55,22 +54,28 @@ def convert(
             )
         directory = source.parent if output_dir is None else Path(output_dir)
         targets = [directory / f"{source.stem}_{suffix}.npy" for suffix in SUFFIXES]
-        _check_outputs(targets, overwrite, sum(dataset.nbytes for dataset in datasets))
+        for target in targets:
+            check_target(target, overwrite, "--output_dir")
+        make_output_directory(directory, sum(dataset.nbytes for dataset in datasets), REMEDY)
         tiles = [tile_shape(dataset.shape, dataset.chunks, buffer_bytes) for dataset in datasets]
         total = sum(len(_tiles(dataset.shape[1], *tile)) for dataset, tile in zip(datasets, tiles, strict=True))
-        with Progress(f"converting {source.name}", total, "slabs") as progress, _writing(targets) as partials:
+        with (
+            Progress(f"converting {source.name}", total, "slabs") as progress,
+            os_errors_for_users(f"cannot write to {directory}", REMEDY),
+            atomic_write(targets) as partials,
+        ):
             for dataset, tile, partial in zip(datasets, tiles, partials, strict=True):
-                for _ in _write_twin(dataset, tile, partial):
+                for _ in _write_npy(dataset, tile, partial):
                     progress.advance()
                     check()
-                check()  # a signal may have come while the disk was waited for
+                check()  # a signal may have arrived during the last write
     return targets
 
 
 def tile_shape(shape: Sequence[int], chunks: Sequence[int] | None, buffer_bytes: int) -> tuple[int, int]:
-    """How many x and y to read at once, over all channels and z: what fits the buffer, in whole chunks if it can be.
+    """Numbers of x and y to read at once, over all channels and z, that fit in the buffer.
 
-    A chunk that is read in two goes is unpacked twice.
+    They are multiples of the chunk size if possible, because a chunk that is read in two parts is unpacked twice.
     """
     channels, box = shape[0], shape[1]
     chunk_x, chunk_y = chunks[1:3] if chunks is not None else (1, 1)
@@ -83,7 +88,7 @@ def tile_shape(shape: Sequence[int], chunks: Sequence[int] | None, buffer_bytes:
 
 
 def _whole_multiple(number: int, unit: int) -> int:
-    """The largest multiple of `unit` up to `number`; `number` itself where it is smaller."""
+    """The largest multiple of `unit` up to `number`, or `number` if that is smaller than `unit`."""
     return number // unit * unit or number
 
 
@@ -91,41 +96,11 @@ def _tiles(box: int, step_x: int, step_y: int) -> list[tuple[int, int]]:
     return [(x, y) for x in range(0, box, step_x) for y in range(0, box, step_y)]
 
 
-def _check_outputs(targets: Sequence[Path], overwrite: bool, size: int) -> None:
-    """Makes the directory; refuses what exists already, or what there is no room for."""
-    directory = targets[0].parent
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise UserError(f"cannot write to {directory}: {error.strerror}; give another --output_dir") from None
-    for target in targets:
-        if target.is_dir():
-            raise UserError(f"{target} is a directory; remove it, or give another --output_dir")
-        if target.exists() and not overwrite:
-            raise UserError(f"{target} exists; give --overwrite to replace it, or another --output_dir")
-    if free < size:
-        raise UserError(
-            f"{directory} has {free / 2**30:.2f} GiB free and the two files take {size / 2**30:.2f} GiB; "
-            f"free some space or give another --output_dir"
-        )
-
-
-@contextlib.contextmanager
-def _writing(targets: Sequence[Path]) -> Iterator[list[Path]]:
-    try:
-        with atomic_write(targets) as partials:
-            yield partials
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"cannot write to {targets[0].parent}: {reason}; give another --output_dir") from error
-
-
-def _write_twin(dataset: h5py.Dataset, tile: tuple[int, int], path: Path) -> Iterator[None]:
-    """Fills one `.npy` file, yielding after each tile."""
+def _write_npy(dataset: h5py.Dataset, tile: tuple[int, int], path: Path) -> Iterator[None]:
+    """Writes one `.npy` file; yields after each tile."""
     channels, box = dataset.shape[:2]
-    row = 4 * channels * box  # bytes of all z and channels at one x, y
-    read, turned = (np.empty(tile[0] * tile[1] * row // 4, dtype="<f4") for _ in range(2))
+    row = 4 * channels * box  # bytes of one x and y, with all z and channels
+    read, transposed = (np.empty(tile[0] * tile[1] * row // 4, dtype="<f4") for _ in range(2))
     with open(path, "xb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (box, box, box, channels)}
         np.lib.format.write_array_header_1_0(file, header)
@@ -133,7 +108,7 @@ def _write_twin(dataset: h5py.Dataset, tile: tuple[int, int], path: Path) -> Ite
         for x, y in _tiles(box, *tile):
             size_x, size_y = min(tile[0], box - x), min(tile[1], box - y)
             count = channels * size_x * size_y * box
-            planes = turned[:count].reshape(size_x, size_y, box, channels)
+            planes = transposed[:count].reshape(size_x, size_y, box, channels)
             block = read[:count].reshape(channels, size_x, size_y, box)
             _read(dataset, (slice(None), slice(x, x + size_x), slice(y, y + size_y)), block)
             np.copyto(planes, np.moveaxis(block, 0, -1))
@@ -146,9 +121,8 @@ def _read(dataset: h5py.Dataset, selection: tuple[slice, ...], out: np.ndarray) 
     try:
         dataset.read_direct(out, selection)
     except OSError as error:
-        text = " ".join(str(error).split())
         raise UserError(
-            f"cannot read {dataset.name} of {dataset.file.filename}: {text}; copy or make it again"
+            f"cannot read {dataset.name} of {dataset.file.filename}: {os_reason(error)}; copy or recreate the file"
         ) from error
 
 
@@ -165,22 +139,22 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m utils.convert_to_npy",
-        description="Writes the .npy twins [L, L, L, C] of an HDF5 volume: STEM_data.npy and STEM_label.npy.",
+        description="Converts an HDF5 volume to .npy files [L, L, L, C]: STEM_data.npy and STEM_label.npy.",
         allow_abbrev=False,
     )
     parser.add_argument("-i", "--input", required=True, metavar="FILE", help="HDF5 file")
     parser.add_argument("-d", "--data", default=DATASETS[0], help="dataset of the inputs (%(default)s)")
     parser.add_argument("-l", "--label", default=DATASETS[1], help="dataset of the targets (%(default)s)")
-    parser.add_argument("-o", "--output_dir", metavar="DIR", help="where the twins go (beside FILE)")
-    parser.add_argument("--overwrite", action="store_true", help="replace twins that exist")
+    parser.add_argument("-o", "--output_dir", metavar="DIR", help="directory for the .npy files (that of FILE)")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing .npy files")
     return parser.parse_args(argv)
 
 
 class Cancellation:
-    """SIGTERM and Ctrl-C end the block, which tidies up.
+    """Makes SIGTERM and Ctrl-C end the block with SystemExit, so that temporary files are removed.
 
-    The exception of a signal gets lost where it comes up in a callback, as h5py has them at the end of each read;
-    so the signal is remembered, and `check` raises again.
+    The exception of a signal is lost if it is raised in a callback, which h5py runs at the end of each read. So the
+    signal is stored, and `check` raises again.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -189,16 +163,16 @@ class Cancellation:
         self._received = 0
 
     def __enter__(self) -> Cancellation:
-        self._earlier = [signal.signal(number, self._receive) for number in self.SIGNALS]
+        self._handlers = [signal.signal(number, self._receive) for number in self.SIGNALS]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(self.SIGNALS, self._earlier, strict=True):
+        for number, handler in zip(self.SIGNALS, self._handlers, strict=True):
             signal.signal(number, handler)
 
     def check(self) -> None:
         if self._received:
-            raise SystemExit(128 + self._received)  # as a shell reports it
+            raise SystemExit(128 + self._received)  # the exit code that shells report
 
     def _receive(self, number: int, frame: object) -> None:
         self._received = number
@@ -206,7 +180,7 @@ class Cancellation:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; bad input ends in one line and exit code 2."""
+    """Runs the command; bad input ends with one line and exit code 2."""
     with one_line_errors(), Cancellation() as cancellation:
         options = parse(argv)
         names = (options.data, options.label)
