@@ -1,7 +1,7 @@
-"""Small networks that sort samples into classes: a batch -> logits [N, classes].
+"""Small classifiers: a batch -> logits [N, classes].
 
-All take the same options: `shape` of one sample, `classes`, `vocabulary` (how many words there are, where samples are
-made of words) and `norm`, see norms.py. ValueError says what a network cannot take.
+All have the same options: the `shape` of one sample, the number of `classes`, the size of the `vocabulary` (None unless
+samples are texts), and `norm`, see norms.py. They raise ValueError for samples or norms that they do not support.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from networks.norms import build_norm, ghost_batch
 
 
 class MnistCnn(nn.Module):
-    """Two 3x3 convolutions and two dense layers with dropout, for images [N, channels, height, width]."""
+    """Two 3x3 convolutions and two linear layers with dropout, for images [N, channels, height, width]."""
 
     def __init__(
         self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
@@ -37,7 +37,7 @@ class MnistCnn(nn.Module):
 
 
 class LeNet(nn.Module):
-    """Convolutions and averages in turn, for images [N, channels, height, width] (after LeCun et al. 1998)."""
+    """Convolutions alternating with average pooling, for images [N, channels, height, width] (LeCun et al. 1998)."""
 
     def __init__(
         self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
@@ -58,7 +58,7 @@ class LeNet(nn.Module):
 
 
 class ReutersCnn(nn.Module):
-    """Convolutions over the words of a text, for word numbers [N, length] below `vocabulary`."""
+    """Convolutions over the words of a text, for word indices [N, length] below `vocabulary`."""
 
     def __init__(
         self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
@@ -86,9 +86,9 @@ class ReutersCnn(nn.Module):
 
 
 class CifarCnn(nn.Module):
-    """Three blocks of two 3x3 convolutions, each block halving the sides, for images [N, channels, height, width].
+    """Three blocks of two 3x3 convolutions, each of which halves height and width; images [N, channels, height, width].
 
-    A norm stands between each convolution and its activation.
+    A norm follows each convolution, before the activation.
     """
 
     BLOCKS = (32, 64, 128)  # channels
@@ -114,7 +114,7 @@ class CifarCnn(nn.Module):
 
 
 def _image(name: str, shape: tuple[int, ...], least: int, vocabulary: int | None) -> tuple[int, int, int]:
-    """Channels, height and width of the samples; ValueError where they are no images, or a side is below `least`."""
+    """Channels, height and width of the samples; ValueError if they are not images or smaller than `least`."""
     if len(shape) != 3 or vocabulary is not None:
         raise ValueError(
             f"network {name} takes images, channels x height x width, not samples of shape {_text(shape)}"
@@ -127,9 +127,11 @@ def _image(name: str, shape: tuple[int, ...], least: int, vocabulary: int | None
 
 
 def _refuse_norm(name: str, norm: str) -> None:
-    ghost_batch(norm)  # what is no norm at all is named as such
+    ghost_batch(norm)  # raises ValueError for an unknown norm
     if norm != "none":
-        raise ValueError(f"network {name} has no place for norm {norm}; leave it none or choose network cifar_cnn")
+        raise ValueError(
+            f"network {name} does not support norm {norm}; set network.norm to none, or use network cifar_cnn"
+        )
 
 
 def _text(shape: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A network's first weights, drawn anew from a generator of the caller's."""
+"""Initial weights of a network, drawn from a given generator."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 def initialise(
     network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
 ) -> None:
-    """Draws the weights of convolutions, dense layers and embeddings; ValueError for an unknown `conv_init`.
+    """Draws the weights of convolutions, linear layers and embeddings; ValueError for an unknown `conv_init`.
 
-    normal   ~ N(0, scale²), as DCGAN draws them (Radford et al. 2016), with constant biases
-    default  torch's own: uniform, biases too, within ±1 / √inputs; embeddings ~ N(0, 1)
-    glorot   uniform within ±√(6 / (inputs + outputs)) (Glorot & Bengio 2010), with constant biases; embeddings within
-             ±0.05, as in Keras
+    normal   N(0, scale²) as in DCGAN (Radford et al. 2016), with constant biases
+    default  torch's own: uniform within ±1 / √fan_in, also for biases; embeddings N(0, 1)
+    glorot   uniform within ±√(6 / (fan_in + fan_out)) (Glorot & Bengio 2010), with constant biases; embeddings uniform
+             within ±0.05, as in Keras
 
-    Inputs and outputs are those that one number of the output or input is connected to. Norms keep weight 1 and bias 0.
+    Norms keep weight 1 and bias 0.
     """
     if conv_init not in KINDS:
         raise ValueError(f"unknown conv_init {conv_init}; known: {', '.join(KINDS)}")
@@ -54,7 +54,7 @@ def _draw_layer(
     elif conv_init == "default":
         weight.uniform_(-bound, bound, generator=generator)
     else:
-        # Inputs and outputs are the first two axes, in whichever order; the others are the kernel.
+        # The first two axes are inputs and outputs, in either order. The others are the kernel.
         limit = math.sqrt(6 / ((weight.shape[0] + weight.shape[1]) * weight[0, 0].numel()))
         weight.uniform_(-limit, limit, generator=generator)
     if biases is not None:

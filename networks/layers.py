@@ -1,4 +1,4 @@
-"""Convolutions that can leave their bias to what follows, and one whose result is finer than bfloat16."""
+"""Convolutions whose bias can be added later, and a convolution with a float32 result under bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.nn import functional as F
 
 
 class Conv3d(nn.Conv3d):
-    """`nn.Conv3d`; with `biased` False without its bias, which then is for the caller to add."""
+    """`nn.Conv3d`. With biased=False the caller adds the bias."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         return self._conv_forward(input, self.weight, self.bias if biased else None)
 
 
 class ConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d`; with `biased` False without its bias, which then is for the caller to add."""
+    """`nn.ConvTranspose3d`. With biased=False the caller adds the bias."""
 
-    def forward(  # type: ignore[override] # no output size is ever chosen
+    def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
-        assert not isinstance(self.padding, str)  # nn.ConvTranspose3d takes numbers alone
+        assert not isinstance(self.padding, str)  # nn.ConvTranspose3d accepts only numbers
         bias = self.bias if biased else None
         return F.conv_transpose3d(
             input, self.weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation
@@ -32,12 +32,12 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 
 class OutputConvTranspose3d(nn.ConvTranspose3d):
-    """A network's last layer: its result is float32 under bfloat16 autocast, too; see `convolve_finely`."""
+    """The last layer of a network. Its result is float32 also under bfloat16 autocast; see `convolve_to_float32`."""
 
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
-        result = convolve_finely(input, self.weight, self.stride, self.padding, transposed=True)
+        result = convolve_to_float32(input, self.weight, self.stride, self.padding, transposed=True)
         return with_bias(result, self.bias if biased else None)
 
 
@@ -46,35 +46,37 @@ def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return result if bias is None else result + bias.to(result.dtype).view(-1, 1, 1, 1)
 
 
-def convolve_finely(
+def convolve_to_float32(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int | str], transposed: bool = False
 ) -> torch.Tensor:
-    """The convolution without bias, in float32 where autocast would round its result to bfloat16.
+    """The convolution without bias; its result is float32 where autocast would round it to bfloat16.
 
-    bfloat16 keeps 8 bits: on values in ±1 that is an error of 6.5e-4 on average, and the loss to reach is 4.7e-3.
-    float16 keeps 11, and tensor cores take it as fast; but gradients of a mean over millions of cells are too small for
-    it. So the result is computed from float16 numbers, and its gradients from bfloat16 ones. (On a CPU, where float16
-    is slow, from float32 ones.)
+    bfloat16 has 8 significant bits: for values in ±1 the mean error is 6.5e-4, while a trained network has a loss of
+    4.7e-3. float16 has 11 and is as fast on tensor cores, but the gradients of a mean over millions of cells underflow
+    in it. So the result is computed from float16 values (float32 on a CPU, where float16 is slow), and the gradients
+    from bfloat16 values.
     """
     sides = [int(side) for side in padding]
     if not _rounds_to_bfloat16(x.device.type):
         if transposed:
             return F.conv_transpose3d(x, weight, None, tuple(stride), tuple(sides))
         return F.conv3d(x, weight, None, tuple(stride), tuple(sides))
-    fine = torch.float16 if x.is_cuda else torch.float32
+    dtype = torch.float16 if x.is_cuda else torch.float32
     with torch.autocast(x.device.type, enabled=False):
-        # What the gradients are computed from, and what the result is: casts are outside for a compiler to fuse.
+        # The first pair determines the gradients, the second the result. A compiler can fuse these casts.
         coarse = [tensor.to(torch.bfloat16) for tensor in (x, weight)]
-        return _finely(*coarse, *(tensor.detach().to(fine) for tensor in (x, weight)), list(stride), sides, transposed)
+        precise = [tensor.detach().to(dtype) for tensor in (x, weight)]
+        return _convolve(*coarse, *precise, list(stride), sides, transposed)
 
 
 def _rounds_to_bfloat16(device: str) -> bool:
-    # Of other devices (meta) PyTorch refuses to tell.
+    # PyTorch raises an error for other devices, such as meta.
     known = device in ("cpu", "cuda")
     return known and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
-# --- an operator of PyTorch's own kind: a compiler that splits DDP's graph takes no autograd function in it -----------
+# --- the custom operator ----------------------------------------------------------------------------------------------
+# torch.compile does not support autograd functions where it splits the graph at DDP's buckets.
 
 _GEOMETRY = "int[] stride, int[] padding, bool transposed"
 
@@ -102,30 +104,30 @@ def _gradients(
     return x_gradient, weight_gradient
 
 
-def _from_fine(
-    x: torch.Tensor, weight: torch.Tensor, fine_x: torch.Tensor, fine_weight: torch.Tensor, *geometry: Any
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor, *geometry: Any
 ) -> torch.Tensor:
-    return _plain(fine_x, fine_weight, *geometry)
+    return _plain(precise_x, precise_weight, *geometry)
 
 
-_finely = custom_op(
-    "networks::convolve_finely",
-    _from_fine,
+_convolve = custom_op(
+    "networks::convolve_to_float32",
+    _forward,
     mutates_args=(),
-    schema=f"(Tensor x, Tensor weight, Tensor fine_x, Tensor fine_weight, {_GEOMETRY}) -> Tensor",
+    schema=f"(Tensor x, Tensor weight, Tensor precise_x, Tensor precise_weight, {_GEOMETRY}) -> Tensor",
 )
 _backward = custom_op(
-    "networks::convolve_finely_backward",
+    "networks::convolve_to_float32_backward",
     _gradients,
     mutates_args=(),
     schema=f"(Tensor gradient, Tensor x, Tensor weight, {_GEOMETRY}) -> (Tensor, Tensor)",
 )
-# Asked for shapes alone, the same code runs on tensors without numbers.
-_finely.register_fake(_from_fine)
+# The same code computes shapes from tensors without data.
+_convolve.register_fake(_forward)
 _backward.register_fake(_gradients)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, _, _, *ctx.geometry = inputs
     ctx.save_for_backward(x, weight)
 
@@ -134,4 +136,4 @@ def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     return (*_backward(gradient, *ctx.saved_tensors, *ctx.geometry), *(None,) * 5)
 
 
-_finely.register_autograd(_differentiate, setup_context=_keep)
+_convolve.register_autograd(_differentiate, setup_context=_save_inputs)

@@ -1,44 +1,52 @@
-"""Losses: callables (outputs, targets) -> scalar, of fields, both [N, C, D, D, D], or of logits and classes."""
+"""Losses: (outputs, targets) -> scalar, for fields [N, C, D, D, D], or for logits [N, classes] and classes [N]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks import fused as pointwise
+from networks.fused import l1
 
-# Density channels hold ln(density / mean) / 14.
-LOG_DENSITY_SCALE = 14.0
+LOG_DENSITY_SCALE = 14.0  # density channels hold ln(density / mean) / 14
 
 
-class L1Loss(nn.Module):
-    """Mean |outputs − targets|, plus lambda_rho × mean |difference of the densities|, channel 0, when lambda_rho > 0.
+class Loss(nn.Module):
+    """A loss. All have the same options; a constructor raises ValueError for those it does not support."""
 
-    The density itself, exp(14 x), spans many decades: this term weighs the densest places. `fused` takes one kernel for
-    the loss, where that is all of it.
+    is_classification: ClassVar[bool]  # True if targets are classes, False if they are fields
 
-    `weights`, one for each channel, weigh the first mean, as if their own mean were 1. They count in training alone: in
-    evaluation mode the loss is the one without them, which can be compared.
+
+class L1Loss(Loss):
+    """Mean |outputs - targets|, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
+
+    The density exp(14 x) spans many decades, so that its term is dominated by the densest cells. `fused` computes the
+    loss in one kernel if there is no density term.
+
+    `weights`, one per channel, weight the channels in the first term, normalised to mean 1. They apply in training mode
+    only: in evaluation mode losses stay comparable.
     """
+
+    is_classification = False
 
     def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
         super().__init__()
         if fused and weights is not None:
-            raise ValueError("fused_pointwise has no kernel for a loss with channel_weights; leave one of them out")
+            raise ValueError("fused_pointwise does not support channel_weights; turn one of them off")
         self.lambda_rho = lambda_rho
         self.fused = fused
-        # Numbers, not a tensor, which would have to be on the device; equal ones are none.
+        # Python numbers, because a tensor would have to be on the device. Equal weights have no effect.
         self.weights = None
         if weights is not None and len(set(weights)) > 1:
             self.weights = [weight / sum(weights) for weight in weights]
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if self.fused and self.lambda_rho <= 0:
-            return pointwise.l1(outputs, targets)
-        # Half precision would round the difference to about a tenth of the loss to be reached.
+            return l1(outputs, targets)
+        # Half precision would round differences by about a tenth of the loss of a trained network.
         outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         difference = (outputs - targets).abs()
         if self.weights is not None and self.training:
@@ -52,23 +60,23 @@ class L1Loss(nn.Module):
         return loss
 
 
-class CrossEntropyLoss(nn.Module):
-    """Mean cross-entropy of logits [N, classes] against classes [N], int64; ValueError for options of other losses."""
+class CrossEntropyLoss(Loss):
+    """Mean cross-entropy of logits [N, classes] against classes [N], int64."""
+
+    is_classification = True
 
     def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
         super().__init__()
         if lambda_rho > 0:
-            raise ValueError(f"lambda_rho {lambda_rho} weighs a density, which loss cross_entropy has not; leave it 0")
+            raise ValueError(f"loss cross_entropy has no density term; set lambda_rho to 0, not {lambda_rho}")
         if fused:
-            raise ValueError("loss cross_entropy has no kernel of its own; leave fused_pointwise off")
+            raise ValueError("loss cross_entropy has no fused kernel; turn fused_pointwise off")
         if weights is not None:
-            raise ValueError(
-                "channel_weights are of fields' channels, which loss cross_entropy has not; leave them out"
-            )
+            raise ValueError("loss cross_entropy does not support channel_weights; remove them")
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.is_floating_point():
-            raise ValueError("loss cross_entropy compares with classes, not with fields; choose loss l1 for volumes")
+            raise ValueError("the targets of loss cross_entropy must be classes, not fields; use loss l1 for volumes")
         # Half precision would round the loss to 2 or 3 digits.
         outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
         return F.cross_entropy(outputs, targets)

@@ -1,4 +1,4 @@
-"""What a classifier is judged by: (outputs [N, classes], targets [N]) -> a mean over the batch, a float32 scalar."""
+"""Metrics of classifiers: (outputs [N, classes], targets [N]) -> mean over the batch, a float32 scalar."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many samples' targets have the largest output."""
+    """The fraction of samples whose class has the largest output."""
     return (outputs.argmax(1) == targets).float().mean()
 
 
 def top5_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many samples' targets are among the five largest outputs; all, where there are no more than five classes."""
+    """The fraction of samples whose class is among the five largest outputs; 1 if there are at most five classes."""
     best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices  # [N, 5]
     return (best == targets[:, None]).any(1).float().mean()
-
-
-METRICS: dict[str, Metric] = {
-    "accuracy": accuracy,
-    "top5_accuracy": top5_accuracy,
-}

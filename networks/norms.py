@@ -1,8 +1,8 @@
-"""Normalisations of activations [N, C, …] by name: to mean 0 and variance 1, then times a weight and plus a bias.
+"""Normalisation layers by name, for activations [N, C, …]: to mean 0 and variance 1, then times a weight plus a bias.
 
-What tells them apart is the numbers that a mean is taken of. A batch is what one rank passes through the network at
-once, a micro-batch where a step has several. In training batch norms keep a running mean of the statistics, which is
-what they use outside of it. Statistics are float32 under autocast, too.
+They differ in the values over which mean and variance are computed. A batch is what one rank passes through the network
+at once: a micro-batch if a step has several. In training mode, batch norms keep a running mean of these statistics for
+evaluation mode. Statistics are float32 also under autocast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 aten = torch.ops.aten
 
-KNOWN = "none, batch, sync_batch, ghost(n) with n samples, at least 1, and group"
+KNOWN = "none, batch, sync_batch, ghost(n) with n ≥ 1 samples, and group"
 MAX_GROUPS = 32
 BATCH_NORMS: dict[int, type[_BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
@@ -26,12 +26,12 @@ BATCH_NORMS: dict[int, type[_BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d
 def build_norm(spec: str, channels: int, dimensions: int) -> nn.Module:
     """The norm `spec` for activations of `channels` channels and 1 to 3 dimensions; ValueError for an unknown one.
 
-    none        nothing
-    batch       a channel's mean over a rank's batch (Ioffe & Szegedy 2015, arXiv:1502.03167)
-    sync_batch  over the batches of all ranks
-    ghost(n)    over groups of n samples (Hoffer et al. 2017, arXiv:1705.08741)
-    group       over the channels of a group, in each sample by itself (Wu & He 2018, arXiv:1803.08494); as many groups
-                as divide the channels, 32 at most
+    none        no normalisation
+    batch       each channel over a rank's batch (Ioffe & Szegedy 2015, arXiv:1502.03167)
+    sync_batch  each channel over the batches of all ranks
+    ghost(n)    each channel over groups of n samples (Hoffer et al. 2017, arXiv:1705.08741)
+    group       each sample over groups of channels (Wu & He 2018, arXiv:1803.08494): the largest number of groups up to
+                32 that divides the channels
     """
     samples = ghost_batch(spec)
     if samples is not None:
@@ -46,9 +46,9 @@ def build_norm(spec: str, channels: int, dimensions: int) -> nn.Module:
 
 
 def ghost_batch(spec: str) -> int | None:
-    """n of norm ghost(n), of which a training batch must be a multiple, None for other norms.
+    """n of norm ghost(n), of which a training batch must be a multiple; None for other norms.
 
-    ValueError where there is no such norm.
+    ValueError for an unknown norm.
     """
     if spec in ("none", "batch", "sync_batch", "group"):
         return None
@@ -59,22 +59,22 @@ def ghost_batch(spec: str) -> int | None:
 
 
 class GroupNorm(nn.GroupNorm):
-    """`nn.GroupNorm` whose results keep the activations' type: autocast on CUDA would make them float32."""
+    """`nn.GroupNorm` whose results keep the dtype of the activations, which autocast on CUDA would make float32."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).to(input.dtype)
 
 
-class _OwnBatchNorm(_BatchNorm):
-    """A batch norm for activations of any dimensions that takes its statistics by itself."""
+class _CustomBatchNorm(_BatchNorm):
+    """A batch norm for activations of any dimensions; subclasses compute the statistics."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected activations [N, C, …], not {input.dim()} axes")
 
     @torch.no_grad()
-    def _take_in(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        # Types that say less allow for a norm without them.
+    def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        # For mypy: torch's batch norms may have no statistics.
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -84,12 +84,12 @@ class _OwnBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
 
 
-class GhostBatchNorm(_OwnBatchNorm):
-    """Batch norm over groups of `samples` samples each; ValueError for a batch that does not divide into them.
+class GhostBatchNorm(_CustomBatchNorm):
+    """Batch norm over groups of `samples` samples; in training, ValueError for a batch that is not a multiple of it.
 
-    Sample i is of group i modulo the number of groups. In contiguous memory the groups' channels then lie beside each
-    other as the channels of one sample do, so that nothing is copied; in channels_last memory all is, to and fro. The
-    running statistics take in the mean over the groups. Outside of training the batch may be any.
+    Sample i belongs to group i modulo the number of groups. In contiguous memory a view then turns the groups into
+    channels without a copy; channels_last memory is copied there and back. The running statistics use the mean over the
+    groups.
     """
 
     def __init__(self, channels: int, samples: int) -> None:
@@ -102,8 +102,8 @@ class GhostBatchNorm(_OwnBatchNorm):
         groups, rest = divmod(len(input), self.samples)
         if rest or not groups:
             raise ValueError(
-                f"norm ghost({self.samples}): a batch of {len(input)} samples is no multiple of {self.samples}; "
-                "change the one or the other"
+                f"norm ghost({self.samples}): a batch of {len(input)} samples is not a multiple of {self.samples}; "
+                "change one of them"
             )
         if groups == 1:
             return super().forward(input)
@@ -111,9 +111,9 @@ class GhostBatchNorm(_OwnBatchNorm):
         weight, bias = self.weight.repeat(groups), self.bias.repeat(groups)
         grouped = input.reshape(self.samples, groups * self.num_features, *input.shape[2:])
         means, variances = torch.zeros_like(weight), torch.zeros_like(weight)
-        # With momentum 1 they become this batch's statistics.
+        # Momentum 1 makes them the statistics of this batch.
         result = F.batch_norm(grouped, means, variances, weight, bias, training=True, momentum=1.0, eps=self.eps)
-        self._take_in(means.view(groups, -1).mean(0), variances.view(groups, -1).mean(0))
+        self._update_statistics(means.view(groups, -1).mean(0), variances.view(groups, -1).mean(0))
         result = result.reshape(input.shape)
         form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
         return result.contiguous(memory_format=form) if input.is_contiguous(memory_format=form) else result
@@ -122,11 +122,11 @@ class GhostBatchNorm(_OwnBatchNorm):
         return f"{super().extra_repr()}, samples={self.samples}"
 
 
-class SyncBatchNorm(_OwnBatchNorm):
-    """Batch norm over the batches of all ranks, which may be of different sizes; with one rank it is batch norm.
+class SyncBatchNorm(_CustomBatchNorm):
+    """Batch norm over the batches of all ranks, whose sizes may differ. With one rank it is batch norm.
 
-    In training every rank must call it, forward and backward. In contrast to `nn.SyncBatchNorm` it runs on CPUs, too,
-    and the host never waits for the device.
+    In training every rank must call it, forward and backward. Unlike `nn.SyncBatchNorm` it also runs on CPUs, and the
+    host never waits for the device.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -134,25 +134,25 @@ class SyncBatchNorm(_OwnBatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         result, mean, variance, count = _synchronised(input, self.weight, self.bias, self.eps)
-        self._take_in(mean, variance * (count / (count - 1)))
+        self._update_statistics(mean, variance * (count / (count - 1)))
         return result
 
 
-# --- across ranks, as an operator of PyTorch's own kind: compilers take it whole --------------------------------------
+# --- batch norm across ranks as a custom operator, which torch.compile does not look into -----------------------------
 
 
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; mean and biased variance [C] over all ranks, and how many numbers each is taken of, [1]."""
-    # On a CPU they would be of x's type.
+    """The result; mean and biased variance [C] over all ranks; the number of values per channel [1]."""
+    # On a CPU the statistics would have x's dtype.
     own_mean, own_variance = aten.batch_norm_update_stats(x if x.is_cuda else _at_least_float32(x), None, None, 0.0)
     own_count = own_mean.new_full((1,), x.numel() // x.shape[1])
     sums = torch.cat([own_mean * own_count, own_count])
     dist.all_reduce(sums)
     count = sums[-1:].clone()
     mean = sums[:-1] / count
-    # About the common mean: a difference of two large sums would lose what is small beside the mean.
+    # Relative to the common mean: a difference of two large sums loses precision if the variance is small.
     squares = (own_variance + (own_mean - mean) ** 2) * own_count
     dist.all_reduce(squares)
     variance = squares / count
@@ -168,7 +168,7 @@ def _backward(
     count: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, and this rank's share of those of weight and bias."""
+    """The gradient of x, and this rank's part of the gradients of weight and bias."""
     scale = torch.rsqrt(variance + eps)
     if x.is_cuda:
         # The kernels of nn.SyncBatchNorm.
@@ -177,7 +177,8 @@ def _backward(
         )
         means = torch.cat([total, product]) / count
         dist.all_reduce(means)
-        one = torch.ones(1, dtype=torch.int32, device=x.device)  # they would divide by a sum of counts: it is done
+        # The kernel divides by this count; `means` are already divided.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
         x_gradient = aten.batch_norm_backward_elemt(gradient, x, mean, scale, weight, *means.chunk(2), one)
         return x_gradient, weight_gradient, bias_gradient
     shape = (1, -1, *(1,) * (x.dim() - 2))
@@ -224,15 +225,15 @@ def _(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any) ->
     return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, _, ctx.eps = inputs
     ctx.save_for_backward(x, weight, *output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-    assert gradient is not None  # the result is what a loss depends on
+    assert gradient is not None  # the loss depends on the result only
     return (*_synchronised_backward(gradient, *ctx.saved_tensors, ctx.eps), None)
 
 
-_synchronised.register_autograd(_differentiate, setup_context=_keep)
+_synchronised.register_autograd(_differentiate, setup_context=_save_inputs)

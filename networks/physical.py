@@ -1,4 +1,4 @@
-"""A network with the channels' transforms inside: physical values in, physical values out."""
+"""A network that includes the transforms of its channels: physical values in, physical values out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-DENSITY_FLOOR = 1e-3  # of the mean, as the simulation's; empty cells have no logarithm
+DENSITY_FLOOR = 1e-3  # relative to the mean density, as in the simulation: the logarithm of an empty cell is infinite
 
 
-class Scaled(Protocol):
-    """A channel x of a physical value: exp(center + scale · x) if `is_log`, else center + scale · x."""
+class ChannelTransform(Protocol):
+    """The physical value of a channel x: exp(center + scale · x) if `is_log`, else center + scale · x."""
 
     @property
     def scale(self) -> float: ...
@@ -25,13 +25,12 @@ class Scaled(Protocol):
 
 
 class PhysicalNetwork(nn.Module):
-    """[N, C, X, Y, Z] -> [N, K, X, Y, Z] in the units of `inputs` and `targets`, by a network of their channels.
+    """[N, C, X, Y, Z] -> [N, K, X, Y, Z] in the units of `inputs` and `targets`; `network` maps their channels.
 
-    Of inputs that are made of logarithms, densities, nothing below `density_floor` counts; ValueError unless that is
-    above zero.
+    Logarithmic inputs (densities) below `density_floor` are raised to it; ValueError unless it is above zero.
     """
 
-    input_scale: torch.Tensor  # buffers, which go where the network goes; all [C, 1, 1, 1]
+    input_scale: torch.Tensor  # buffers, which move with the network; all [C, 1, 1, 1]
     input_center: torch.Tensor
     target_scale: torch.Tensor
     target_center: torch.Tensor
@@ -39,13 +38,13 @@ class PhysicalNetwork(nn.Module):
     def __init__(
         self,
         network: nn.Module,
-        inputs: Sequence[Scaled],
-        targets: Sequence[Scaled],
+        inputs: Sequence[ChannelTransform],
+        targets: Sequence[ChannelTransform],
         density_floor: float = DENSITY_FLOOR,
     ) -> None:
         super().__init__()
         if not density_floor > 0:
-            raise ValueError(f"density_floor {density_floor} has no logarithm; give one above zero")
+            raise ValueError(f"density_floor must be above zero, not {density_floor}")
         self.network = network
         self.density_floor = density_floor
         self.input_is_log = [channel.is_log for channel in inputs]
@@ -64,7 +63,7 @@ class PhysicalNetwork(nn.Module):
         )
         predicted = self.network((linear - self.input_center) / self.input_scale)
         linear = predicted * self.target_scale + self.target_center
-        # Part by part: the exponential of a velocity, computed and then not taken, would make gradients NaN.
+        # Per channel: an exponential of a velocity overflows, and makes gradients NaN even if torch.where discards it.
         return torch.cat(
             [
                 part.exp() if is_log else part

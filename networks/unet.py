@@ -8,27 +8,27 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks import fused as pointwise
+from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
 from networks.norms import build_norm
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# The layers with few channels, whose convolutions may be rewritten as others; see space_to_depth.py.
-REWRITES: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
-MAX_WIDENING = 8  # the channels double with each scale up to this many times the first width
+# Layers with few channels that can be computed by space-to-depth; see space_to_depth.py.
+SPACE_TO_DEPTH: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
+MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the first width
 
 
 class UNet(nn.Module):
     """[N, in_channels, D, D, D] -> [N, out_channels, D, D, D] in (-1, 1); D is a multiple of 2**scales.
 
-    Each scale halves the grid on the way down (`down1`, `down2`, …) and doubles it on the way up (…, `up2`, `last`),
-    where the output of the same scale's way down is concatenated. The layers in `space_to_depth` and, if `fused`, all that
-    is not convolution compute the same in other ways; parameters and their names stay.
+    The encoder halves the grid at each scale (`down1`, `down2`, …), the decoder doubles it (…, `up2`, `last`). Each
+    decoder layer reads the previous one's output concatenated with the encoder's output of the same size.
 
-    A `norm`, see norms.py, stands between each convolution, the first included, and its activation; the last has none.
-    `crop` is the side D, if it is known.
+    `space_to_depth` (names of layers) and `fused` (everything but the convolutions) change how results are computed,
+    but not parameters, their names or the results. A `norm`, see norms.py, follows each convolution except the last,
+    before the activation. `crop` is the side D, if known.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class UNet(nn.Module):
                 f"data_size {crop} is not a multiple of {2**scales}, by which the network divides the grid"
             )
         if fused and norm != "none":
-            raise ValueError(f"fused_pointwise leaves no place for norm {norm}; leave one of them out")
+            raise ValueError(f"fused_pointwise cannot be combined with norm {norm}; turn one of them off")
         for name in space_to_depth:
-            if name not in REWRITES:
-                raise ValueError(f"network.space_to_depth: {name} cannot be rewritten, only {', '.join(REWRITES)} can")
+            if name not in SPACE_TO_DEPTH:
+                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
         self.scales = scales
         self.fused = fused
         self.norm = norm
-        channels = [width * min(2**scale, MAX_WIDENING) for scale in range(scales)]  # out of down1, down2, …
+        channels = [width * min(2**scale, MAX_WIDENING) for scale in range(scales)]  # of down1, down2, …
         for scale in range(1, scales + 1):
             before = in_channels if scale == 1 else channels[scale - 2]
             name = f"down{scale}"
-            kind = REWRITES[name] if name in space_to_depth else Conv3d
+            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else Conv3d
             self.add_module(name, kind(before, channels[scale - 1], 4, stride=2, padding=1))
             self._add_norm(name, channels[scale - 1])
         for scale in range(scales, 0, -1):
@@ -70,7 +70,7 @@ class UNet(nn.Module):
             after = out_channels if scale == 1 else channels[scale - 2]
             name = "last" if scale == 1 else f"up{scale}"
             plain = OutputConvTranspose3d if name == "last" else ConvTranspose3d
-            kind = REWRITES[name] if name in space_to_depth else plain
+            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else plain
             self.add_module(name, kind(before, after, 4, stride=2, padding=1))
             if name != "last":
                 self._add_norm(name, after)
@@ -87,23 +87,23 @@ class UNet(nn.Module):
         return self._last(x)
 
     def _down(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The activations for the next scale, and for the concatenation."""
+        """The activations for the next scale, and for the skip connection."""
         layer = self._layer(name)
         if self.fused:
-            return pointwise.bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
-        x = F.leaky_relu(self._normalise(name, layer(x)), pointwise.NEGATIVE_SLOPE)
+            return bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
+        x = F.leaky_relu(self._normalise(name, layer(x)), NEGATIVE_SLOPE)
         return x, x
 
     def _up(self, name: str, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         layer = self._layer(name)
         if self.fused:
-            return pointwise.bias_relu_cat(layer(x, biased=False), _bias(layer), skip)
+            return bias_relu_cat(layer(x, biased=False), _bias(layer), skip)
         return torch.cat([F.relu(self._normalise(name, layer(x))), skip], dim=1)
 
     def _last(self, x: torch.Tensor) -> torch.Tensor:
         layer = self._layer("last")
         if self.fused:
-            return pointwise.bias_activation(layer(x, biased=False), _bias(layer), "tanh")
+            return bias_activation(layer(x, biased=False), _bias(layer), "tanh")
         return torch.tanh(layer(x))
 
     def _add_norm(self, name: str, channels: int) -> None:

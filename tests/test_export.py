@@ -140,7 +140,7 @@ def test_density_below_the_floor_counts_as_the_floor() -> None:
     assert torch.equal(physical(below), physical(at))
     at[0, 0, 1] = 0.11
     assert not torch.equal(physical(below), physical(at))
-    with pytest.raises(ValueError, match="has no logarithm; give one above zero"):
+    with pytest.raises(ValueError, match="density_floor must be above zero"):
         physical_network(network, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The classifiers: sizes, results against layers written out by hand, and refused options."""
+"""The classifiers: sizes, results compared with separate layers, and unsupported options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from networks import CLASSIFIERS, build_network, initialise
+from networks import NETWORKS, build_network, initialise
 
+CLASSIFIERS = [name for name in NETWORKS if name != "unet"]
 IMAGES = ["mnist_cnn", "lenet", "cifar_cnn"]
 
 
@@ -46,36 +47,36 @@ def test_numbers_of_parameters(
     assert sum(parameter.numel() for parameter in network.parameters()) == count
 
 
-def mnist_cnn_by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def mnist_cnn_layers(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     y = F.relu(F.conv2d(x, weights["conv1.weight"], weights["conv1.bias"]))
     y = F.max_pool2d(F.relu(F.conv2d(y, weights["conv2.weight"], weights["conv2.bias"])), 2).reshape(2, 9216)
     y = F.relu(y @ weights["dense1.weight"].T + weights["dense1.bias"])
     return y @ weights["dense2.weight"].T + weights["dense2.bias"]
 
 
-def lenet_by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def lenet_layers(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     y = F.avg_pool2d(F.relu(F.conv2d(x, weights["conv1.weight"], weights["conv1.bias"])), 2)
     y = F.avg_pool2d(F.relu(F.conv2d(y, weights["conv2.weight"], weights["conv2.bias"])), 2).reshape(2, 800)
     y = F.relu(y @ weights["dense1.weight"].T + weights["dense1.bias"])
     return y @ weights["dense2.weight"].T + weights["dense2.bias"]
 
 
-def reuters_cnn_by_hand(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def reuters_cnn_layers(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     y = weights["embedding.weight"][x].permute(0, 2, 1)
     y = F.max_pool1d(F.relu(F.conv1d(y, weights["conv1.weight"], weights["conv1.bias"])), 2)
     y = F.max_pool1d(F.relu(F.conv1d(y, weights["conv2.weight"], weights["conv2.bias"])), 2)
     return y.reshape(2, 2336) @ weights["dense.weight"].T + weights["dense.bias"]
 
 
-@pytest.mark.parametrize("by_hand", [mnist_cnn_by_hand, lenet_by_hand, reuters_cnn_by_hand])
-def test_results_are_those_of_the_layers_written_out_by_hand(by_hand: Any) -> None:
-    name = by_hand.__name__.removesuffix("_by_hand")
+@pytest.mark.parametrize("layers", [mnist_cnn_layers, lenet_layers, reuters_cnn_layers])
+def test_results_equal_those_of_separate_layers(layers: Any) -> None:
+    name = layers.__name__.removesuffix("_layers")
     network, x = build(name), samples(name)
-    assert torch.allclose(network(x), by_hand(network.state_dict(), x), atol=1e-5)
+    assert torch.allclose(network(x), layers(network.state_dict(), x), atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
-def test_cifar_cnn_computes_the_layers_written_out_by_hand(norm: str) -> None:
+def test_cifar_cnn_equals_separate_layers(norm: str) -> None:
     for shape in ((3, 32, 32), (1, 8, 8)):
         network, x = build("cifar_cnn", shape, norm=norm).train(), samples("cifar_cnn", 4, shape)
         weights = [parameter for parameter in network.parameters() if parameter.dim() == 4]
@@ -93,7 +94,7 @@ def test_cifar_cnn_computes_the_layers_written_out_by_hand(norm: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_classifier_compiles_to_one_graph_and_takes_channels_last_images(name: str) -> None:
+def test_a_classifier_compiles_to_one_graph_and_supports_channels_last(name: str) -> None:
     torch._dynamo.reset()
     network, x = build(name), samples(name)
     expected = network(x)
@@ -105,7 +106,7 @@ def test_a_classifier_compiles_to_one_graph_and_takes_channels_last_images(name:
 
 
 @pytest.mark.parametrize(("name", "least"), [("mnist_cnn", 6), ("lenet", 14), ("cifar_cnn", 8), ("reuters_cnn", 12)])
-def test_samples_below_the_stated_size_are_refused(name: str, least: int) -> None:
+def test_samples_below_the_minimum_size_are_refused(name: str, least: int) -> None:
     images = name in IMAGES
     shape = (3, least, least) if images else (least,)
     assert build(name, shape)(samples(name, 2, shape)).shape == (2, 10)
@@ -114,12 +115,12 @@ def test_samples_below_the_stated_size_are_refused(name: str, least: int) -> Non
             build(name, smaller)
 
 
-def test_norms_are_refused_where_a_classifier_has_no_place_for_them_or_nobody_knows_them() -> None:
+def test_unknown_and_unsupported_norms_are_refused() -> None:
     for name in CLASSIFIERS:
         with pytest.raises(ValueError, match=r"unknown norm ghost\(0\); known: none"):
             build(name, norm="ghost(0)")
         if name != "cifar_cnn":
-            with pytest.raises(ValueError, match=f"network {name} has no place for norm group; .*network cifar_cnn"):
+            with pytest.raises(ValueError, match=f"network {name} does not support norm group; .*network cifar_cnn"):
                 build(name, norm="group")
 
 
@@ -145,7 +146,7 @@ def test_a_network_refuses_samples_of_another_kind(name: str, options: dict[str,
         build_network(name, classes=10, **options)
 
 
-def test_the_u_net_takes_the_options_of_volumes_and_classifiers_refuse_them() -> None:
+def test_the_u_net_accepts_the_options_for_volumes_and_classifiers_refuse_them() -> None:
     assert build_network("unet", **VOLUMES)(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
     with pytest.raises(ValueError, match=r"network unet has no option depth; it has in_channels, .*norm, crop"):
         build_network("unet", **VOLUMES, depth=3)

@@ -1,6 +1,6 @@
-"""The fused kernels against torch's operations in float64, with no more error than the same operations in their dtype.
+"""Fused kernels compared with torch's float64 operations: no more error than the same operations in the same dtype.
 
-The kernels run in Triton's interpreter; the last tests compile them for GPUs and, where there is one, run them there.
+The kernels run in Triton's interpreter. The last tests compile them for a GPU and run them on one if there is one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
 }
-# A result's error in excess of the plain one's, which may be right by chance: half a step between two numbers.
+# Allowed error in addition to that of torch's operations, which may be exact by chance: half a rounding step.
 SLACK = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on infinities
+INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels as they are launched."""
+    """The names of all launched kernels, in order."""
     names: list[str] = []
     launch = pointwise._launch
 
@@ -48,10 +48,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
-    """Runs kernels that are made from now on in Triton's interpreter, with several tiles and fewer programs."""
+    """Kernels run in Triton's interpreter, with several tiles and few programs."""
     language = pytest.importorskip("triton.language")  # imported first, without the interpreter
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # `sum` is itself written in Triton and was made for the compiler when triton was imported.
+    # `sum` is written in Triton itself and was built for the compiler when triton was imported.
     monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
     monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
     monkeypatch.setattr(pointwise, "LANES", 64)
@@ -74,7 +74,7 @@ class Kernels(NamedTuple):
 
 @pytest.fixture
 def on_device(launched: list[str]) -> Iterator[list[str]]:
-    """The compiled kernels, also after tests of the interpreter; float32 without TF32."""
+    """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
     pytest.importorskip("triton")
     pointwise._kernels.cache_clear()
     tf32 = torch.backends.cudnn.allow_tf32
@@ -89,14 +89,14 @@ GPU = [pytest.mark.gpu, needs_cuda]
 
 @pytest.fixture(
     params=[
-        ("interpreter", torch.float16),  # whose casts to bfloat16 truncate
+        ("interpreter", torch.float16),  # its casts to bfloat16 truncate
         pytest.param(("on_device", torch.float16), marks=GPU),
         pytest.param(("on_device", torch.bfloat16), marks=GPU),
     ],
     ids=str,
 )
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """In Triton's interpreter, and on a GPU on a grid of several tiles per program, the last one not full."""
+    """Triton's interpreter, and a GPU with a grid of several tiles per program, the last one partial."""
     place, half = request.param
     launched = request.getfixturevalue(place)
     return (
@@ -105,7 +105,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
-    """Normal values that `dtype` holds, in channels_last_3d memory if they have five axes."""
+    """Normal values of `dtype`, in channels_last_3d memory if they have five axes."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
     return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
 
@@ -113,7 +113,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, devic
 def results(
     function: Callable[..., Any], inputs: list[torch.Tensor], upstream: list[torch.Tensor | None], dtype: Any = None
 ) -> list[torch.Tensor]:
-    """The function's outputs and its inputs' gradients, with everything in `dtype` where it is given."""
+    """The function's outputs and the gradients of its inputs, all computed in `dtype` if given."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -125,14 +125,14 @@ def results(
 def assert_as_accurate(
     fused: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """No result is further from the exact one than the plain one is, except by SLACK of the largest value."""
+    """No fused result has a larger error than the plain one plus SLACK of the largest value."""
     for ours, theirs, reference in zip(fused, plain, exact, strict=True):
         error, usual = (float((result.double() - reference).abs().max()) for result in (ours, theirs))
         assert error <= usual + SLACK[dtype] * float(reference.abs().max())
 
 
 def twice(activation: str) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """The plain operations of a network without kernels: everything in x's dtype."""
+    """The operations of a network without kernels, all in the dtype of x."""
 
     def function(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = PLAIN[activation](x + bias.view(-1, 1, 1, 1).to(x.dtype))
@@ -148,7 +148,7 @@ def concatenated(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> tor
 def l1_results(
     loss: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor, dtype: Any = None
 ) -> list[torch.Tensor]:
-    """The loss and the outputs' gradient, as a gradient scaler asks for it."""
+    """The loss and the gradient of the outputs, scaled as by a gradient scaler."""
     scale = torch.tensor(1024.0, device=outputs.device)
     return results(lambda outputs: loss(outputs, targets), [outputs], [scale], dtype)
 
@@ -167,7 +167,7 @@ def l1_results(
     ],
 )
 def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, precision: str) -> None:
-    """With as many, fewer and more channels than lanes; the second use is a slice of a concatenation."""
+    """With as many, fewer and more channels than lanes. The second gradient is a slice of a concatenation's."""
     dtype = kernels.dtype(precision)
     like: Any = {"dtype": dtype, "device": kernels.device}
     x, bias = values(2, channels, *kernels.size, **like), values(channels, seed=1, device=kernels.device)
@@ -180,7 +180,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     assert [part.dtype for part in fused] == [dtype, dtype, dtype, torch.float32]
     assert all(part.is_contiguous(memory_format=CHANNELS_LAST) for part in fused[:3])
     assert torch.equal(fused[0], fused[1])
-    assert torch.equal(x, before), "the convolution's output is left unchanged"
+    assert torch.equal(x, before), "the output of the convolution must not change"
     assert all(torch.equal(first, second) for first, second in zip(fused, again, strict=True))
     plain, exact = (results(twice(activation), [x, bias], [*upstream], kind) for kind in (dtype, torch.float64))
     assert_as_accurate(fused, plain, exact, dtype)
@@ -199,9 +199,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
     ],
     ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
 )
-def test_gradients_of_any_strides_and_grids_of_one_cell_are_read(
-    interpreter: list[str], upstream: torch.Tensor
-) -> None:
+def test_gradients_may_have_any_strides_and_grids_of_one_cell(interpreter: list[str], upstream: torch.Tensor) -> None:
     x, bias = values(*upstream.shape), values(6, seed=1)
     fused = results(lambda x, b: pointwise.bias_activation(x, b, "tanh"), [x, bias], [upstream])
     assert interpreter == ["bias_activation", "activation_backward"]
@@ -222,7 +220,7 @@ def test_tanh_is_accurate_everywhere(interpreter: list[str]) -> None:
 
 @INTERPRETED
 @pytest.mark.parametrize("activation", PLAIN)
-def test_nan_and_infinities_are_treated_as_torch_treats_them(interpreter: list[str], activation: Any) -> None:
+def test_nan_and_infinities_give_the_same_as_in_torch(interpreter: list[str], activation: Any) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).view(1, 1, 1, 1, -1)
     upstream = [torch.ones_like(x)]
     got, expected = (
@@ -270,7 +268,7 @@ def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
     dtype = kernels.dtype(precision)
     outputs = values(2, channels, *kernels.size, dtype=dtype, device=kernels.device)
     targets = values(2, channels, *kernels.size, seed=1, device=kernels.device)
-    targets[0] = outputs[0].float()  # where nothing differs the gradient is zero
+    targets[0] = outputs[0].float()  # no difference: the gradient is zero
     fused, plain = (l1_results(build_loss("l1", fused=kind), outputs, targets) for kind in (True, False))
     exact = l1_results(build_loss("l1"), outputs, targets, torch.float64)
     assert kernels.launched == ["l1", "l1_backward"]
@@ -283,10 +281,8 @@ def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
 @INTERPRETED
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("where", ["a target", "all targets", "an output"])
-def test_a_loss_that_is_not_finite_makes_the_kernels_gradient_nan(
-    interpreter: list[str], bad: float, where: str
-) -> None:
-    """A step scales the gradient by 0 · loss + 1, which is how it skips the update: the kernel must pass NaN on."""
+def test_a_non_finite_loss_makes_the_gradient_nan(interpreter: list[str], bad: float, where: str) -> None:
+    """A step multiplies the gradient by 0 · loss + 1 so that it skips the update: the kernel must propagate NaN."""
     outputs, targets = values(1, 2, *SIZE), values(1, 2, *SIZE, seed=1)
     if where == "all targets":
         targets.fill_(bad)
@@ -301,7 +297,7 @@ def test_a_loss_that_is_not_finite_makes_the_kernels_gradient_nan(
     assert outputs.grad.isnan().all()
 
 
-# --- where no kernel can work ----------------------------------------------------------------------------------------
+# --- without kernels -------------------------------------------------------------------------------------------------
 
 
 def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -309,10 +305,10 @@ def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return *kinds, pointwise.bias_relu_cat(x, bias, x), pointwise.l1(x, 2 * x)
 
 
-def test_without_kernels_the_plain_operations_give_the_same(
+def test_without_kernels_torch_operations_give_the_same(
     interpreter: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors that are not channels-last, not on a GPU or of float64; a compiler; no Triton."""
+    """For tensors that are not channels-last, on the CPU or float64, under torch.compile, and without Triton."""
     x, bias = values(2, 6, *SIZE), values(6, seed=1)
     expected = call_all(x, bias)
     assert len(interpreter) == 5
@@ -329,12 +325,12 @@ def test_without_kernels_the_plain_operations_give_the_same(
     for case, parts in got.items():
         for ours, theirs in zip(parts, expected, strict=True):
             assert torch.allclose(ours, theirs.to(ours.dtype), atol=1e-6), case
-    # Under autocast a float32 bias meets a half-precision convolution; the result is rounded once.
+    # Under autocast the bias is float32 and the convolution half precision. The result is rounded once.
     y = pointwise.bias_activation(x.half(), torch.full((6,), 1e-4), "leaky_relu")
     assert torch.equal(y, F.leaky_relu(x.half().float() + 1e-4, 0.01).half())
 
 
-def test_tensors_that_do_not_match_take_the_plain_operations(interpreter: list[str]) -> None:
+def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(interpreter: list[str]) -> None:
     x, targets = values(2, 6, *SIZE), values(2, 6, *SIZE, seed=2)
     for skip in (x.half(), x.contiguous()):
         assert torch.equal(pointwise.bias_relu_cat(x, torch.zeros(6), skip), torch.cat([F.relu(x), skip], dim=1))
@@ -349,7 +345,7 @@ def test_tensors_that_do_not_match_take_the_plain_operations(interpreter: list[s
     assert targets.grad is not None
 
 
-# --- the whole network -----------------------------------------------------------------------------------------------
+# --- the network -----------------------------------------------------------------------------------------------------
 
 
 def small_networks(
@@ -359,9 +355,9 @@ def small_networks(
     form: torch.memory_format = CHANNELS_LAST,
     **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
-    """Plain and fused, with the same weights, in channels_last_3d; convolutions return their results in `form`.
+    """A plain and a fused network with the same weights, in channels_last_3d; on a CPU, convolutions return `form`.
 
-    GPUs return what they are given. A CPU whose oneDNN has no float16 returns float16 channels-first.
+    GPUs keep the memory format. A CPU whose oneDNN does not support float16 returns float16 channels-first.
     """
     networks = [
         build_network("unet", size, in_channels=4, out_channels=5, width=8, scales=scales, fused=fused, **options)
@@ -377,13 +373,13 @@ def small_networks(
 
 
 def batch(device: str = "cpu", size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs, and targets beyond what the network can give: rounding changes no sign in the loss's gradient."""
+    """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
     inputs, targets = (values(2, c, *(size,) * 3, seed=seed, device=device) for seed, c in enumerate((4, 5)))
     return inputs, 2 * targets.sign()
 
 
 def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool, dtype: Any) -> list[torch.Tensor]:
-    """Output, loss and all parameters' gradients, under autocast where a dtype is given."""
+    """Output, loss and the gradients of all parameters, under autocast if a dtype is given."""
     network.zero_grad()
     with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
         outputs = network(x)
@@ -393,7 +389,7 @@ def step(network: nn.Module, x: torch.Tensor, targets: torch.Tensor, fused: bool
     return [outputs.detach(), loss.detach(), *gradients]
 
 
-def assert_trains_as_the_plain_one(
+def assert_trains_like_plain_network(
     got: list[torch.Tensor], plain: nn.Module, x: torch.Tensor, targets: torch.Tensor, dtype: Any
 ) -> None:
     usual = step(plain, x, targets, False, dtype)
@@ -410,10 +406,10 @@ def assert_trains_as_the_plain_one(
     [(1, {}), (3, {}), (2, {"space_to_depth": ["down1", "last"]}), (2, {"form": torch.contiguous_format})],
     ids=str,
 )
-def test_a_fused_network_trains_as_the_plain_one(
+def test_a_fused_network_trains_like_the_plain_one(
     interpreter: list[str], dtype: torch.dtype | None, scales: int, options: dict[str, Any]
 ) -> None:
-    """No kernel takes what channels-first convolutions return, as float16's do where oneDNN has no float16."""
+    """No kernel runs on channels-first tensors, which float16 convolutions return if oneDNN lacks float16."""
     plain, fused = small_networks(scales=scales, size=8, **options)
     x, targets = (part.contiguous(memory_format=options.get("form", CHANNELS_LAST)) for part in batch(size=8))
     got = step(fused, x, targets, True, dtype)
@@ -421,10 +417,10 @@ def test_a_fused_network_trains_as_the_plain_one(
     launches = ["bias_activation"] * layers + ["l1", "l1_backward"] + ["activation_backward"] * layers
     assert interpreter == ([] if "form" in options else launches)
     assert len(got) == 2 + 2 * layers
-    assert_trains_as_the_plain_one(got, plain, x, targets, dtype)
+    assert_trains_like_plain_network(got, plain, x, targets, dtype)
 
 
-# --- compiled for GPUs, without one -----------------------------------------------------------------------------------
+# --- compiled for a GPU, without one ----------------------------------------------------------------------------------
 
 ACTIVATION = {"NEGATIVE_SLOPE": 0.01, "LANES": pointwise.LANES, "ROWS": pointwise.TILE // pointwise.LANES}
 FORWARD = {"y": "*bf16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16", "cells": "i32", "y_stride": "i32"}
@@ -454,7 +450,7 @@ LOSS_BACKWARD = {
 def test_the_kernels_compile_for_a_gpu(
     name: str, types: dict[str, str], constants: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They use no atomic operation, whose order would change from run to run."""
+    """The kernels use no atomic operations, whose order would vary between runs."""
     compiler = pytest.importorskip("triton.compiler")
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -470,7 +466,7 @@ def test_the_kernels_compile_for_a_gpu(
     code = compiler.compile(source, target=targets.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", code)
     if "bf16" in types[kernel.arg_names[0]]:
-        assert re.search(r"cvt\.rn\.bf16", code), "a cast to bfloat16 rounds to nearest"
+        assert re.search(r"cvt\.rn\.bf16", code), "a cast to bfloat16 must round to nearest"
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
@@ -479,25 +475,25 @@ def test_the_kernels_compile_for_a_gpu(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}], ids=["plain", "rewritten"])
+@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}], ids=["plain", "space_to_depth"])
 def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
     plain, fused = small_networks("cuda", **options)
     x, targets = batch("cuda")
-    torch.cuda.set_sync_debug_mode("error")  # nothing waits for the device
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
     try:
         got = step(fused, x, targets, True, dtype)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert on_device == ["bias_activation"] * 6 + ["l1", "l1_backward"] + ["activation_backward"] * 6
-    assert_trains_as_the_plain_one(got, plain, x, targets, dtype)
+    assert_trains_like_plain_network(got, plain, x, targets, dtype)
 
 
 @pytest.mark.gpu
 @needs_cuda
-def test_more_elements_than_32_bits_count(on_device: list[str]) -> None:
+def test_more_elements_than_fit_into_32_bits(on_device: list[str]) -> None:
     """Computes the last of 2^25 + 3 cells with 64 channels, forward and backward."""
     if torch.cuda.mem_get_info()[0] < 40e9:
-        pytest.skip("needs 40 GB of the device's memory")
+        pytest.skip("needs 40 GB of device memory")
     x = torch.zeros((2**25 + 3, 1, 1, 1, 64), dtype=torch.bfloat16, device="cuda").permute(0, 4, 1, 2, 3)
     x[-1] = -1.0
     x.requires_grad_()

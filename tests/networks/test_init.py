@@ -1,4 +1,4 @@
-"""Initial weights: their distributions, and that the generator alone decides them."""
+"""Initial weights: their distributions, drawn from the given generator only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(layer: nn.Module, *arguments, seed: int = 0) -> nn.Module:
 
 
 def assert_uniform(values: torch.Tensor, bound: float) -> None:
-    """Within the bound, up to it, and spread as a uniform distribution."""
+    """Minimum, maximum and standard deviation are those of a uniform distribution within ±bound."""
     assert float(values.abs().max()) <= bound * (1 + 1e-6)
     assert float(values.max()) > 0.95 * bound
     assert float(values.min()) < -0.95 * bound
@@ -55,7 +55,7 @@ def test_transposed_convolutions_and_embeddings_have_their_own_bounds() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_generator_alone_decides(kind: str) -> None:
+def test_weights_depend_on_the_given_generator_only(kind: str) -> None:
     options = {"shape": (300,), "classes": 46, "vocabulary": 100}
     torch.manual_seed(1)
     first = drawn(build_network("reuters_cnn", **options), kind).state_dict()
@@ -83,7 +83,7 @@ def test_norms_keep_their_parameters_and_unknown_kinds_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "default"])
 def test_the_u_nets_weights_are_drawn_in_the_order_of_its_layers(kind: str) -> None:
-    """A seed keeps giving the same weights: layer by layer, the weights before the biases."""
+    """Layer by layer, weights before biases, so that a seed always gives the same weights."""
     network = drawn(build_network("unet", 8, width=4, scales=2), kind, 0.1, 0.05, seed=3)
     generator = torch.Generator().manual_seed(3)
     for name in ("down1", "down2", "up2", "last"):

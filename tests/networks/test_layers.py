@@ -1,4 +1,4 @@
-"""The last layer: a result finer than bfloat16 under autocast, bfloat16 gradients; layers that leave out their bias."""
+"""The last layer: float32 result and bfloat16 gradients under bfloat16 autocast; layers without their bias."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def last_layer(kind: type[nn.Module], device: str = "cpu") -> nn.Module:
 
 @DEVICES
 @LAST
-def test_under_bfloat16_autocast_the_result_is_float32_and_finer_than_bfloat16(kind, device: str) -> None:
-    """Against float64, on inputs that bfloat16 holds, as activations are: weights are rounded to float16 at most."""
+def test_under_bfloat16_autocast_the_result_is_float32_and_more_precise_than_bfloat16(kind, device: str) -> None:
+    """Compared with float64 for inputs that bfloat16 represents exactly; weights are rounded to float16 at most."""
     layer, x = last_layer(kind, device), fields(2, 8, 4, 4, 4).bfloat16().to(device)
     plain = last_layer(nn.ConvTranspose3d, device)
     exact = last_layer(nn.ConvTranspose3d, device).double()(x.double())
     for form in (torch.contiguous_format, torch.channels_last_3d):
         with torch.autocast(device, torch.bfloat16):
-            fine, coarse = layer(x.contiguous(memory_format=form)), plain(x)
-        assert (fine.dtype, coarse.dtype) == (torch.float32, torch.bfloat16)
-        errors = [float(((result - exact).norm() / exact.norm()).detach()) for result in (fine, coarse)]
+            precise, coarse = layer(x.contiguous(memory_format=form)), plain(x)
+        assert (precise.dtype, coarse.dtype) == (torch.float32, torch.bfloat16)
+        errors = [float(((result - exact).norm() / exact.norm()).detach()) for result in (precise, coarse)]
         assert errors[0] < 4e-4 < 1e-3 < errors[1]
-        assert fine.is_contiguous(memory_format=form)
+        assert precise.is_contiguous(memory_format=form)
 
 
 @DEVICES
 @LAST
-def test_tiny_gradients_survive_float16(kind, device: str) -> None:
+def test_tiny_gradients_do_not_underflow_in_float16(kind, device: str) -> None:
     """Gradients of a mean over millions of cells are below 6e-8, the smallest positive float16."""
     layer, x = last_layer(kind, device), fields(2, 8, 4, 4, 4).bfloat16().to(device).requires_grad_()
     upstream = 1e-8 * fields(2, 5, 8, 8, 8).to(device)
@@ -60,8 +60,8 @@ def test_tiny_gradients_survive_float16(kind, device: str) -> None:
 @pytest.mark.parametrize(
     "kind", [Conv3d, ConvTranspose3d, SpaceToDepthConv3d, OutputConvTranspose3d, DepthToSpaceConvTranspose3d]
 )
-def test_a_layer_can_leave_out_its_bias_and_hooks_see_the_call(kind) -> None:
-    """Without autocast it is the plain layer, too."""
+def test_a_layer_can_omit_its_bias_and_calls_its_hooks(kind) -> None:
+    """Without autocast it equals torch's layer."""
     layer, seen = kind(4, 5, 4, stride=2, padding=1), []
     layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     x = fields(1, 4, 4, 4, 4)

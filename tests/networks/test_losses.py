@@ -1,4 +1,4 @@
-"""Losses and metrics against values worked out by hand."""
+"""Losses and metrics compared with values calculated by hand."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ DENSITY = 0.5 * (math.exp(1.4) - 1.0)
     ids=str,
 )
 def test_l1_with_density_term_and_channel_weights(options: dict[str, Any], expected: float) -> None:
-    """The density term is of channel 0 alone and undoes the logarithm; weights count as if their mean were 1."""
+    """The density term uses channel 0 only, without the logarithm; weights are normalised to mean 1."""
     loss = build_loss("l1", **options)
     assert float(loss(OUTPUTS, TARGETS)) == pytest.approx(expected, rel=1e-6)
-    assert not list(loss.state_dict()), "ranks would exchange it"
+    assert not list(loss.state_dict()), "checkpoints would contain it"
     if "weights" not in options:
         assert torch.equal(build_loss("l1", fused=True, **options)(OUTPUTS, TARGETS), loss(OUTPUTS, TARGETS))
 
 
-def test_channel_weights_count_in_training_alone_and_weigh_the_gradients() -> None:
+def test_channel_weights_apply_to_gradients_and_in_training_mode_only() -> None:
     loss, plain = build_loss("l1", weights=[2.0, 1.0, 3.0]), build_loss("l1")
     outputs = OUTPUTS.clone().requires_grad_()
     loss(outputs, TARGETS).backward()
     assert outputs.grad is not None
-    # Two cells share each channel's part.
+    # Each channel has two cells.
     assert outputs.grad[0, :, 0, 0, 0].tolist() == pytest.approx([2 / 6 / 2, -1 / 6 / 2, -3 / 6 / 2])
     assert torch.equal(loss.eval()(OUTPUTS, TARGETS), plain(OUTPUTS, TARGETS))
     assert not torch.equal(loss.train()(OUTPUTS, TARGETS), plain(OUTPUTS, TARGETS))
 
 
-def test_half_precision_outputs_are_compared_in_float32_and_double_precision_stays() -> None:
+def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64() -> None:
     loss = build_loss("l1")(fields(1.0).bfloat16(), fields(0.999))
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(0.001, rel=1e-3)
@@ -64,27 +64,31 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_sta
         (
             "l1",
             {"fused": True, "weights": [2.0, 1.0]},
-            "^fused_pointwise has no kernel for a loss with channel_weights",
+            "^fused_pointwise does not support channel_weights",
         ),
         ("l1", {"is_classification": True}, "loss l1 does not take labelled samples; choose one of cross_entropy"),
-        ("cross_entropy", {"is_classification": True, "lambda_rho": 0.1}, "lambda_rho 0.1 weighs a density"),
-        ("cross_entropy", {"is_classification": True, "fused": True}, "leave fused_pointwise off"),
+        (
+            "cross_entropy",
+            {"is_classification": True, "lambda_rho": 0.1},
+            "no density term; set lambda_rho to 0, not 0.1",
+        ),
+        ("cross_entropy", {"is_classification": True, "fused": True}, "turn fused_pointwise off"),
         (
             "cross_entropy",
             {"is_classification": True, "weights": [1.0, 2.0]},
-            "channel_weights are of fields' channels",
+            "does not support channel_weights",
         ),
         ("cross_entropy", {}, "loss cross_entropy does not take volumes; choose one of l1"),
         ("l2", {}, "unknown loss l2; known: l1"),
     ],
 )
-def test_a_loss_refuses_the_options_of_another(name: str, options: dict[str, Any], message: str) -> None:
+def test_a_loss_refuses_options_of_other_losses(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_loss(name, **options)
 
 
-def test_cross_entropy_refuses_fields_which_torch_would_take_for_probabilities() -> None:
-    with pytest.raises(ValueError, match="choose loss l1 for volumes"):
+def test_cross_entropy_refuses_fields_which_torch_would_treat_as_probabilities() -> None:
+    with pytest.raises(ValueError, match="use loss l1 for volumes"):
         build_loss("cross_entropy", is_classification=True)(fields(0.1, 0.2), fields(0.3, 0.4))
 
 
@@ -99,7 +103,7 @@ def cross_entropy_by_hand(rows: list[list[float]], classes: list[int]) -> float:
     return sum(terms) / len(terms)
 
 
-def test_cross_entropy_is_the_mean_over_the_batch_in_float32_also_of_half_precision_logits() -> None:
+def test_cross_entropy_is_the_mean_over_the_batch_in_float32_even_for_half_precision_logits() -> None:
     cross_entropy = build_loss("cross_entropy", is_classification=True, lambda_rho=0.0, fused=False)
     loss = cross_entropy(LOGITS, CLASSES)
     assert loss.shape == ()
@@ -114,7 +118,7 @@ def test_cross_entropy_is_the_mean_over_the_batch_in_float32_also_of_half_precis
 
 
 def test_accuracies_count_the_largest_logits() -> None:
-    """With five classes or fewer, all of them are among the five largest."""
+    """Top-5 accuracy is 1 if there are at most five classes."""
     accuracy, top5 = METRICS["accuracy"], METRICS["top5_accuracy"]
     assert float(accuracy(LOGITS, CLASSES)) == 0.75
     logits = torch.arange(7.0).expand(7, 7)  # classes 2 … 6 are among the five largest
@@ -125,7 +129,7 @@ def test_accuracies_count_the_largest_logits() -> None:
         assert float(top5(logits, torch.arange(8) % classes)) == 1.0
 
 
-def test_metrics_are_float32_scalars_in_the_order_asked_for() -> None:
+def test_metrics_are_float32_scalars_in_the_given_order() -> None:
     assert build_metrics(["top5_accuracy", "accuracy"]) == [METRICS["top5_accuracy"], METRICS["accuracy"]]
     for metric in METRICS.values():
         for dtype in (torch.bfloat16, torch.float64):

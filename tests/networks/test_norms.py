@@ -1,4 +1,4 @@
-"""Each norm computes what torch's own does, over the numbers that its name says, on one rank and on two."""
+"""Each norm equals torch's, over the values that its name says, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from networks.norms import build_norm, ghost_batch
 from utils.distributed.world import World
 
 CHANNELS = 6
-CELLS = [(5,), (3, 4), (2, 3, 4)]  # of grids of 1, 2 and 3 dimensions
+CELLS = [(5,), (3, 4), (2, 3, 4)]  # grids of 1, 2 and 3 dimensions
 PLAIN = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 def activations(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal values that every type holds, each channel with a mean and a spread of its own."""
+    """Normal values that every dtype represents exactly; mean and spread differ between channels."""
     scale = torch.arange(1, shape[1] + 1, dtype=torch.float64).view(1, -1, *[1] * (len(shape) - 2))
     return ((normal(*shape, seed=seed) + 3) * scale).bfloat16().to(dtype)
 
 
 def normal(*shape: int, seed: int = 9, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Normal values that every type holds."""
+    """Normal values that every dtype represents exactly."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return x.bfloat16().to(dtype)
 
 
 def with_weights(norm: nn.Module, seed: int = 1) -> nn.Module:
-    """Neither weight 1 nor bias 0, nor the running statistics of a new one."""
+    """The norm with random weight, bias and running statistics."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in [*norm.parameters(), *norm.buffers()]:
@@ -44,7 +44,7 @@ def with_weights(norm: nn.Module, seed: int = 1) -> nn.Module:
 
 
 def results(norm: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a forward and backward pass gives, and what it leaves behind."""
+    """Output, gradients, and buffers after a forward and backward pass."""
     x = x.detach().requires_grad_()
     norm.zero_grad()
     y = norm(x)
@@ -64,7 +64,7 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # --- names ---------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_read_and_unknown_ones_list_the_known() -> None:
+def test_names_are_parsed_and_errors_list_the_known_ones() -> None:
     assert ghost_batch("ghost(32)") == 32
     assert [ghost_batch(spec) for spec in ("none", "batch", "sync_batch", "group")] == [None] * 4
     norm, x = build_norm("none", CHANNELS, 2), activations(2, CHANNELS, 3, 3)
@@ -86,7 +86,7 @@ def test_batch_norms_load_each_others_state(spec: str) -> None:
         assert all(torch.equal(started[name], value) for name, value in fresh.items())
         norm.load_state_dict(other.state_dict())
         x = activations(4, CHANNELS, *range(2, 2 + dimensions), dtype=torch.float32)
-        assert torch.equal(norm.eval()(x), other.eval()(x)), "evaluation uses the running statistics"
+        assert torch.equal(norm.eval()(x), other.eval()(x)), "evaluation must use the running statistics"
         assert norm.state_dict()["num_batches_tracked"] == 0
         other.load_state_dict(norm.state_dict())
 
@@ -105,8 +105,8 @@ def test_one_rank_with_one_group_gives_batch_norm_bit_for_bit(spec: str) -> None
         assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
-def ghost_by_hand(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
-    """A batch norm of its own for each group, all from the same state; gradients are summed, statistics averaged."""
+def separate_batch_norms(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, torch.Tensor]:
+    """One batch norm per group, all from the same state; gradients are summed, statistics averaged."""
     groups = len(x) // samples
     upstream = normal(*x.shape, dtype=x.dtype)
     parts: dict[str, list[torch.Tensor]] = {}
@@ -128,13 +128,13 @@ def ghost_by_hand(plain: nn.Module, x: torch.Tensor, samples: int) -> dict[str, 
 
 
 @pytest.mark.parametrize("samples", [2, 3, 6])
-def test_each_ghost_batch_is_normalised_by_itself(samples: int) -> None:
-    """Dense activations, too."""
+def test_each_ghost_batch_is_normalised_separately(samples: int) -> None:
+    """Also for activations without a grid."""
     for cells in ((), *CELLS):
         plain = PLAIN[max(len(cells), 1)]
         norm = with_weights(build_norm(f"ghost({samples})", CHANNELS, max(len(cells), 1)).double())
         x = activations(12, CHANNELS, *cells)
-        expected = ghost_by_hand(with_weights(plain(CHANNELS).double()), x, samples)
+        expected = separate_batch_norms(with_weights(plain(CHANNELS).double()), x, samples)
         assert_close(results(norm, x), expected, 1e-12)
         batch = results(with_weights(plain(CHANNELS).double()), x)
         assert float((expected["output"] - batch["output"]).abs().max()) > 1e-2, "the groups must matter"
@@ -151,16 +151,16 @@ def test_channels_last_changes_neither_results_nor_layout(spec: str) -> None:
             assert got["output"].is_contiguous(memory_format=form)
 
 
-def test_batches_that_a_norm_cannot_take_are_refused() -> None:
+def test_invalid_batches_are_refused() -> None:
     norm = build_norm("ghost(4)", CHANNELS, 2)
     for size in (1, 6):
-        with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is no multiple of 4"):
+        with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is not a multiple of 4"):
             norm(activations(size, CHANNELS, 3, 3, dtype=torch.float32))
     with pytest.raises(ValueError, match="expected activations"):
         norm(torch.zeros(8))
     norm.eval()
     assert norm(activations(6, CHANNELS, 3, 3, dtype=torch.float32)).shape == (6, CHANNELS, 3, 3), (
-        "evaluation takes any"
+        "evaluation mode must accept any batch size"
     )
 
 
@@ -176,7 +176,7 @@ def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, group
 
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)", "group"])
 def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
-    """Around 100 ± 1 a bfloat16 mean would be off by up to 0.25, a variance by more; the result is rounded once."""
+    """Around 100 ± 1 a bfloat16 mean has an error of up to 0.25, a variance a larger one. Results are rounded once."""
     x = (100 + activations(4, CHANNELS, 8, 8, dtype=torch.float32) / 10).bfloat16()
     norm, plain = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,15 +212,15 @@ def sync_on_ranks(world: World) -> bytes:
     far = norm(far_from_zero().chunk(2)[world.rank])
     found["far"] = {"output": far.detach(), "running_var": norm.running_var.clone()}
     norm = with_weights(build_norm("sync_batch", CHANNELS, 2)).eval()
-    if world.rank == 0:  # alone: in evaluation no rank waits for others
+    if world.rank == 0:  # only rank 0: in evaluation mode no rank waits for others
         found["evaluation"] = {"output": norm(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()}
-    # Tensors would be sent as memory that ends with its process.
+    # Bytes, because tensors would be sent as shared memory that ends with the process.
     torch.save(found, stream := io.BytesIO())
     return stream.getvalue()
 
 
 def far_from_zero() -> torch.Tensor:
-    """Float32 squares of these numbers are 8 apart, and their variance is 1."""
+    """Values with variance 1 whose squares have a spacing of 8 in float32."""
     return (1e4 + normal(8, CHANNELS, 3, 4)).float()
 
 
@@ -232,7 +232,7 @@ def part_results(
     dtype: torch.dtype,
     form: torch.memory_format = torch.contiguous_format,
 ) -> dict[str, torch.Tensor]:
-    """`results` of this rank's part of a batch, with the same upstream gradient as the whole batch's."""
+    """`results` for this rank's part of a batch, with its part of the upstream gradient."""
     shape = (sum(parts), CHANNELS, *cells)
     whole, upstream = (values(*shape, dtype=dtype).split(parts)[rank] for values in (activations, normal))
     x = whole.contiguous(memory_format=form).requires_grad_()
@@ -250,7 +250,7 @@ def ranks() -> list[dict[str, dict[str, torch.Tensor]]]:
 
 
 def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
-    """Samples of all ranks one after the other; gradients of parameters summed, as those of a sum are."""
+    """Results of all ranks: samples concatenated, gradients of parameters summed."""
     first, second = (rank[case] for rank in ranks)
     joined = {}
     for name in first:
@@ -259,14 +259,14 @@ def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
         elif name.startswith("gradient"):
             joined[name] = first[name] + second[name]
         else:
-            assert torch.equal(first[name], second[name]), "ranks keep the same statistics, bit for bit"
+            assert torch.equal(first[name], second[name]), "all ranks must have the same statistics"
             joined[name] = first[name]
     return joined
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_two_ranks_normalise_as_one_with_the_whole_batch(ranks, case: str) -> None:
-    """Against float64 batch norm of the whole batch; with unequal parts a mean of the ranks' means would be wrong."""
+def test_two_ranks_normalise_like_one_rank_with_the_full_batch(ranks, case: str) -> None:
+    """Compared with a float64 batch norm of the full batch. With unequal parts, a mean of means would be wrong."""
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         for cells in ((), *CELLS):
             x = activations(8, CHANNELS, *cells, dtype=dtype).double()
@@ -290,11 +290,11 @@ def test_in_evaluation_a_rank_does_not_wait_for_others(ranks) -> None:
     assert torch.equal(ranks[0]["evaluation"]["output"], plain(x).detach())
 
 
-def test_a_variance_that_is_small_next_to_the_mean_is_not_lost_between_ranks(ranks) -> None:
+def test_a_variance_that_is_small_compared_with_the_mean_keeps_its_precision(ranks) -> None:
     expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), far_from_zero().double())
     got = together(ranks, "far")
     assert_close({"": got["running_var"]}, {"": expected["running_var"]}, 1e-5)
-    assert_close({"": got["output"]}, {"": expected["output"]}, 1e-3)  # the mean itself is rounded to 0.001
+    assert_close({"": got["output"]}, {"": expected["output"]}, 1e-3)  # the mean is rounded to 0.001
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def group_of_one() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_kernels_of_a_gpu_compute_batch_norm(dtype: torch.dtype, form: torch.memory_format) -> None:
-    """On a CUDA device other code runs; with one rank it must give what batch norm gives."""
+    """CUDA devices use separate code; with one rank it must equal batch norm."""
     x = activations(8, CHANNELS, 3, 4, dtype=dtype).cuda().contiguous(memory_format=form).requires_grad_()
     norm = with_weights(nn.BatchNorm2d(CHANNELS)).cuda()
     y, mean, variance, count = norms._synchronised(x, norm.weight, norm.bias, norm.eps)

@@ -1,4 +1,4 @@
-"""The rewritten convolutions are torch's: the same parameters, outputs and gradients."""
+"""Space-to-depth convolutions equal torch's: the same parameters, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthCon
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
 PAIRS = [(nn.Conv3d, SpaceToDepthConv3d), (nn.ConvTranspose3d, DepthToSpaceConvTranspose3d)]
-KINDS = pytest.mark.parametrize(("plain", "rewritten"), PAIRS, ids=["down", "up"])
+KINDS = pytest.mark.parametrize(("plain", "space_to_depth"), PAIRS, ids=["down", "up"])
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
 
@@ -46,10 +46,10 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 @KINDS
 @FORMATS
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
-def test_parameters_outputs_and_gradients_are_those_of_the_plain_layer(
+def test_parameters_outputs_and_gradients_equal_those_of_the_plain_layer(
     plain: type[Layer], space_to_depth: type[Layer], form: torch.memory_format, dtype: torch.dtype, error: float
 ) -> None:
-    """Over channels, grids and with or without bias; the memory format stays where the plain layer keeps it."""
+    """For several channels and grids, with and without bias. The memory format is that of the plain layer's result."""
     shapes = [((4, 6), (8, 8, 8)), ((3, 5), (6, 4, 10)), ((1, 7), (2, 2, 2)), ((5, 1), (7, 5, 4))]
     for (channels, size), bias in itertools.product(shapes, (True, False)):
         layers = [layer.to(dtype=dtype, memory_format=form) for layer in pair(plain, space_to_depth, channels, bias)]
@@ -72,7 +72,7 @@ def test_autocast_computes_in_bfloat16(
     x = random(2, 4, 8, 8, 8).contiguous(memory_format=form)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = results(layer, x)
-    # The way up ends the network: its result is float32, see test_layers.py.
+    # The transposed convolution is a last layer, with a float32 result; see test_layers.py.
     result = torch.bfloat16 if space_to_depth is SpaceToDepthConv3d else torch.float32
     assert [part.dtype for part in got] == [result, *[torch.float32] * 3]
     assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(got, results(exact, x), strict=True))
@@ -83,9 +83,9 @@ def test_other_geometries_and_paddings_are_refused() -> None:
     for (kernel, options), space_to_depth in itertools.product(
         others, (SpaceToDepthConv3d, DepthToSpaceConvTranspose3d)
     ):
-        with pytest.raises(ValueError, match=r"cannot be space_to_depth: kernel 4, stride 2, padding 1"):
+        with pytest.raises(ValueError, match=r"space-to-depth needs kernel 4, stride 2, padding 1"):
             space_to_depth(4, 6, kernel, **{"stride": 2, "padding": 1, **options})
-    with pytest.raises(ValueError, match="only padding with zeros"):
+    with pytest.raises(ValueError, match="space-to-depth needs padding with zeros"):
         SpaceToDepthConv3d(4, 6, 4, stride=2, padding=1, padding_mode="circular")
     with pytest.raises(ValueError, match="kernel 4"):
         DepthToSpaceConvTranspose3d(4, 6, 4, stride=2, padding=1, output_padding=1)
