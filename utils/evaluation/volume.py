@@ -101,5 +101,5 @@ class VolumeFields:
 
 def predicted_slabs(predictor: SlidingWindowPredictor, title: str) -> Iterator[Slab]:
     """The predictor's slabs, with a progress bar."""
-    with Progress(title, predictor.window_count(), "windows", silent=not predictor.world.is_root) as progress:
+    with Progress(title, predictor.window_count(), "windows") as progress:
         yield from predictor.slabs(advance=progress.advance)
