@@ -169,7 +169,7 @@ def _staged(path: str, directory: str, world: World) -> str:
     """Copies a file to a directory of the node, once per node, and returns the path of the copy."""
     with world.raise_together():
         if world.is_node_leader:
-            stage(path, directory, silent=not world.is_root)
+            stage(path, directory)
     with world.raise_together():
         return stage(path, directory)  # finds the leader's copy
 

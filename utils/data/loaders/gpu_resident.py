@@ -155,7 +155,7 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
     with world.raise_together(), closing(size_check):
         failure: Exception | None = None
         name = f"reading {os.path.basename(volume.path)} into {'device ' if on_gpu else ''}memory"
-        with Progress(name, len(slabs), "slabs", silent=not world.is_root) as progress:
+        with Progress(name, len(slabs), "slabs") as progress:
             for number, channel, planes in slabs:
                 part = fields[number][channel, planes]
                 if reads and failure is None:
