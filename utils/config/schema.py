@@ -110,7 +110,7 @@ class TimeoutsConfig(Section):
 
     rendezvous: PositiveFloat = 600.0  # until all ranks are connected
     collective: PositiveFloat = 1800.0  # for one collective operation
-    hang: Rate = 600.0  # without progress of a rank, after which the watchdog stops the run; 0: no limit
+    hang: Rate = 600.0  # for one step; then the watchdog stops the run; 0: no limit
 
 
 class CheckpointConfig(Section):
