@@ -1,0 +1,78 @@
+"""docs/architecture.md says how to add a loader, a network and an optimizer; these tests follow it and train."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from trainings import TOP, YAML, metrics
+
+import networks
+import train
+from utils import data
+from utils.optim import optimizers
+
+PAGE = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> tuple[str, str]:
+    """The two code blocks of a section: the source of the new part, and the line that registers it."""
+    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    source, line = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return source, line
+
+
+def execute(source: str, namespace: dict[str, Any]) -> None:
+    exec(compile(source, "docs/architecture.md", "exec"), namespace)
+
+
+def new_module(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module that a reader would write to the path in the first line of the code."""
+    path = source.splitlines()[0].removeprefix("# ")
+    module = ModuleType(path.removesuffix(".py").replace("/", "."))
+    assert module.__name__.endswith(f".{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    execute(source, vars(module))
+    return module
+
+
+def train_with(flags: list[str], data_flags: list[str], expdir: Path) -> list[float]:
+    """The losses of a short training."""
+    common = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={expdir}"]
+    train.main([*common, "--set=report_baselines=false", "--set=report_pictures=false", *flags])
+    records = metrics(expdir / "test" / "1GPU" / "00")
+    return [record[tag] for record in records for tag in ("Step/loss", "Loss/valid") if tag in record]
+
+
+def test_the_documented_loader_yields_the_batches_of_the_others(
+    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, line = section("How to add a loader")
+    module = new_module("plain", source, monkeypatch)
+    monkeypatch.setattr(data, "LOADERS", data.LOADERS | eval(f"{{{line}}}", vars(data) | {"plain": module}))
+    found = train_with(["--data_loader_config=plain"], data_flags, tmp_path / "plain")
+    assert found == train_with(["--data_loader_config=lowmem"], data_flags, tmp_path / "lowmem")
+
+
+def test_the_documented_network_trains(data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, line = section("How to add a network")
+    module = new_module("pyramid", source, monkeypatch)
+    monkeypatch.setattr(networks, "NETWORKS", networks.NETWORKS | eval(f"{{{line}}}", vars(module)))
+    losses = train_with(["--set=network.name=pyramid"], data_flags, tmp_path)
+    assert losses[-1] < losses[0]
+
+
+def test_the_documented_optimizer_trains(
+    data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, line = section("How to add an optimizer")
+    namespace = vars(optimizers).copy()
+    execute(source, namespace)
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS | eval(f"{{{line}}}", namespace))
+    flags = ["--set=optimizer.name=adamw", "--set=optimizer.weight_decay=0.01"]
+    losses = train_with(flags, data_flags, tmp_path)
+    assert losses[-1] < losses[0]
