@@ -22,7 +22,6 @@ from utils.profiling.profiler import build_profiler
 from utils.runs import summary
 from utils.runs.directory import open_run, run_directory
 from utils.runs.logger import configure_logging
-from utils.runs.provenance import provenance
 from utils.steps.eager import EagerStep
 
 
@@ -35,8 +34,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
             build.run_preflight(options, config, step_class)
             return
         signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
-        seconds = config.timeouts
-        with signals, connect(config.device, seconds.rendezvous, seconds.collective, seconds.hang) as world:
+        with signals, connect(config.device, config.timeouts) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 run(options, config.for_world(world.size), world, step_class, signals)
@@ -65,11 +63,9 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             for line in (f"Run directory: {directory}", *notes):
                 logger.info(line)
             if benchmark is not None:
-                build.benchmark(config, step, loaders, world, logger, benchmark).run(provenance(world))
+                build.benchmark(config, step, loaders, world, logger, benchmark).run()
             else:
-                summary.remove_replaced(directory, options.resume, start, world)
-                for line in start.describe():
-                    logger.info(line)
+                summary.begin_run(directory, options.resume, start, world, logger)
                 callbacks = build.callbacks(config, volume, step, world, directory, logger, profiler)
                 trainer = build.trainer(config, step, loaders, world, signals, callbacks, state)
                 summary.finish_run(trainer, trainer.fit(), config, directory, start.initial_network)

@@ -379,10 +379,10 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
     ("make", "says"),
     [
         (lambda path: None, "no such file: "),
-        (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it holds Dark"),
+        (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it contains Dark"),
         (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),
-        (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config says 14; scale"),
+        (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config has 14; rescale"),
     ],
 )
 def test_a_box_that_does_not_fit_is_one_line(
@@ -412,7 +412,7 @@ def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
     """A fixed file is another input, so its partial output goes; a file system may be back in a minute."""
     with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
-    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; mend the file", nbody=tmp_path / "bad.h5")
+    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5")
     planes = FieldReader.planes
 
     def fail_late(self: FieldReader, start: int, stop: int) -> np.ndarray:
@@ -421,7 +421,7 @@ def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
         return planes(self, start, stop)
 
     monkeypatch.setattr(FieldReader, "planes", fail_late)
-    hidden = (".hydro.h5.journal", ".hydro.h5.lock", ".hydro.h5.partial")
+    hidden = (".hydro.h5.journal", ".hydro.h5.partial")
     refuse("Input/output error", nbody=box_file(tmp_path / "good.h5"), left=hidden)
 
 
@@ -445,6 +445,6 @@ def test_training_on_channels_of_another_transform_is_one_line(
         file.attrs["density_log_scale"] = 10.0
     with pytest.raises(SystemExit):
         train.main(["--config=test", *data_flags, f"--set=val_path={other}", f"--set=expdir={tmp_path / 'runs'}"])
-    says = f"error: {other} says that its channels were made with density_log_scale 10, the config says 14;"
+    says = f"error: the channels of {other} were computed with density_log_scale 10, the config has 14;"
     assert says in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -66,10 +66,13 @@ def network(config: Config) -> nn.Module:
             "out_channels": config.N_out_channels,
             "width": config.network.width,
             "scales": config.scales,
-            "space_to_depth": config.network.space_to_depth,
-            "fused": config.fused_pointwise,
         }
     norm = config.network.norm
+    # Passed only if they are set: not every network has them.
+    variants = {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
+    options |= {name: value for name, value in variants.items() if value}
+    if norm != "none":
+        options["norm"] = norm
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):
         part = "micro-batch" if config.accumulation_steps > 1 else "batch"
@@ -77,7 +80,7 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    return build_network(config.network.name, **options, norm=norm)
+    return build_network(config.network.name, **options)
 
 
 def loss(config: Config) -> nn.Module:

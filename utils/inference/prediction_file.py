@@ -19,7 +19,7 @@ from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.inference.channels import Channel
-from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.sliding_window import Slab, SlidingWindowPredictor
 from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 
@@ -113,11 +113,9 @@ class PredictionFile:
             log.info("Resuming after plane %d of %d", starts[first], starts[-1])
         if first < len(starts) - 1:
             windows = predictor.window_count(first)
-            with Progress(f"predicting {self.path}", windows, "windows", silent=not world.is_root) as progress:
+            with Progress(f"predicting {self.path}", windows, "windows") as progress:
                 for slab in predictor.slabs(first, progress.advance):
-                    with world.raise_together():
-                        if writer is not None:
-                            writer.write(self._datasets(slab.predicted))
+                    self._write_slab(slab, writer, world)
                     _stop_if_signalled(starts[slab.number + 1], starts[-1], world, signals)
         with world.raise_together():
             if writer is not None:
@@ -125,6 +123,11 @@ class PredictionFile:
         grid, took = predictor.grid, format_duration(time.monotonic() - started)
         cells = " × ".join(map(str, grid.shape))
         log.info("wrote %s: %s cells, %d windows of %d³, in %s", self.path, cells, grid.count, grid.x.window, took)
+
+    def _write_slab(self, slab: Slab, writer: ResumableHDF5Writer | None, world: World) -> None:
+        with world.raise_together():
+            if writer is not None:
+                writer.write(self._datasets(slab.predicted))
 
     def _datasets(self, predicted: torch.Tensor) -> dict[str, np.ndarray]:
         """The datasets of one slab, on the host."""

@@ -31,10 +31,10 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     return bool(world.gather_objects(written)[0])
 
 
-def remove_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
-    """Removes what a training replaces: the summary, later evaluations and, with --resume=no, the checkpoints.
+def begin_run(directory: Path, resume: str, start: Start, world: World, logger: Logger) -> None:
+    """Removes what the training replaces, and logs where it starts. Every rank calls it, after all checks.
 
-    Every rank calls it, once everything else has been checked.
+    Replaced are the summary, later evaluations and, with --resume=no, the checkpoints.
     """
     discard_replaced(directory, resume, start, world)
     last_step = -1 if start.resumed_step is None else start.resumed_step
@@ -42,6 +42,10 @@ def remove_replaced(directory: Path, resume: str, start: Start, world: World) ->
         if world.is_root:
             results.remove_after(directory / results.FOLDER, last_step)
             (directory / SUMMARY).unlink(missing_ok=True)
+    for line in start.describe():
+        logger.info(line)
+    if start.is_complete:
+        logger.info("The summary of this training is missing: it is written now, and nothing is trained")
 
 
 def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: str) -> None:
