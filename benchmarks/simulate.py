@@ -1,4 +1,4 @@
-"""Time and memory of simulating a training volume, each grid in a process of its own.
+"""Time and memory of simulating a training volume, each grid in a separate process.
 
 python -m benchmarks.simulate --grids 128 256
 """
@@ -17,20 +17,20 @@ from benchmarks.common import save
 
 
 def measure(grid: int, directory: str) -> dict[str, float]:
-    """Wall seconds of the command, output written, and the peak of its resident memory in GiB."""
+    """Seconds of the command, including the output, and its peak resident memory, in GiB and in bytes per cell."""
     command = [sys.executable, "-m", "utils.simulation", "--output", str(Path(directory) / f"{grid}.h5")]
     started = time.perf_counter()
     subprocess.run([*command, "--grid", str(grid), "--seed", "1"], check=True)
     seconds = time.perf_counter() - started
-    # The greatest of all children so far: grids come in rising order.
+    # The largest of all children so far, so grids are measured in increasing order.
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     (Path(directory) / f"{grid}.h5").unlink()
-    return {"seconds": seconds, "peak GiB": peak / 2**30, "peak bytes a cell": peak / grid**3}
+    return {"seconds": seconds, "peak GiB": peak / 2**30, "peak bytes per cell": peak / grid**3}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grids", type=int, nargs="+", default=[128, 256], help="cells a side")
+    parser.add_argument("--grids", type=int, nargs="+", default=[128, 256], help="cells per side")
     options = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory(dir=".") as directory:

@@ -26,7 +26,7 @@ Fields = tuple[np.ndarray, np.ndarray]
 
 @pytest.fixture(scope="module")
 def large() -> Fields:
-    """Physical fields of a box whose long waves are linear."""
+    """Physical fields of a box that is large enough for linear waves."""
     return simulate.simulate_fields(LARGE)
 
 
@@ -42,7 +42,7 @@ def small() -> Fields:
 def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
     k, power = fourier.power_spectrum(large[0][0] - 1, LARGE.box_length)
     linear = linear_theory.linear_power(linear_theory.make_cosmology(LARGE.cosmology), k, LARGE.redshift)
-    resolved = k * LARGE.cell < 0.4  # cells of 8 Mpc/h: the mesh's own window lowers the power of shorter waves
+    resolved = k * LARGE.cell < 0.4  # cells of 8 Mpc/h: the window of the mesh reduces the power of shorter waves
     assert resolved.sum() >= 4
     np.testing.assert_allclose(power[resolved] / linear[resolved], 1, atol=0.1)
 
@@ -57,7 +57,7 @@ def test_initial_modes_have_the_linear_power_with_scatter() -> None:
 
 
 def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
-    """div v = -a H f delta for linear waves: amplitude and phase."""
+    """Checks amplitude and phase of div v = -a H f delta for linear waves."""
     contrast, velocity = large[0][0] - 1, large[0][1:]
     cosmology, z = linear_theory.make_cosmology(LARGE.cosmology), LARGE.redshift
     expected = -linear_theory.hubble(cosmology, z) / (1 + z) * linear_theory.growth_rate(cosmology, z)
@@ -75,7 +75,7 @@ def test_divergence_of_velocity_obeys_continuity(large: Fields) -> None:
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: int) -> None:
-    """Displaced at rest it is 3/5 growing and 2/5 decaying mode, which depends on both force and friction."""
+    """A wave displaced at rest is 3/5 growing and 2/5 decaying mode, which depends on force and friction."""
     clock = linear_theory.GrowthClock(linear_theory.make_cosmology("EdS"), 9.0, 1.0, 20)
     k, shape = 2 * np.pi * 2 / 32, [1, 1, 1]
     shape[axis] = 32
@@ -90,7 +90,7 @@ def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 2), (1, 2)])
 def test_second_order_displacement_of_two_oblique_waves(axes: tuple[int, int]) -> None:
-    """For delta = A cos kx cos ky both terms of the second-order source are seen, and the solution is analytic.
+    """For delta = A cos kx cos ky both terms of the second-order source contribute, and the solution is analytic.
 
     phi1,xx phi1,yy - phi1,xy^2 = A^2 / 8 (cos 2kx + cos 2ky), so d phi2/dx = A^2 / (16 k) sin 2kx (Scoccimarro 1998).
     """
@@ -159,14 +159,14 @@ def test_odd_and_small_grids_and_other_numbers_of_particles(grid: int, particles
 # --- channels ------------------------------------------------------------------------------------------------------
 
 
-def test_channels_are_about_one_differ_between_input_and_target_and_can_be_undone(small: Fields) -> None:
+def test_channels_are_of_order_one_differ_between_input_and_target_and_can_be_inverted(small: Fields) -> None:
     nbody, hydro = (gas.to_channels(fields.copy()) for fields in small)
     for channels, count in ((nbody, 4), (hydro, 5)):
         assert channels.shape == (count, 32, 32, 32)
         assert np.abs(channels).max() < 1.5
     assert (hydro.std(axis=(1, 2, 3)) > 0.03).all()
     difference = np.abs(nbody - hydro[:4]).mean(axis=(1, 2, 3))
-    assert difference[0] > 0.015, "copying the input must not be the answer"
+    assert difference[0] > 0.015, "copying the input must not solve the task"
     assert (difference[1:] > 0.005).all()
 
     for channel, values, expected in zip(target_channels(5, TransformConfig()), hydro, small[1], strict=True):
@@ -188,7 +188,7 @@ def test_empty_cells_get_the_velocity_of_their_neighbours() -> None:
         np.testing.assert_allclose(component, value, atol=1e-3)
 
 
-def test_gas_is_smoother_than_dark_matter_equal_on_large_scales_and_shocked_in_places(small: Fields) -> None:
+def test_gas_is_smoother_than_dark_matter_equal_on_large_scales_and_shocked_in_some_cells(small: Fields) -> None:
     _, dark = fourier.power_spectrum(small[0][0] - 1, SMALL.box_length)
     k, baryons = fourier.power_spectrum(small[1][0] - 1, SMALL.box_length)
     ratio = baryons / dark
@@ -212,7 +212,7 @@ def test_temperature_rises_where_flows_converge() -> None:
 
 
 def test_the_closure_commutes_with_translations_and_the_cubes_symmetries(small: Fields) -> None:
-    """New axis i is old axis axes[i], reflected where signs[i] is -1; vector components follow."""
+    """New axis i is old axis axes[i], reflected if signs[i] is -1; vector components transform accordingly."""
     axes, signs, shift = (2, 0, 1), (-1, 1, -1), (5, -7, 11)
 
     def moved(fields: np.ndarray) -> np.ndarray:
@@ -259,14 +259,14 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
         for name, expected in (("Nbody", nbody), ("Hydro", hydro)):
             assert file[name].dtype == np.float32
             assert file[name].chunks is None
-            assert file[name].id.get_offset() is not None, "must be mappable"
+            assert file[name].id.get_offset() is not None, "can be mapped into memory"
             np.testing.assert_array_equal(file[name][:], expected)
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
         found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
     assert found == [4, 4.0, "planck18", gas.VELOCITY_SCALE]
 
 
-def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_one(
+def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "box.h5"
@@ -289,9 +289,9 @@ def test_bad_options_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest
         ("--grid 4", "grid is 4; give at least 8"),
         ("--box_size -1", "box_size is -1.0; give a positive length"),
         ("--seed -1", "seed is -1"),
-        (f"--seed {2**63}", "give one below 2**63"),
+        (f"--seed {2**63}", "give a number below 2**63"),
         ("--cosmology plank18", "did you mean planck18?"),
-        ("--redshift 30", "start_redshift is 24.0; give one above redshift = 30.0"),
+        ("--redshift 30", "start_redshift is 24.0; give a redshift above redshift = 30.0"),
         ("--redshift -0.5", "redshift is -0.5"),
         ("--start_redshift 1000", "up to 200"),
         ("--sed 1", "--help"),
@@ -300,10 +300,10 @@ def test_bad_options_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest
     assert os.listdir(tmp_path) == []
 
 
-def test_an_output_that_cannot_be_written_is_refused_first(
+def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("simulated first"))
+    monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
     (tmp_path / "file").write_text("a file where a directory is needed")
     assert "give another --output" in refused(capsys, command(tmp_path / "file" / "box.h5"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
@@ -321,4 +321,4 @@ def test_an_output_that_cannot_be_written_is_refused_first(
 def test_the_module_can_be_run(tmp_path: Path) -> None:
     done = run(["-m", "utils.simulation", "--output", str(tmp_path), "--grid", "8"], tmp_path / "log")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == f"error: output {tmp_path} is a directory; give the name of a file"
+    assert done.stderr.splitlines()[-1] == f"error: output {tmp_path} is a directory; give another --output"

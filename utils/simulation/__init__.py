@@ -1,1 +1,1 @@
-"""The particle-mesh simulator that makes demonstration data."""
+"""Particle-mesh simulations of dark matter and gas, which are the demonstration data: python -m utils.simulation."""

@@ -1,6 +1,11 @@
 """python -m utils.simulation --output train.h5 --grid 128 --seed 1"""
 
+import signal
+import sys
+
 from utils.simulation.simulate import main
 
 if __name__ == "__main__":
-    main()
+    # Without a handler, a cancelled batch job would leave the temporary file.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())

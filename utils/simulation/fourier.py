@@ -1,4 +1,4 @@
-"""Fields on a periodic mesh in Fourier space, worked on slab by slab in several threads."""
+"""Fourier transforms of fields on a periodic mesh, computed slab by slab in several threads."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TypeVar
 import numpy as np
 import scipy.fft
 
-FEWEST_SLABS = 16  # pieces of a mesh, whatever the number of threads
+MIN_SLABS = 16  # of a mesh, for any number of threads
 
 Item = TypeVar("Item")
 
 
 def in_order(function: Callable[[int], Item], count: int, threads: int) -> Iterator[Item]:
-    """function(0), function(1), ... in this order, computed by `threads` threads not far ahead of the reader.
+    """Yields function(0), function(1), ... in order, computed by `threads` threads.
 
-    The bounded lead keeps the memory of waiting results bounded, which ThreadPoolExecutor.map does not.
+    At most `threads` results wait for the reader, which bounds the memory; ThreadPoolExecutor.map has no such bound.
     """
     if threads == 1:
         yield from map(function, range(count))
@@ -34,19 +34,19 @@ def in_order(function: Callable[[int], Item], count: int, threads: int) -> Itera
 
 
 def slab(index: int, rows: int, slabs: int) -> slice:
-    """Slab `index` of an array of `rows` rows; slabs are equal to within a row."""
+    """Slab `index` of an array of `rows` rows; the sizes of slabs differ by at most one row."""
     return slice(index * rows // slabs, (index + 1) * rows // slabs)
 
 
 def in_slabs(work: Callable[[slice], None], rows: int, threads: int) -> None:
-    """Calls work(rows) for slabs of a cube of `rows` rows, about 10^6 cells each; none may depend on another."""
-    slabs = min(rows, max(FEWEST_SLABS, rows**3 >> 20))
+    """Calls work(rows) for independent slabs of a cube of `rows` rows, about 10^6 cells each."""
+    slabs = min(rows, max(MIN_SLABS, rows**3 >> 20))
     for _ in in_order(lambda index: work(slab(index, rows, slabs)), slabs, threads):
         pass
 
 
 def wavenumbers(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """k_x [n, 1, 1], k_y [1, n, 1], k_z [1, 1, n // 2 + 1] of a real transform, in radians a cell."""
+    """k_x [n, 1, 1], k_y [1, n, 1], k_z [1, 1, n // 2 + 1] of a real transform, in radians per cell."""
     full = (2 * np.pi * np.fft.fftfreq(n)).astype(np.float32)
     half = (2 * np.pi * np.fft.rfftfreq(n)).astype(np.float32)
     return full[:, None, None], full[None, :, None], half[None, None, :]
@@ -63,7 +63,7 @@ def backward(modes: np.ndarray, n: int, threads: int) -> np.ndarray:
 
 
 def multiplied(modes: np.ndarray, factor: Callable[..., np.ndarray], threads: int) -> np.ndarray:
-    """modes * factor(kx, ky, kz), slab by slab: a whole grid of wavenumbers never exists."""
+    """modes * factor(kx, ky, kz), slab by slab, without a full grid of wavenumbers in memory."""
     n = len(modes)
     kx, ky, kz = wavenumbers(n)
     result = np.empty_like(modes)
@@ -76,18 +76,18 @@ def multiplied(modes: np.ndarray, factor: Callable[..., np.ndarray], threads: in
 
 
 def inverse_square(kx: np.ndarray, ky: np.ndarray, kz: np.ndarray) -> np.ndarray:
-    """1 / k^2, and 0 for k = 0: the mean of a periodic field has no potential."""
+    """1 / k^2, and 0 for k = 0, since the mean of a periodic field has no potential."""
     square = kx * kx + ky * ky + kz * kz
     square[square == 0] = np.inf
     return 1 / square
 
 
 def inverse_gradient(modes: np.ndarray, axis: int, threads: int) -> np.ndarray:
-    """Component `axis` of -grad laplacian^-1 of a field given by its modes, [n, n, n], in cells."""
+    """Component `axis` of -grad laplacian^-1 of the field with these modes, [n, n, n], in cells."""
     n = len(modes)
 
     def factor(*k: np.ndarray) -> np.ndarray:
-        # an odd derivative of the Nyquist wave is not a real field: it is left out
+        # An odd derivative of the Nyquist wave is not a real field and is set to zero.
         along = np.where(np.abs(k[axis]) > np.pi * (1 - 0.5 / n), 0, k[axis]) if n % 2 == 0 else k[axis]
         return (np.complex64(1j) * along) * inverse_square(*k)
 
@@ -97,12 +97,12 @@ def inverse_gradient(modes: np.ndarray, axis: int, threads: int) -> np.ndarray:
 def power_spectrum(contrast: np.ndarray, box_size: float, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Mean k in h/Mpc and mean power in (Mpc/h)^3 of shells one fundamental wide, from the fundamental to Nyquist.
 
-    `contrast` is delta = density / mean - 1 on [n, n, n]; the box is in Mpc/h. No window is divided out.
+    `contrast` is delta = density / mean - 1, [n, n, n]; `box_size` is in Mpc/h. There is no window correction.
     """
     n = len(contrast)
     power = np.abs(forward(contrast, threads)) ** 2 * (box_size**3 / n**6)
     k = np.sqrt(sum(component.astype(np.float64) ** 2 for component in wavenumbers(n))) * (n / (2 * np.pi))
-    pairs = np.full(power.shape, 2.0)  # the half space that a real transform leaves out
+    pairs = np.full(power.shape, 2.0)  # with the half space that a real transform omits
     pairs[..., 0] = 1.0
     if n % 2 == 0:
         pairs[..., -1] = 1.0

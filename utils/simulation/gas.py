@@ -1,9 +1,9 @@
-"""Gas painted onto dark matter by a documented closure, and the channels that a network sees.
+"""Gas computed from dark matter by a documented closure, and the channels that the network is trained on.
 
 The closure is a deterministic, local (within twelve cells at 0.5 Mpc/h), translation- and rotation-equivariant function
-of the dark-matter density and velocity. It stands in for a hydrodynamic code: the physics is caricature, the learning
-task is real. Fields are float32; `density` is in units of the mean, [x, y, z]; `velocity` is peculiar, in km/s,
-[3, x, y, z], and component i points along spatial axis i; lengths are comoving Mpc/h.
+of the dark-matter density and velocity. It replaces a hydrodynamic code: the physics is strongly simplified, but the
+learning task is a real one. Fields are float32; `density` is in units of the mean, [x, y, z]; `velocity` is peculiar,
+in km/s, [3, x, y, z], and component i points along spatial axis i; lengths are comoving Mpc/h.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 from scipy.ndimage import gaussian_filter
 
 # The closure. Lengths are standard deviations of Gaussians. Real filtering lengths at z = 2 are near 0.1 Mpc/h (Gnedin
-# & Hui 1998); this one is wider on purpose, so that the default cell of 0.5 Mpc/h resolves what the gas smooths away.
+# & Hui 1998); this one is deliberately larger, so that the default cell of 0.5 Mpc/h resolves the smoothing.
 FILTER_LENGTH = 0.6  # Mpc/h, pressure smoothing of density and momentum
-SHOCK_LENGTH = 1.0  # Mpc/h, over which converging flows are brought to rest
-HEAT_LENGTH = 0.8  # Mpc/h, over which shocked gas is mixed
+SHOCK_LENGTH = 1.0  # Mpc/h, distance over which converging flows stop
+HEAT_LENGTH = 0.8  # Mpc/h, mixing length of shocked gas
 MEAN_DENSITY_TEMPERATURE = 1.2e4  # K, T0 of the photoionised gas
 ADIABATIC_INDEX = 1.5  # gamma of the temperature-density relation
 MEAN_MOLECULAR_WEIGHT = 0.59  # ionised hydrogen and helium
-FILL_LENGTH = 2.0  # cells, over which velocities are carried into empty cells
-FILL_WEIGHT = 1e-3  # weight of the carried velocity, against the density of a cell's own matter in units of the mean
+FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
+FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean
 
-# The channels. They are about [-1, 1] and are not clipped, so that physical values can be restored.
+# The channels lie roughly in [-1, 1]. They are not clipped, so that the physical values can be recovered.
 DENSITY_LOG_SCALE = 14.0  # x = ln(density / mean) / 14
-DENSITY_FLOOR = 1e-3  # of the mean: empty cells have no logarithm
+DENSITY_FLOOR = 1e-3  # in units of the mean; the logarithm of an empty cell is undefined
 VELOCITY_SCALE = 1000.0  # km/s, x = v / scale
 TEMPERATURE_LOG10_CENTER = 5.0  # x = (log10(T / K) - center) / scale
 TEMPERATURE_LOG10_SCALE = 2.5
@@ -39,7 +39,7 @@ TRUNCATE = 4.0  # standard deviations at which the Gaussians end
 
 
 def attributes() -> dict[str, Any]:
-    """The closure's and the transform's constants as HDF5 attributes; the names carry the units."""
+    """Constants of the closure and of the transform as HDF5 attributes; the names contain the units."""
     return {
         "gas_filter_length_mpc_h": FILTER_LENGTH,
         "gas_shock_length_mpc_h": SHOCK_LENGTH,
@@ -63,25 +63,26 @@ def attributes() -> dict[str, Any]:
 
 
 def density_to_channel(density: np.ndarray) -> np.ndarray:
-    """ln(density / mean) / 14, with a floor for empty cells."""
+    """Channel of the density: ln(density / mean) / 14, with a floor for empty cells."""
     return np.log(np.maximum(density, np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
 
 
 def velocity_to_channel(velocity: np.ndarray) -> np.ndarray:
-    """km/s to the channel's linear scale."""
+    """Channel of a velocity in km/s, on a linear scale."""
     return velocity / np.float32(VELOCITY_SCALE)
 
 
 def temperature_to_channel(temperature: np.ndarray) -> np.ndarray:
-    """Kelvin to the channel's logarithmic scale."""
+    """Channel of a temperature in K, on a logarithmic scale."""
     return (np.log10(temperature) - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
 
 
 def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Iterator[np.ndarray]:
-    """Each periodic [x, y, z] field, convolved with a Gaussian of standard deviation `length` in cells.
+    """Yields each periodic [x, y, z] field, convolved with a Gaussian of standard deviation `length` in cells.
 
-    Done in real space: its weights are positive, where a Fourier-space Gaussian of about one cell rings, and drives the
-    gas density beside a dense clump below zero. Threads share out whole fields, so their number changes no bit.
+    The convolution is in real space, where the weights are positive. A Fourier-space Gaussian of about one cell rings,
+    which makes the gas density near a dense clump negative. Each field is computed by one thread, so the number of
+    threads does not change the result.
     """
 
     def one(field: np.ndarray) -> np.ndarray:
@@ -95,15 +96,15 @@ def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Ite
 
 
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
-    """Momentum / density, which in empty cells passes smoothly into that of the neighbourhood.
+    """Momentum / density, continued smoothly from the neighbourhood into empty cells.
 
-    v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: a cell with matter
-    keeps its own velocity to about w / rho, an empty one takes its neighbours' (normalised convolution, Knutsson &
-    Westin 1993). Overwrites and returns `momentum`.
+    v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: the velocity of a
+    cell with matter changes by about w / rho, an empty cell gets that of its neighbours (normalised convolution,
+    Knutsson & Westin 1993). Overwrites and returns `momentum`.
     """
     around = smooth((density, *momentum), FILL_LENGTH, threads)
     weight = np.float32(FILL_WEIGHT)
-    # the last bound only matters in voids wider than the Gaussian, where the velocity becomes zero
+    # The lower bound matters only in voids wider than the Gaussian, where the velocity becomes zero.
     total = np.maximum(density + weight * next(around), np.float32(1e-12))
     for component, neighbours in zip(momentum, around, strict=True):
         component += weight * neighbours
@@ -112,7 +113,7 @@ def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: i
 
 
 def divergence(velocity: np.ndarray, cell: float) -> np.ndarray:
-    """Central differences of a periodic [3, x, y, z] field; `cell` is the side of a cell."""
+    """Divergence of a periodic [3, x, y, z] field by central differences; `cell` is the side of a cell."""
     result = np.zeros_like(velocity[0])
     for axis, component in enumerate(velocity):
         result += np.roll(component, -1, axis)
@@ -122,9 +123,9 @@ def divergence(velocity: np.ndarray, cell: float) -> np.ndarray:
 
 
 def shock_temperature(velocity: np.ndarray, cell: float, scale_factor: float, hubble: float) -> np.ndarray:
-    """Temperature in K behind the shock of flows that converge; zero where space expands.
+    """Temperature in K behind the shock of converging flows; zero where space expands.
 
-    The approach velocity is the net contraction over SHOCK_LENGTH, which is the peculiar convergence less the Hubble
+    The approach velocity is the net contraction over SHOCK_LENGTH, which is the peculiar convergence minus the Hubble
     flow: dv = l max(0, -div v - 3 a H), with v peculiar in km/s, l comoving in Mpc/h and H in km/s/(Mpc/h).
     """
     approach = divergence(velocity, cell)
@@ -143,21 +144,21 @@ def gas_fields(
     """Gas density, velocity and temperature, [5, x, y, z], from dark-matter density and velocity.
 
     - density: pressure smooths the gas below a filtering scale (Gnedin & Hui 1998), here a Gaussian;
-    - velocity: that of the smoothed momentum, so that mass and momentum are conserved;
-    - temperature: T0 Delta^(gamma - 1) of photoionised gas (Hui & Gnedin 1997), plus the heat of shocks, mixed with
-      the mass of the neighbourhood.
+    - velocity: smoothed momentum over smoothed density, so that mass and momentum are conserved;
+    - temperature: T0 Delta^(gamma - 1) of photoionised gas (Hui & Gnedin 1997), plus the shock heat averaged over the
+      mass of the neighbourhood.
 
     `cell` in Mpc/h, `hubble` = H(a) in km/s/(Mpc/h).
     """
     gas = np.empty((5, *density.shape), np.float32)
     momenta = (density * component for component in velocity)
     smoothed = smooth((field for fields in ((density,), momenta) for field in fields), FILTER_LENGTH / cell, threads)
-    # a box with fewer particles than cells may leave voids that even the smoothing does not reach
+    # A box with fewer particles than cells may have voids that remain empty after the smoothing.
     gas[0] = np.maximum(next(smoothed), np.float32(DENSITY_FLOOR))
     for axis, momentum in enumerate(smoothed):
         np.divide(momentum, gas[0], out=gas[1 + axis])
-    # streams of dark matter cross where the gas is stopped: their convergence, not the smoothed gas's, is that before
-    # the shock
+    # Dark-matter streams cross where the gas is stopped. Their convergence is that of the gas before the shock; the
+    # convergence of the smoothed gas is not.
     heat = shock_temperature(velocity, cell, scale_factor, hubble)
     heat *= gas[0]
     mixed_heat, mixed_mass = smooth((heat, gas[0]), HEAT_LENGTH / cell, threads)

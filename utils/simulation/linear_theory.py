@@ -1,4 +1,4 @@
-"""Linear theory of structure growth, from colossus: power spectrum, growth factor, and the clock that runs on it."""
+"""Linear theory of structure growth, from colossus: power spectrum, growth factor, and the clock based on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HIGHEST_REDSHIFT = 200.0  # colossus tabulates growth up to here
 
 
 def cosmology_names() -> list[str]:
-    """The names of colossus that stand for complete sets of parameters."""
+    """Names of colossus cosmologies that define all parameters."""
     return [name for name in colossus.cosmologies if name != "powerlaw"]
 
 
 def make_cosmology(name: str) -> colossus.Cosmology:
-    """A colossus cosmology, without its disk cache and without touching its global current cosmology."""
+    """A colossus cosmology; colossus's disk cache and its global current cosmology are not used."""
     return colossus.Cosmology(name=name, **colossus.cosmologies[name], persistence="")
 
 
@@ -43,7 +43,7 @@ def hubble(cosmology: colossus.Cosmology, redshift: float) -> float:
 
 
 def velocity_unit(cosmology: colossus.Cosmology, redshift: float) -> float:
-    """What turns dx/dD with x in comoving Mpc/h into peculiar km/s: a dD/dt = a H f D."""
+    """Factor from dx/dD, x in comoving Mpc/h, to peculiar velocity in km/s: a dD/dt = a H f D."""
     rate = growth_rate(cosmology, redshift) * growth(cosmology, redshift)
     return float(hubble(cosmology, redshift) * rate) / (1 + redshift)
 
@@ -52,8 +52,8 @@ class GrowthClock:
     """Time as the growth factor D: equal steps in D from the start to the end of a simulation.
 
     With D as time the equation of motion is dv/dD = -3/2 Omega_m / (f^2 D) (v - g / D), where v = dx/dD and
-    g = -grad laplacian^-1 delta. For linear modes v = g / D, so however few the steps they grow exactly as D
-    (as in FastPM: Feng et al. 2016; List & Hahn 2024).
+    g = -grad laplacian^-1 delta. For linear modes v = g / D, so they grow exactly as D for any number of steps (as in
+    FastPM: Feng et al. 2016; List & Hahn 2024).
     """
 
     def __init__(self, cosmology: colossus.Cosmology, start_redshift: float, end_redshift: float, n_steps: int) -> None:
@@ -66,10 +66,10 @@ class GrowthClock:
         self.times = np.linspace(self._growth[0], self._growth[-1], n_steps + 1)
 
     def redshift(self, time: float) -> float:
-        """The redshift at growth factor `time`."""
+        """Redshift at growth factor `time`."""
         return float(np.interp(time, self._growth, self._redshifts))
 
     def velocity_kept(self, start: float, end: float) -> float:
-        """The part of its velocity that a force-free particle keeps from D = start to D = end."""
+        """Fraction of its velocity that a force-free particle retains from D = start to D = end."""
         before, after = np.interp([start, end], self._growth, self._friction)
         return math.exp(before - after)

@@ -1,8 +1,8 @@
-"""Particles on a mesh: cloud-in-cell deposit and interpolation, gravity by FFT, kick and drift, Lagrangian start.
+"""Particle mesh: cloud-in-cell deposit and interpolation, FFT gravity, kick and drift, Lagrangian initial conditions.
 
 Lengths are in cells of the mesh and cell i is centred on coordinate i. Time is D, the linear growth factor (1 at
-z = 0), and particle velocities are dx/dD: the Zel'dovich approximation is straight lines at constant speed. Source:
-Hockney & Eastwood 1988.
+z = 0), and particle velocities are dx/dD: in the Zel'dovich approximation particles move on straight lines at constant
+speed. Source: Hockney & Eastwood 1988.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from utils.simulation.fourier import (
 )
 from utils.simulation.linear_theory import GrowthClock
 
-# Particles are deposited in this many slabs of the initial lattice whatever the number of threads, and slabs are summed
-# in their order: hence the same bits for any number of threads.
+# Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number
+# of threads. The result is therefore bitwise independent of the number of threads.
 SLABS = 16
-CHUNK = 1 << 15  # particles whose indices and weights fit a core's cache; larger arrays cost page faults, too
-TRACERS_PER_CELL_SIDE = 3  # points that carry the final mass; fewer leave ripples in the emptiest voids
+CHUNK = 1 << 15  # particles; their indices and weights fit in a core's cache, and larger arrays cause page faults
+TRACERS_PER_CELL_SIDE = 3  # points that carry the final mass; fewer points cause ripples in deep voids
 
 
 # --- particles ---------------------------------------------------------------------------------------------------
@@ -39,15 +39,15 @@ TRACERS_PER_CELL_SIDE = 3  # points that carry the final mass; fewer leave rippl
 
 @dataclasses.dataclass
 class Particles:
-    """Equal particles that set out from a cubic lattice; float32, in cells of the mesh."""
+    """Particles of equal mass that start from a cubic lattice; float32, in cells of the mesh."""
 
-    displacement: np.ndarray  # [3, p, p, p], from the lattice site, never wrapped
+    displacement: np.ndarray  # [3, p, p, p], from the lattice site, not wrapped
     velocity: np.ndarray  # [3, p, p, p], dx/dD
-    grid: int  # cells a side of the mesh
+    grid: int  # cells per side of the mesh
 
     @property
     def side(self) -> int:
-        """Particles a side, p."""
+        """Particles per side, p."""
         return self.displacement.shape[1]
 
     def lattice(self, rows: slice, offset: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> list[np.ndarray]:
@@ -62,13 +62,13 @@ class Particles:
 
     def positions(self, rows: slice) -> np.ndarray:
         """Positions of the particles in these rows of the lattice, [3, particles]; may lie outside the box."""
-        place = np.empty_like(self.displacement[:, rows])
+        positions = np.empty_like(self.displacement[:, rows])
         for axis, site in enumerate(self.lattice(rows)):
-            np.add(self.displacement[axis, rows], site, out=place[axis])
-        return place.reshape(3, -1)
+            np.add(self.displacement[axis, rows], site, out=positions[axis])
+        return positions.reshape(3, -1)
 
     def extent(self, rows: slice) -> tuple[float, float]:
-        """Bounds of x for these rows, the one after them, and all points between."""
+        """Lower and upper bound of x for these rows, the next row, and all points in between."""
         planes = [(row, self.displacement[0, row % self.side]) for row in range(rows.start, rows.stop + 1)]
         spacing, rounding = self.grid / self.side, 0.01
         lowest = min(row * spacing + float(plane.min()) for row, plane in planes)
@@ -76,7 +76,7 @@ class Particles:
         return lowest - rounding, highest + rounding
 
     def pieces(self, rows: slice) -> Iterator[slice]:
-        """These rows in pieces of about CHUNK particles."""
+        """Yields these rows in pieces of about CHUNK particles."""
         step = max(1, CHUNK // self.side**2)
         for start in range(rows.start, rows.stop, step):
             yield slice(start, min(start + step, rows.stop))
@@ -88,7 +88,8 @@ def lpt_particles(
     """Particles displaced by second-order Lagrangian perturbation theory (Scoccimarro 1998).
 
     x = q - D grad phi1 + D2 grad phi2, laplacian phi1 = delta, laplacian phi2 = sum_{i>j} (phi1,ii phi1,jj -
-    phi1,ij^2), D2 = -3/7 D^2 omega_m^(-1/143). `modes` are those of delta at D = 1; `omega_m` is that of the start.
+    phi1,ij^2), D2 = -3/7 D^2 omega_m^(-1/143). `modes` are the modes of delta at D = 1, `omega_m` is the value at the
+    start.
     """
     p = len(modes)
     displacement, velocity = np.empty((3, p, p, p), np.float32), np.empty((3, p, p, p), np.float32)
@@ -96,7 +97,7 @@ def lpt_particles(
     def second_derivative(i: int, j: int) -> np.ndarray:
         return backward(multiplied(modes, lambda *k: k[i] * k[j] * inverse_square(*k), threads), p, threads)
 
-    # the products are summed as they come: two fields beside the sum, instead of six
+    # Each product is added at once: two fields in memory in addition to the sum, instead of six.
     first, second = second_derivative(0, 0), second_derivative(1, 1)
     source = first * second
     first += second
@@ -128,19 +129,19 @@ def lpt_particles(
 
 
 def _wrapped(cell: np.ndarray, grid: int) -> np.ndarray:
-    """Whole numbers, stored as floats, to indices in [0, grid)."""
+    """Integers stored as floats, as indices in [0, grid)."""
     return (cell - grid * np.floor(cell / grid)).astype(np.int64)
 
 
 def _corners(positions: np.ndarray, grid: int, base: int, rows: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each of the eight cells round every particle: flat indices int64 and weights float32, each [particles].
+    """Yields flat indices (int64) and weights (float32), each [particles], of the eight cells around every particle.
 
-    The cells are those of `rows` rows that begin at row `base`, of a periodic mesh of `grid` cells a side.
+    The cells belong to `rows` rows, starting at row `base`, of a periodic mesh with `grid` cells per side.
     """
     lower_upper, weights = [], []
-    for axis, place in enumerate(positions):
-        cell = np.floor(place)
-        above = place - cell
+    for axis, coordinate in enumerate(positions):
+        cell = np.floor(coordinate)
+        above = coordinate - cell
         weights.append((1 - above, above))
         if axis == 0 and rows < grid:
             lower = (cell - base).astype(np.int64)
@@ -162,11 +163,11 @@ def _corners(positions: np.ndarray, grid: int, base: int, rows: int) -> Iterator
 
 
 Piece = tuple[np.ndarray, Sequence[np.ndarray | None]]  # positions [3, particles], values each [particles] or None
-Block = tuple[float, float, Iterable[Piece]]  # the least and the greatest x of its pieces
+Block = tuple[float, float, Iterable[Piece]]  # bounds of x, and pieces
 
 
 def _deposit_block(block: Block, grid: int, quantities: int) -> tuple[int, np.ndarray]:
-    """The first row that a block of particles touches, and its deposit on the rows from there, [k, rows, n, n]."""
+    """First row that a block of particles touches, and its deposit on the rows from there on, [k, rows, n, n]."""
     lowest, highest, pieces = block
     base = math.floor(lowest)
     rows = min(math.floor(highest) - base + 2, grid)
@@ -175,7 +176,7 @@ def _deposit_block(block: Block, grid: int, quantities: int) -> tuple[int, np.nd
         for start in range(0, positions.shape[1], CHUNK):
             chunk = slice(start, start + CHUNK)
             for index, weight in _corners(positions[:, chunk], grid, base, rows):
-                # torch's scatter_add_ is faster than np.bincount and np.add.at, and lets other threads run meanwhile
+                # torch's scatter_add_ is faster than np.bincount and np.add.at, and releases the GIL.
                 for target, value in zip(window, values, strict=True):
                     source = weight if value is None else weight * value[chunk]
                     target.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
@@ -190,7 +191,7 @@ def deposit_blocks(
     threads: int,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Sums of cloud-in-cell deposits of all blocks, [quantities, n, n, n] float32; blocks are added in their order."""
+    """Sum of the cloud-in-cell deposits of all blocks, [quantities, n, n, n] float32; blocks are added in order."""
     total = np.zeros((quantities, grid, grid, grid), np.float32)
     deposits = in_order(lambda index: _deposit_block(make_block(index), grid, quantities), blocks, threads)
     for done, (base, window) in enumerate(deposits):
@@ -204,7 +205,7 @@ def deposit_blocks(
 def cic_deposit(
     positions: np.ndarray, grid: int, values: Sequence[np.ndarray | None] = (None,), threads: int = 1
 ) -> np.ndarray:
-    """Cloud-in-cell deposit (Hockney & Eastwood 1981) of particles at [3, particles], in cells.
+    """Cloud-in-cell deposit (Hockney & Eastwood 1981) of particles at positions [3, particles], in cells.
 
     Each of `values` is [particles] or None for ones; the result is [len(values), n, n, n]. The mesh is periodic.
     """
@@ -221,7 +222,7 @@ def cic_deposit(
 
 
 def cic_interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Fields [k, n, n, n] at [3, particles], in cells: [k, particles], with the weights of `cic_deposit`."""
+    """Fields [k, n, n, n] interpolated to positions [3, particles]: [k, particles], weights as in `cic_deposit`."""
     grid = fields.shape[1]
     flat = fields.reshape(len(fields), -1)
     result = np.zeros((len(fields), positions.shape[1]), np.float32)
@@ -229,7 +230,7 @@ def cic_interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
         chunk = slice(start, start + CHUNK)
         for index, weight in _corners(positions[:, chunk], grid, 0, grid):
             for field, out in zip(flat, result, strict=True):
-                out[chunk] += weight * field.take(index, mode="clip")  # "clip" skips a pass of bounds checks
+                out[chunk] += weight * field.take(index, mode="clip")  # "clip" avoids the bounds check
     return result
 
 
@@ -250,10 +251,10 @@ def mesh_density(particles: Particles, threads: int = 1) -> np.ndarray:
 def gravity(density: np.ndarray, threads: int = 1) -> np.ndarray:
     """g = -grad laplacian^-1 delta on the mesh, [3, n, n, n], in cells.
 
-    The potential is made in Fourier space, its gradient is a four-point difference; both are antisymmetric under
-    exchange of two cells, so with one and the same CIC for mass and force the particles' total momentum is conserved
-    (Hockney & Eastwood 1981). CIC, twice, weakens the force by prod sinc^4(k_i / 2) = 1 - k^2 / 6 + ...;
-    1 / k^2 + 1 / 6 undoes the first term, where a full division would amplify the noise near Nyquist.
+    The potential is computed in Fourier space, its gradient is a four-point difference. Both are antisymmetric under
+    exchange of two cells, so with the same CIC for mass and force the total momentum of the particles is conserved
+    (Hockney & Eastwood 1981). Applying CIC twice weakens the force by prod sinc^4(k_i / 2) = 1 - k^2 / 6 + ...;
+    1 / k^2 + 1 / 6 corrects the first term, while a full division would amplify the noise near Nyquist.
     """
     n, sharpening = len(density), np.float32(1 / 6)
     potential = backward(
@@ -279,7 +280,7 @@ def gravity(density: np.ndarray, threads: int = 1) -> np.ndarray:
 def kick_and_drift(
     particles: Particles, force: np.ndarray, kept: float, gain: float, drift: float, threads: int
 ) -> None:
-    """v = kept v + gain g(x), then x = x + drift v, in place."""
+    """Sets v = kept v + gain g(x), then x = x + drift v, in place."""
 
     def work(rows: slice) -> None:
         for piece in particles.pieces(rows):
@@ -294,9 +295,9 @@ def kick_and_drift(
 
 
 def evolve(particles: Particles, clock: GrowthClock, threads: int = 1, progress: Progress | None = None) -> None:
-    """Kick-drift-kick from clock.times[0] to clock.times[-1], in place.
+    """Integrates by kick-drift-kick from clock.times[0] to clock.times[-1], in place.
 
-    The half kicks at the end of one step and the start of the next share their force and are done as one.
+    The half kicks at the end of one step and the start of the next have the same force and are combined.
     """
     times = clock.times
     for step, now in enumerate(times):
@@ -311,7 +312,7 @@ def evolve(particles: Particles, clock: GrowthClock, threads: int = 1, progress:
 
 
 def _between(field: np.ndarray, rows: slice, offset: tuple[float, float, float]) -> np.ndarray:
-    """A periodic lattice field [p, p, p] interpolated `offset` sites past those of `rows`: [rows, p, p]."""
+    """A periodic lattice field [p, p, p] interpolated at the sites of `rows` shifted by `offset`: [rows, p, p]."""
     part = field[rows]
     if offset[0]:
         following = field.take(np.arange(rows.start + 1, rows.stop + 1), axis=0, mode="wrap")
@@ -323,11 +324,11 @@ def _between(field: np.ndarray, rows: slice, offset: tuple[float, float, float])
 
 
 def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress | None = None) -> np.ndarray:
-    """Density in units of the mean, and density times dx/dD, [4, n, n, n].
+    """Density in units of the mean, and density times dx/dD: [4, n, n, n].
 
     The particles are vertices of a sheet that carries the mass (Abel, Hahn & Kaehler 2012; Hahn, Angulo & Abel 2015):
-    points interpolated on the lattice between them are deposited, at least three a cell side, each with its share of
-    the mass. Depositing the particles alone leaves the lattice and empty cells visible in voids.
+    points interpolated on the lattice between them are deposited, at least three per cell side, each with an equal
+    share of the mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
     """
     per_side = max(1, math.ceil(TRACERS_PER_CELL_SIDE * particles.grid / particles.side))
     fractions = [step / per_side for step in range(per_side)]
@@ -336,15 +337,17 @@ def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress
     blocks = min(SLABS, particles.side)
 
     def tracers(rows: slice, offset: tuple[float, float, float]) -> Piece:
-        place = np.empty_like(particles.displacement[:, rows])
+        positions = np.empty_like(particles.displacement[:, rows])
         for axis, site in enumerate(particles.lattice(rows, offset)):
-            np.add(_between(particles.displacement[axis], rows, offset), site, out=place[axis])
+            np.add(_between(particles.displacement[axis], rows, offset), site, out=positions[axis])
         velocity = [_between(component, rows, offset).reshape(-1) for component in particles.velocity]
-        return place.reshape(3, -1), (None, *velocity)
+        return positions.reshape(3, -1), (None, *velocity)
 
     def block(index: int) -> Block:
         rows = slab(index, particles.side, blocks)
-        return *particles.extent(rows), (tracers(piece, at) for piece in particles.pieces(rows) for at in offsets)
+        return *particles.extent(rows), (
+            tracers(piece, offset) for piece in particles.pieces(rows) for offset in offsets
+        )
 
     fields = deposit_blocks(block, blocks, particles.grid, 4, threads, progress)
     fields *= mass

@@ -1,10 +1,11 @@
-"""Makes training data: a particle-mesh N-body simulation, and gas painted on it by the closure of `gas.py`.
+"""Simulates training data: particle-mesh dark matter, and gas computed from it by the closure in `gas.py`.
 
     python -m utils.simulation --output train.h5 --grid 128 --seed 1
     python -m utils.simulation --output valid.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
-v_z, T, each about in [-1, 1]; the attributes hold what restores physical values. Needs about 60 bytes a cell.
+v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values. The command needs
+about 60 bytes of memory per cell.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import dataclasses
 import difflib
 import math
 import os
-import shutil
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,8 +23,8 @@ import h5py
 import numpy as np
 from colossus.cosmology import cosmology as colossus
 
-from utils.errors import UserError, one_line_errors
-from utils.files import atomic_write
+from utils.errors import UserError, one_line_errors, os_errors_for_users
+from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.simulation import gas
 from utils.simulation.fourier import forward, multiplied
@@ -48,42 +46,42 @@ SMALLEST_GRID = 8
 
 @dataclasses.dataclass(frozen=True)
 class SimulationOptions:
-    """What to simulate; the command's flags have the same names."""
+    """Parameters of a simulation; the command's flags have the same names."""
 
     output: str | None = dataclasses.field(default=None, metadata={"help": "HDF5 file to write"})
-    grid: int = dataclasses.field(default=128, metadata={"help": "cells a side of the box"})
+    grid: int = dataclasses.field(default=128, metadata={"help": "cells per side of the box"})
     box_size: float | None = dataclasses.field(
         default=None, metadata={"help": "side of the box in comoving Mpc/h; by default 0.5 times grid"}
     )
-    particles: int | None = dataclasses.field(default=None, metadata={"help": "particles a side; by default grid"})
+    particles: int | None = dataclasses.field(default=None, metadata={"help": "particles per side; by default grid"})
     seed: int = dataclasses.field(default=0, metadata={"help": "seed of the initial conditions"})
-    cosmology: str = dataclasses.field(default="planck18", metadata={"help": "name of a cosmology of colossus"})
+    cosmology: str = dataclasses.field(default="planck18", metadata={"help": "name of a colossus cosmology"})
     start_redshift: float = dataclasses.field(default=24.0, metadata={"help": "redshift of the initial conditions"})
     redshift: float = dataclasses.field(default=2.0, metadata={"help": "redshift of the fields"})
     n_steps: int = dataclasses.field(default=20, metadata={"help": "time steps, equal in the growth factor"})
     fixed_amplitude: bool = dataclasses.field(
-        default=False, metadata={"help": "every initial mode has exactly its mean power; only phases are random"}
+        default=False, metadata={"help": "every initial mode has exactly the mean power; only the phases are random"}
     )
     threads: int | None = dataclasses.field(
-        default=None, metadata={"help": "threads; the result does not depend on it; by default one a core"}
+        default=None, metadata={"help": "threads, which do not change the result; by default one per core"}
     )
     overwrite: bool = dataclasses.field(default=False, metadata={"help": "replace an existing output"})
 
     def __post_init__(self) -> None:
-        at_least = {"grid": SMALLEST_GRID, "particles": SMALLEST_GRID, "n_steps": 1, "threads": 1, "seed": 0}
-        for name, least in at_least.items():
+        minimum = {"grid": SMALLEST_GRID, "particles": SMALLEST_GRID, "n_steps": 1, "threads": 1, "seed": 0}
+        for name, least in minimum.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; give at least {least}")
         if self.seed >= 2**63:
-            raise UserError(f"seed is {self.seed}; give one below 2**63")
+            raise UserError(f"seed is {self.seed}; give a number below 2**63")
         if not (0 < self.box_length < math.inf):
             raise UserError(f"box_size is {self.box_size}; give a positive length in Mpc/h")
         if not 0 <= self.redshift <= HIGHEST_REDSHIFT:
-            raise UserError(f"redshift is {self.redshift}; give one from 0 to {HIGHEST_REDSHIFT:g}")
+            raise UserError(f"redshift is {self.redshift}; give a redshift from 0 to {HIGHEST_REDSHIFT:g}")
         if not self.redshift < self.start_redshift <= HIGHEST_REDSHIFT:
             raise UserError(
-                f"start_redshift is {self.start_redshift}; give one above redshift = {self.redshift} "
+                f"start_redshift is {self.start_redshift}; give a redshift above redshift = {self.redshift} "
                 f"and up to {HIGHEST_REDSHIFT:g}"
             )
         if self.cosmology not in cosmology_names():
@@ -103,12 +101,12 @@ class SimulationOptions:
 
     @property
     def particle_side(self) -> int:
-        """Particles a side of the box."""
+        """Particles per side of the box."""
         return self.particles or self.grid
 
     @property
     def thread_count(self) -> int:
-        """Threads to use; by default one for every core this process may run on."""
+        """Number of threads; by default one per core that this process may run on."""
         if self.threads is not None:
             return self.threads
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -117,13 +115,13 @@ class SimulationOptions:
 def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> np.ndarray:
     """Modes of the linear density contrast, scaled to z = 0, on the particle lattice: [p, p, p // 2 + 1].
 
-    White noise in real space, drawn by one generator, times sqrt(P(k)); so <|delta_k|^2> = P(k) p^6 / V.
+    They are white noise, drawn in real space by one generator, times sqrt(P(k)): <|delta_k|^2> = P(k) p^6 / V.
     """
     p, threads = options.particle_side, options.thread_count
     noise = np.random.default_rng(options.seed).standard_normal((p, p, p), dtype=np.float32)
     modes = forward(noise, threads)
     del noise
-    # colossus is slow for 10^8 wavenumbers: a fine table, which P(k)'s smooth logarithm allows
+    # colossus is slow for 10^8 wavenumbers, and log P(k) is smooth: a fine table is interpolated instead.
     fundamental = 2 * np.pi / options.box_length
     table = np.geomspace(0.9 * fundamental, 0.9 * fundamental * p, 4000)
     log_amplitude = 0.5 * np.log(linear_power(cosmology, table) * p**3 / options.box_length**3)
@@ -145,7 +143,7 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
 
 
 def stages(options: SimulationOptions) -> int:
-    """What `simulate` and the command count: initial conditions, steps, fields, gas and writing."""
+    """Number of stages for the progress bar: initial conditions, time steps, fields, gas and writing."""
     return options.n_steps + 4
 
 
@@ -177,7 +175,7 @@ def simulate_fields(options: SimulationOptions, progress: Progress | None = None
 
 
 def simulate(options: SimulationOptions, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, transformed to about [-1, 1] as `gas.py` says."""
+    """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as the channels that `gas.py` defines."""
     nbody, hydro = simulate_fields(options, progress)
     return gas.to_channels(nbody), gas.to_channels(hydro)
 
@@ -186,11 +184,11 @@ def simulate(options: SimulationOptions, progress: Progress | None = None) -> tu
 
 
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
-    """All that the data depend on, as HDF5 attributes: the options, the cosmology and the closure's constants."""
+    """HDF5 attributes: the options, the cosmology and the constants of the closure, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
     parameters = {name: getattr(cosmology, name) for name in ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")}
     return {
-        "made_by": "utils.simulation.simulate: particle-mesh N-body simulation with a gas closure",
+        "made_by": "utils.simulation: particle-mesh N-body simulation with a gas closure",
         "format_version": FORMAT_VERSION,
         "grid": options.grid,
         "box_size_mpc_h": options.box_length,
@@ -206,45 +204,25 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     }
 
 
-def check_output(path: str | os.PathLike[str], overwrite: bool, size: int = 0) -> None:
-    """Makes the output's directory; refuses an output that exists, or for whose `size` in bytes there is no room."""
-    target = Path(path)
-    try:
-        if target.is_dir():
-            raise UserError(f"output {target} is a directory; give the name of a file")
-        if target.exists() and not overwrite:
-            raise UserError(f"output {target} exists; give --overwrite to replace it, or another --output")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-    except OSError as error:
-        raise UserError(f"cannot write to {target.parent}: {error.strerror}; give another --output") from error
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UserError(f"directory {target.parent} is not writable; give another --output")
-    if free < size:
-        raise UserError(
-            f"directory {target.parent} has {free / 1e6:,.1f} MB free and the output takes {size / 1e6:,.1f} MB; "
-            "free some space, give another --output or a smaller --grid"
-        )
+def check_output(target: Path, overwrite: bool, size: int) -> None:
+    """Creates the output's directory; raises UserError if the file must not be written or does not fit on the disk."""
+    check_target(target, overwrite)
+    make_output_directory(target.parent, size, "give another --output or a smaller --grid")
 
 
 def write(
-    path: str | os.PathLike[str],
-    nbody: np.ndarray,
-    hydro: np.ndarray,
-    attributes: dict[str, Any],
-    overwrite: bool = False,
+    target: Path, nbody: np.ndarray, hydro: np.ndarray, attributes: dict[str, Any], overwrite: bool = False
 ) -> None:
-    """Writes both volumes to one HDF5 file, contiguous, which appears under its name only when it is whole."""
-    check_output(path, overwrite, nbody.nbytes + hydro.nbytes)
-    target = Path(path)
-    try:
-        with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
-            for name, data in (("Nbody", nbody), ("Hydro", hydro)):
-                file.create_dataset(name, data=data, dtype=np.float32)
-            file.attrs.update(attributes)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"cannot write {target}: {reason}; free some space or give another --output") from error
+    """Writes both volumes to one HDF5 file, contiguous; the write is atomic."""
+    check_output(target, overwrite, nbody.nbytes + hydro.nbytes)
+    with (
+        os_errors_for_users(f"cannot write {target}", "give another --output"),
+        atomic_write([target]) as (partial,),
+        h5py.File(partial, "w") as file,
+    ):
+        for name, data in (("Nbody", nbody), ("Hydro", hydro)):
+            file.create_dataset(name, data=data, dtype=np.float32)
+        file.attrs.update(attributes)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -253,10 +231,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
-    """The command line as options: every field of SimulationOptions is a flag."""
+    """Parses the command line; every field of SimulationOptions is a flag."""
     parser = _Parser(
         prog="python -m utils.simulation",
-        description="Simulates a box of dark matter, paints gas on it and writes both as HDF5 training data.",
+        description="Simulates a box of dark matter, computes gas from it and writes both as HDF5 training data.",
     )
     types = {"box_size": float, "start_redshift": float, "redshift": float, "output": str, "cosmology": str}
     for field in dataclasses.fields(SimulationOptions):
@@ -273,23 +251,18 @@ def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 0 when the file is written, exit code 2 and one line when the options are wrong."""
+    """Runs the command and returns 0; invalid options end with one line and exit code 2."""
     with one_line_errors():
         options = parse(argv)
         assert options.output is not None  # argparse requires it
-        check_output(options.output, options.overwrite, size=4 * 9 * options.grid**3)
+        check_output(Path(options.output), options.overwrite, size=4 * 9 * options.grid**3)
         with Progress("simulating", total=stages(options), unit="stages") as progress:
             try:
                 nbody, hydro = simulate(options, progress)
             except MemoryError:
                 raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
-            write(options.output, nbody, hydro, file_attributes(options), options.overwrite)
+            write(Path(options.output), nbody, hydro, file_attributes(options), options.overwrite)
             progress.advance()
-        size = f"{options.grid} cells and {options.box_length:g} Mpc/h a side"
+        size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
         print(f"wrote {options.output}: {size}, z = {options.redshift:g}")
     return 0
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a cancelled job, too, tidies up
-    sys.exit(main())
