@@ -2,7 +2,8 @@
 
 Triton is imported when the first kernel is needed: it comes with CUDA builds of torch only. Indices of cells and
 elements are int64: 128 channels of 32³ cells exceed 2^31 elements from batch size 512 on. NaN passes through all
-kernels, so that a training that diverges can be noticed.
+kernels, so that a training that diverges can be noticed. tanh is computed as by tanhf of Moshier's Cephes library,
+because Triton does not have it on every target.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ def _bias_activation() -> Any:
         elif ACTIVATION == "relu":
             values = tl.where(values <= 0, 0.0, values)
         else:
-            # Triton does not have tanh on every target. This is tanhf of Moshier's Cephes library.
             square = values * values
             series = -5.70498872745e-3 * square + 2.06390887954e-2
             series = series * square - 5.37397155531e-2

@@ -1,4 +1,4 @@
-"""TF32 and cuDNN's search follow the config, and the log says so; settings without effect are reported."""
+"""TF32 and cuDNN's algorithm search follow the config and are logged; options without effect are logged."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import train
+from utils import build
 from utils.config import Config
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -21,17 +22,17 @@ def restored() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def test_switches_follow_the_config_and_the_drivers_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for tf32, search in ((True, False), (False, True)):
-        (line,) = train.set_backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
+        (line,) = build.backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
         assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.backends.cudnn.benchmark is search
         end = f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}"
         assert line.endswith(end)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    (line,) = train.set_backends(Config(), CUDA)
+    (line,) = build.backends(Config(), CUDA)
     assert line.endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
-    assert train.set_backends(Config(), CPU) == []
+    assert build.backends(Config(), CPU) == []
 
 
 @pytest.mark.parametrize(
@@ -47,16 +48,16 @@ def test_switches_follow_the_config_and_the_drivers_variable_wins(monkeypatch: p
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )
-def test_settings_without_effect_are_reported(changes: dict, ranks: int, says: list[str]) -> None:
-    notes = train.without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
+def test_options_without_effect_are_logged(changes: dict, ranks: int, says: list[str]) -> None:
+    notes = build.options_without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
     assert len(notes) == len(says)
     assert all(note.startswith(words) for note, words in zip(notes, says, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_convolutions_use_tf32_only_where_it_is_on() -> None:
-    """By their rounding errors: some versions of PyTorch and cuDNN used float32 where TF32 was allowed."""
+def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
+    """Measured by rounding errors: some versions of PyTorch and cuDNN used float32 although TF32 was enabled."""
     generator = torch.Generator().manual_seed(0)
     layer = torch.nn.Conv3d(64, 64, 4, stride=2, padding=1, bias=False)
     fields = torch.randn(2, 64, 16, 16, 16, generator=generator)
@@ -64,7 +65,7 @@ def test_convolutions_use_tf32_only_where_it_is_on() -> None:
     layer.float().cuda()
     errors = []
     for tf32 in (True, False):
-        train.set_backends(Config(tf32=tf32), CUDA)
+        build.backends(Config(tf32=tf32), CUDA)
         result = layer(fields.cuda()).double().cpu()
         errors.append(float((result - exact).norm() / exact.norm()))
     assert errors[0] > 5e-5 > errors[1]

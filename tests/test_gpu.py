@@ -44,9 +44,10 @@ BITS = {4: torch.int32, 2: torch.int16}
 
 
 def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -> None:
-    """The batches of two epochs are bit for bit those of a loader on the host; closes both loaders.
+    """Asserts that the batches of two epochs are bit for bit those of a loader on the host; closes both loaders.
 
-    Each is copied behind kernels that still run while the next ones are filled; `unfinished`: after part of an epoch.
+    Each batch is copied after kernels that still run while the next ones are filled. `unfinished`: starts after part of
+    an epoch.
     """
     if unfinished:
         begun = device.epoch(5)
@@ -193,7 +194,7 @@ def recorded(expdir: Path, *names: str) -> list[float]:
 
 
 @pytest.mark.parametrize("switches", [[], ["--enable_amp"], ["--enable_amp", "--set=precision=float16"]])
-def test_training_on_the_device_agrees_with_the_one_on_the_host(tmp_path, flags, switches) -> None:
+def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags, switches) -> None:
     train.main([*flags, "--set=device=cpu", f"--set=expdir={tmp_path / 'cpu'}"])
     train.main([*flags, "--set=device=cuda", f"--set=expdir={tmp_path / 'cuda'}", *switches])
     host, device = (recorded(tmp_path / name, "Loss/valid") for name in ("cpu", "cuda"))
@@ -202,7 +203,7 @@ def test_training_on_the_device_agrees_with_the_one_on_the_host(tmp_path, flags,
 
 @pytest.mark.parametrize("loader", ["resident", "lowmem"])
 @pytest.mark.parametrize("switches", [[], ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]])
-def test_training_with_cuda_graphs_agrees_with_the_plain_one(tmp_path, flags, loader, switches) -> None:
+def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
     """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
     for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
@@ -216,8 +217,8 @@ def test_training_with_cuda_graphs_agrees_with_the_plain_one(tmp_path, flags, lo
 # --- checkpoints and resumption ---------------------------------------------------------------------------------------
 
 
-def test_copy_for_a_checkpoint_is_of_its_moment_and_in_pinned_memory() -> None:
-    """It includes kernels queued before it and none queued after it; the next copy reuses its memory."""
+def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
+    """It includes kernels queued before it and none queued after it. The next copy reuses its memory."""
     busy = torch.randn(4096, 4096, device="cuda")
     weights = torch.zeros(64, 64, device="cuda")
     odd = torch.zeros(2, 4, 3, 3, 3, device="cuda").to(memory_format=torch.channels_last_3d)
@@ -260,9 +261,9 @@ class Signalled:
 
     signals: ClassVar[Interrupted]
 
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, rate: float) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         self.signals.step()
-        return super().__call__(inputs, targets, rate)
+        return super().__call__(inputs, targets, lr)
 
 
 class InterruptedStep(Signalled, EagerStep): ...
@@ -284,7 +285,7 @@ class InterruptedGraphStep(Signalled, GraphStep): ...
 def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
     tmp_path, flags, monkeypatch, kind, switches, loader
 ) -> None:
-    """Plain steps bit for bit; with graphs approximately, since plain steps come before a graph is recorded again."""
+    """Bit for bit with eager steps; approximately with graphs, since a resumed run starts with eager steps."""
     flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
     ends = {}
     for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
