@@ -88,7 +88,7 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--data_loader_config=tape"], "unknown data_loader_config tape; known: lowmem, "),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], "train_path_npy_data is not set"),
-        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; make it"),
+        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; create it"),
         (["--set=network.name=vnet"], "unknown network vnet; known: unet"),
         (["--set=optimizer.name=adm"], "unknown optimizer adm; known: adam, "),
         (["--set=loss=l7"], "unknown loss l7; known: l1"),
@@ -107,11 +107,11 @@ def test_invalid_environment_is_refused_in_one_line(
     for rank in ("0", "1"):  # each rank reports it, because rank 0 may not exist
         with monkeypatch.context() as patched:
             patched.setenv("RANK", rank)
-            refuse([], "the rank environment is half set: LOCAL_RANK, WORLD_SIZE missing", "or unset RANK")
+            refuse([], "the rank environment is incomplete: LOCAL_RANK, WORLD_SIZE missing", "or unset RANK")
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: False)
         # The preflight may run on a login node without the device.
-        refuse(["--set=device=cuda"], "device is cuda, but torch sees no CUDA device; use --set", preflight=False)
+        refuse(["--set=device=cuda"], "device is cuda, but PyTorch finds no CUDA device; use --set", preflight=False)
     (tmp_path / "file").write_text("precious")  # root ignores permissions
     refuse([f"--set=expdir={tmp_path / 'file' / 'runs'}"], "cannot write to the run directory", "--set expdir=DIR")
     assert (tmp_path / "file").read_text() == "precious"
