@@ -26,7 +26,7 @@ def training_flops(network: nn.Module, inputs: torch.Tensor) -> int:
     for module in plain.modules():
         for kind in CONVOLUTIONS:
             if isinstance(module, kind):
-                module.forward = functools.partial(_forward, kind, module)
+                module.forward = functools.partial(_forward, kind, module)  # type: ignore[method-assign]
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
         plain(torch.empty_like(inputs[:1], device="meta")).sum().backward()
     return counter.get_total_flops()
