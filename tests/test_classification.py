@@ -56,7 +56,7 @@ def test_config_passes_the_preflight_and_trains_on_files_in_the_published_format
     if dataset == "digits":
         pytest.importorskip("sklearn")
     else:
-        assert f"in {tmp_path / 'data'}; dataset.directory says where" in error_of([*flags, "--preflight=2"], capsys)
+        assert f"in {tmp_path / 'data'}; set dataset.directory to" in error_of([*flags, "--preflight=2"], capsys)
         write(dataset, tmp_path / "data")
     flags += [f"--yaml_config={YAML}", "--set=device=cpu", "--set=dataset.verify=false"]
     train.main([*flags, "--preflight=2"])
@@ -131,7 +131,7 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
         (["--config=digits_bn", "--set=network.name=unet"], "network unet does not take labelled samples"),
         (
             ["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"],
-            r"ghost\(32\): a rank's micro-batch of 16 is no multiple of 32",
+            r"ghost\(32\): the micro-batch of 16 samples per rank is not a multiple of 32",
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=loss=l1"], "loss l1 does not take labelled samples; choose one of cross_entr"),
