@@ -21,6 +21,7 @@ from utils.distributed.world import World
 from utils.steps import compile as compilers
 from utils.steps.compile import Compiled
 from utils.steps.eager import EagerStep
+from utils.training.trainer import Trainer
 
 
 def why_no_compiler() -> str | None:
@@ -139,13 +140,13 @@ def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epo
     """Two epochs with validation, with the default compiler, which counts its graphs."""
     torch._dynamo.reset()
     graphs: list[int] = []
-    plain = train.Trainer._train_epoch
+    plain = Trainer._train_epoch
 
-    def count(trainer: train.Trainer) -> None:
+    def count(trainer: Trainer) -> None:
         plain(trainer)
         graphs.append(counters["stats"]["unique_graphs"])
 
-    monkeypatch.setattr(train.Trainer, "_train_epoch", count)
+    monkeypatch.setattr(Trainer, "_train_epoch", count)
     curves = {}
     for name, more in (("plain", []), ("compiled", ["--enable_jit"])):
         graphs.clear()
