@@ -22,39 +22,38 @@ LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 class Logger(Protocol):
-    """Records a run. Every rank has one; those of ranks other than 0 do nothing. A context manager that closes it."""
+    """Records a run, as a context manager that closes the records. The methods do nothing unless they are overridden."""
 
     def info(self, text: str) -> None:
         """Logs one line."""
+        return None
 
     def warning(self, text: str) -> None:
         """Logs one line as a warning."""
+        return None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Records the finite values; JSON has no NaN and no infinity."""
+        return None
 
     def figure(self, name: str, figure: Any, step: int) -> None:
         """Records a matplotlib figure."""
+        return None
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         """Records config and final results.
 
         With `step` one after the last, a run that is resumed replaces them instead of adding to them.
         """
+        return None
 
     def flush(self) -> None:
         """Ensures that a kill loses nothing recorded so far."""
+        return None
 
     def close(self) -> None:
         """Closes all files."""
-
-    def __enter__(self) -> Logger: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-class NullLogger(Logger):
-    """Records nothing."""
+        return None
 
     def __enter__(self) -> Logger:
         return self
@@ -63,7 +62,11 @@ class NullLogger(Logger):
         self.close()
 
 
-class RunLogger(NullLogger):
+class NullLogger(Logger):
+    """Records nothing: for ranks other than 0."""
+
+
+class RunLogger(Logger):
     """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
 
     TensorBoard and metrics.jsonl continue after step `resumed`, and points beyond it are dropped; None replaces those
