@@ -240,7 +240,7 @@ def first_nonfinite(volume: Volume, advance: Callable[[], None] = lambda: None) 
     return None
 
 
-def stage(path: str, directory: str, silent: bool = False) -> str:
+def stage(path: str, directory: str) -> str:
     """Copies `path` into a node-local `directory` unless an up-to-date copy exists; returns the copy's path.
 
     The copy is atomic.
@@ -256,17 +256,17 @@ def stage(path: str, directory: str, silent: bool = False) -> str:
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write([target]) as (partial,):
-            _copy(source, partial, f"staging {source.name} in {directory}", silent)
+            _copy(source, partial, f"staging {source.name} in {directory}")
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
     return str(target)
 
 
-def _copy(source: Path, target: Path, description: str, silent: bool) -> None:
+def _copy(source: Path, target: Path, description: str) -> None:
     buffer, done = memoryview(bytearray(2**24)), 0
     with (
         open(source, "rb", buffering=0) as read,
         open(target, "wb") as written,
-        Progress(description, source.stat().st_size // MIB, "MiB", silent=silent) as progress,
+        Progress(description, source.stat().st_size // MIB, "MiB") as progress,
     ):
         while count := read.readinto(buffer):
             written.write(buffer[:count])

@@ -45,7 +45,7 @@ def open_npy_volume(
     for path, key, count in zip(paths, keys, channels, strict=True):
         if path is None:
             raise UserError(
-                f"{key} is not set, and dali-lowmem reads it; create the file with {command}, "
+                f"{key} is not set, but the data loader reads it; create the file with {command}, "
                 f"or use --data_loader_config=lowmem"
             )
         opened.append(_open(path, (box, box, box, count), command))

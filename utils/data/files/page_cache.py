@@ -39,11 +39,11 @@ def warm_page_cache(paths: Sequence[str], world: World) -> str:
     note = ""
     with world.raise_together():
         if world.is_node_leader:
-            note = _warm(list(dict.fromkeys(paths)), silent=not world.is_root)
+            note = _warm(list(dict.fromkeys(paths)))
     return note
 
 
-def _warm(paths: list[str], silent: bool) -> str:
+def _warm(paths: list[str]) -> str:
     sizes, cached = {}, set()
     for path in paths:
         with os_errors_for_users(f"cannot read {path}"):
@@ -62,18 +62,18 @@ def _warm(paths: list[str], silent: bool) -> str:
             notes.append(f"{name}: {size} already in the page cache")
             continue
         with os_errors_for_users(f"cannot read {path}"):
-            seconds = _read(path, sizes[path], silent)
+            seconds = _read(path, sizes[path])
         speed = sizes[path] / 1e9 / max(seconds, 1e-9)
         notes.append(f"{name}: {size} read into the page cache in {seconds:.2f} s ({speed:.1f} GB/s)")
     return "; ".join(notes)
 
 
-def _read(path: str, size: int, silent: bool) -> float:
+def _read(path: str, size: int) -> float:
     """Reads a file from start to end and discards the data; returns the seconds it took."""
     buffer, done = memoryview(bytearray(BLOCK)), 0
     name = f"reading {os.path.basename(path)} into the page cache"
     started = time.perf_counter()
-    with open(path, "rb", buffering=0) as file, Progress(name, size // MIB, "MiB", silent=silent) as progress:
+    with open(path, "rb", buffering=0) as file, Progress(name, size // MIB, "MiB") as progress:
         while count := file.readinto(buffer):
             done += count
             progress.advance(done // MIB - progress.done)

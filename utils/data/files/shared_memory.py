@@ -52,7 +52,7 @@ def share_volume(volume: Volume, world: World, directory: str | None = None) -> 
         return _share(volume, world, Path(directory or SHARED_MEMORY))
     memory = _private_memory(volume)
     with _os_errors(volume, "memory"):
-        _fill(volume, memory, silent=False)
+        _fill(volume, memory)
     return Volume(volume.path, *_fields(memory, volume))
 
 
@@ -80,7 +80,7 @@ def _share(volume: Volume, world: World, directory: Path) -> Volume:
                 if hasattr(os, "posix_fallocate"):
                     # Reserved in advance: running out of memory while it is filled would kill the process by SIGBUS.
                     os.posix_fallocate(file.fileno(), 0, volume.bytes)
-                _fill(volume, memory, silent=not world.is_root)
+                _fill(volume, memory)
     return Volume(volume.path, *_fields(memory, volume))
 
 
@@ -103,19 +103,19 @@ def _map_on_all_ranks(
     return file, memory
 
 
-def _fields(memory: mmap.mmap, volume: Volume) -> list[np.ndarray]:
+def _fields(memory: mmap.mmap, volume: Volume) -> tuple[np.ndarray, np.ndarray]:
     """The memory as arrays of the inputs and the targets."""
     flat = np.frombuffer(memory, dtype=np.float32)
     count = int(np.prod(volume.inputs.shape))
-    return [flat[:count].reshape(volume.inputs.shape), flat[count:].reshape(volume.targets.shape)]
+    return flat[:count].reshape(volume.inputs.shape), flat[count:].reshape(volume.targets.shape)
 
 
-def _fill(volume: Volume, memory: mmap.mmap, silent: bool) -> None:
+def _fill(volume: Volume, memory: mmap.mmap) -> None:
     description = f"reading {os.path.basename(volume.path)} into memory"
     destination = dict(zip(DATASETS, _fields(memory, volume), strict=True))
     size_check = SizeCheck(volume.files)
     slabs = len(volume.slab_locations())
-    with closing(size_check), Progress(description, slabs, "slabs", silent=silent) as progress:
+    with closing(size_check), Progress(description, slabs, "slabs") as progress:
         for dataset, channel, x, values in volume.slabs():
             size_check.check()
             destination[dataset][channel, x : x + len(values)] = values
