@@ -18,8 +18,6 @@ from utils.config.files import (
 from utils.config.schema import (
     CheckpointConfig,
     Config,
-    DatasetConfig,
-    EvaluationConfig,
     LrScheduleConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -27,8 +25,6 @@ from utils.config.schema import (
     Section,
     TimeoutsConfig,
     TransformConfig,
-    VectorChannelsConfig,
-    WeightInitConfig,
 )
 from utils.config.yaml_values import parse_value
 
@@ -37,8 +33,6 @@ __all__ = [
     "RENAMED_KEYS",
     "CheckpointConfig",
     "Config",
-    "DatasetConfig",
-    "EvaluationConfig",
     "LrScheduleConfig",
     "NetworkConfig",
     "OptimizerConfig",
@@ -46,8 +40,6 @@ __all__ = [
     "Section",
     "TimeoutsConfig",
     "TransformConfig",
-    "VectorChannelsConfig",
-    "WeightInitConfig",
     "default_name",
     "flatten",
     "load",

@@ -311,8 +311,8 @@ class Config(Section):
         block = 2**self.scales
         if self.evaluation.window is not None and self.evaluation.window % block:
             raise ValueError(
-                f"evaluation.window {self.evaluation.window} is not a multiple of {block}, by which the network divides "
-                f"the grid"
+                f"evaluation.window {self.evaluation.window} is not a multiple of {block}, the factor by which the "
+                f"network divides the grid"
             )
         if self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels:
             raise ValueError(
