@@ -21,8 +21,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from utils.config import Config, Section, parse_value
-from utils.data import Loader
-from utils.data.loaders.prefetcher import Batch
+from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
@@ -163,7 +162,7 @@ class Benchmark:
         """The result of each measurement of the plan."""
         results: dict[str, Any] = {}
         total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
-        with Progress("benchmark", total, "trials", silent=not self._world.is_root) as progress:
+        with Progress("benchmark", total, "trials") as progress:
             for name, (trials, action) in plan.items():
                 exchange = self._step.no_sync() if name == "NO-COMM" else contextlib.nullcontext()
                 with exchange:
