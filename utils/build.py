@@ -67,10 +67,10 @@ def network(config: Config) -> nn.Module:
             "width": config.network.width,
             "scales": config.scales,
         }
+        # Passed only if they are set: not every network has them.
+        variants = {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
+        options |= {name: value for name, value in variants.items() if value}
     norm = config.network.norm
-    # Passed only if they are set: not every network has them.
-    variants = {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
-    options |= {name: value for name, value in variants.items() if value}
     if norm != "none":
         options["norm"] = norm
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps

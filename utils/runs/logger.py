@@ -22,7 +22,7 @@ LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
 class Logger(Protocol):
-    """Records a run, as a context manager that closes the records. The methods do nothing unless they are overridden."""
+    """Records a run; a context manager that closes the records. The methods do nothing unless they are overridden."""
 
     def info(self, text: str) -> None:
         """Logs one line."""
