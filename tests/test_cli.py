@@ -9,7 +9,8 @@ import pytest
 
 import train
 from utils import cli
-from utils.config import Config, ProfileConfig, flatten, load
+from utils.config import Config, flatten, load
+from utils.config.schema import ProfileConfig
 from utils.data import LOADERS
 from utils.errors import UserError
 

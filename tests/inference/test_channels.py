@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from utils.config import TransformConfig
+from utils.config.schema import TransformConfig
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 

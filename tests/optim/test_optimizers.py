@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from utils import build
-from utils.config import Config, NetworkConfig, OptimizerConfig
+from utils.config import Config
+from utils.config.schema import NetworkConfig, OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update

@@ -13,7 +13,8 @@ import pytest
 import train
 from utils import cli
 from utils import config as configs
-from utils.config import Config, LrScheduleConfig
+from utils.config import Config
+from utils.config.schema import LrScheduleConfig
 from utils.errors import UserError
 from utils.optim.optimizers import OPTIMIZERS
 from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, lr_scale

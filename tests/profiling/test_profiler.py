@@ -17,7 +17,8 @@ from processes import run_ranks
 
 import train
 from utils import cli
-from utils.config import Config, ProfileConfig, load
+from utils.config import Config, load
+from utils.config.schema import ProfileConfig
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World

@@ -17,7 +17,7 @@ from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
 
-from utils.config import CheckpointConfig
+from utils.config.schema import CheckpointConfig
 from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals

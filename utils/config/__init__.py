@@ -1,51 +1,166 @@
 """The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen.
 
-`schema` declares every key. `files` reads YAML files and names the faults. `Config.for_world` sets what depends on the
-number of ranks.
+`schema` declares every key. This module reads YAML files, applies overrides, names the faults and writes a config back.
 """
 
-from utils.config.files import (
-    REMOVED_KEYS,
-    RENAMED_KEYS,
-    default_name,
-    flatten,
-    load,
-    names,
-    read_file,
-    to_yaml,
-    validate,
-)
-from utils.config.schema import (
-    CheckpointConfig,
-    Config,
-    LrScheduleConfig,
-    NetworkConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    Section,
-    TimeoutsConfig,
-    TransformConfig,
-)
-from utils.config.yaml_values import parse_value
+from __future__ import annotations
 
-__all__ = [
-    "REMOVED_KEYS",
-    "RENAMED_KEYS",
-    "CheckpointConfig",
-    "Config",
-    "LrScheduleConfig",
-    "NetworkConfig",
-    "OptimizerConfig",
-    "ProfileConfig",
-    "Section",
-    "TimeoutsConfig",
-    "TransformConfig",
-    "default_name",
-    "flatten",
-    "load",
-    "names",
-    "parse_value",
-    "read_file",
-    "to_yaml",
-    "validate",
-]
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from utils.config.schema import Config
+from utils.config.yaml_values import dump, parse_value
+from utils.errors import UserError
+
+# Keys of configs that earlier versions wrote: the new name, or what to do instead of a removed key.
+RENAMED_KEYS = {
+    "noise_scale": "log_noise_scale",
+    "network.rewritten": "network.space_to_depth",
+    "loss_weights": "channel_weights",
+    "max_skipped_updates": "max_consecutive_skips",
+    "evaluation.tile": "evaluation.window",
+    "evaluation.step": "evaluation.overlap (= window - step)",
+}
+REMOVED_KEYS = {
+    "compiler": "enable_jit uses torch.compile",
+    "evaluation.budget": "set evaluation.every_epochs",
+}
+
+
+def read_file(path: str) -> dict[str, dict[str, Any]]:
+    """The named configs of a YAML file, as plain dicts."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot read yaml_config {path}: {reason}; run from the repository's root, or set --yaml_config"
+        ) from None
+    configs = parse_value(text, path)
+    if not isinstance(configs, dict) or not all(
+        isinstance(name, str) and isinstance(value, dict) for name, value in configs.items()
+    ):
+        raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
+    return configs
+
+
+def default_name(path: str) -> str:
+    """The config used if none is named: the only one in the file, as in a run's config.yaml, otherwise base."""
+    configs = read_file(path)
+    return next(iter(configs)) if len(configs) == 1 else "base"
+
+
+def names(path: str) -> list[str]:
+    """The names of a file's configs; empty if the file belongs to another program."""
+    try:
+        return list(read_file(path))
+    except UserError:
+        return []
+
+
+def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The config `name` of the file, or of another file in its directory, with overrides applied.
+
+    Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}.
+    """
+    values, overrides = _find(path, name), overrides or {}
+    if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
+        values = {**values, "local_batch_size": None}
+    for key, value in overrides.items():
+        values = _replace(values, key.split("."), value, name)
+    return validate(values, name)
+
+
+def validate(values: Mapping[str, Any], name: str) -> Config:
+    """The typed and checked config; raises UserError with all faults in one line."""
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        faults = "; ".join(_fault(fault) for fault in error.errors())
+        raise UserError(f"config '{name}': {faults}") from None
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """The config as a flat mapping from dotted keys, as --set takes them, to plain values."""
+
+    def walk(prefix: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from walk(f"{prefix}{key}.", value)
+            else:
+                yield prefix + key, value
+
+    return dict(walk("", config.model_dump()))
+
+
+def to_yaml(config: Config, name: str) -> str:
+    """A YAML file with this one config and all of its keys; `load` reads it back."""
+    return dump({name: config.model_dump()})
+
+
+def _find(path: str, name: str) -> dict[str, Any]:
+    """The values of config `name` in the file, or else in another YAML file of its directory."""
+    configs = read_file(path)
+    if name in configs:
+        return configs[name]
+    others = [file for file in sorted(Path(path).parent.glob("*.yaml")) if file.name != Path(path).name]
+    names_of = {str(file): names(str(file)) for file in others}
+    matches = [file for file, known in names_of.items() if name in known]
+    matches = [file for file in matches if Path(file).stem == name] or matches
+    if len(matches) > 1:
+        raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
+    if matches:
+        return read_file(matches[0])[name]
+    namesake = next((str(file) for file in others if file.stem == name), None)
+    if namesake is not None:
+        raise UserError(f"no config {name} in {path}, nor in {namesake}, which holds {', '.join(read_file(namesake))}")
+    known = [*configs, *(other for held in names_of.values() for other in held)]
+    raise UserError(
+        f"unknown config {name} in {path} and the other YAML files of its directory; known: "
+        f"{', '.join(known)}{_nearest(name, known)}"
+    )
+
+
+def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:
+    """A copy of `values` with the value at a dotted path replaced."""
+    first, *rest = path
+    if not rest:
+        return {**values, first: value}
+    inner = values.get(first, {})
+    if not isinstance(inner, Mapping):
+        raise UserError(f"config '{name}': {first} is not a section, so {'.'.join(path)} cannot be set")
+    return {**values, first: _replace(inner, rest, value, name)}
+
+
+def _fault(fault: Any) -> str:
+    """One line for one of pydantic's error records."""
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    if fault["type"] == "extra_forbidden":
+        if key in RENAMED_KEYS:
+            return f"unknown key {key}; it is now called {RENAMED_KEYS[key]}"
+        if key in REMOVED_KEYS:
+            return f"unknown key {key}; it was removed: {REMOVED_KEYS[key]}"
+        return f"unknown key {key}{_nearest(path[-1], _keys(path[:-1]))}"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not path or fault["type"] in ("too_long", "too_short"):  # These messages already contain the value.
+        return f"{key}: {message}" if path else message
+    return f"{key}: {message}, not {fault['input']!r}"
+
+
+def _keys(path: list[str]) -> Iterable[str]:
+    """The keys of the section at a path."""
+    model: Any = Config
+    for part in path:
+        model = model.model_fields[part].annotation
+    return model.model_fields
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    lower = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
+    return f"; did you mean {lower[match[0]]}?" if match else ""

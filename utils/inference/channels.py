@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config import TransformConfig
+from utils.config.schema import TransformConfig
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
 

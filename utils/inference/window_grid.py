@@ -126,6 +126,6 @@ class WindowGrid:
 def build_window_grid(
     shape: tuple[int, int, int], window: int, overlap: int | None = None, periodic: bool = True
 ) -> WindowGrid:
-    """Windows of `window` cells per side that overlap by at least `overlap` (None: half); UserError if they do not fit."""
+    """Cubic windows that overlap by at least `overlap` cells (None: half a window); UserError if they do not fit."""
     overlap = window - max(window // 2, 1) if overlap is None else overlap
     return WindowGrid(*(cut(size, window, overlap, periodic) for size in shape))

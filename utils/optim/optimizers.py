@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from utils.config import OptimizerConfig
+from utils.config.schema import OptimizerConfig
 from utils.optim.lamb import Lamb
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field, ValidationError
 
-from utils.config import Config, Section, parse_value
+from utils.config import Config, parse_value
+from utils.config.schema import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError
