@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 from benchmarks.common import Parser, save, settings, summary, synchronize, this_machine
-from benchmarks.loop_overhead import LEARNING_RATE, random_batch, unet_step
+from benchmarks.loop_overhead import LEARNING_RATE, unet_config
+from utils import build
 from utils.cli import positive
 from utils.config import Config
+from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.training.checkpoint import AsyncCheckpointer, TrainState
 
@@ -22,7 +24,10 @@ from utils.training.checkpoint import AsyncCheckpointer, TrainState
 def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, list[float]], float]:
     """Seconds of training stretches by kind, in pairs with and without a save; and a checkpoint's size in bytes."""
     world = this_machine()
-    batch, step = random_batch(options, world.device), unet_step(options, world)
+    config = unet_config(options)
+    with get_loader("synthetic").build(config, world, lambda: 0) as loaders:
+        batch = next(loaders.train.epoch(0))
+    step = build.step(config, world, build.model(config))
     step(*batch, LEARNING_RATE)
     checkpointer = AsyncCheckpointer(directory, Config().model_dump(), keep_last=2)
     state = TrainState()

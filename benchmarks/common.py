@@ -1,34 +1,95 @@
-"""What all benchmarks share: results with provenance, and medians of interleaved trials."""
+"""Shared by the benchmarks: command line, trials, statistics, results with provenance, tables and plots."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
-import statistics
+import os
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from utils import cli
-from utils.distributed.world import Launch, World
+from utils.data import Batch, Loader
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
-from utils.runs.logger import provenance
+from utils.profiling.timing import spread as spread
+from utils.profiling.timing import summary as summary
+from utils.profiling.timing import synchronize
+from utils.runs.provenance import provenance
 
-RESULTS = Path(__file__).parent / "results"
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+YAML = str(REPOSITORY / "config" / "UNet.yaml")
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+class Parser(cli.Parser):
+    """The command line of a benchmark: the module's docstring as help, --output, and errors in one line."""
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(text)
+        self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
+
+    def add_integers(self, **defaults: int) -> None:
+        """Adds an option --NAME, an integer above zero, for each default."""
+        for name, default in defaults.items():
+            self.add_argument(f"--{name}", type=cli.positive, default=default, help="(%(default)s)")
+
+    def add_changes(self) -> None:
+        """Adds --set KEY=VALUE."""
+        text = "sets a key in all configs; may be repeated"
+        self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above zero, for argparse."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
+
+
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options as JSON values, without --output."""
+    kept = {key: value for key, value in vars(options).items() if key != "output"}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
 def this_machine() -> World:
-    """A world of one rank on the best device there is."""
+    """A world of one rank on the GPU, or on the CPU if there is none."""
     return World(Launch("benchmark"), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seconds_of(action: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Wall seconds of `repeats` calls, including the device's work."""
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
 def interleaved(measures: Mapping[str, Callable[[], float]], trials: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Each measure once a round, so that what drifts on the machine meets them all; warm-up rounds do not count."""
+    """Calls each measure once per round, so that drift of the machine affects all; warm-up rounds are discarded."""
     values: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(warmup + trials):
         for name, measure in measures.items():
@@ -39,49 +100,68 @@ def interleaved(measures: Mapping[str, Callable[[], float]], trials: int, warmup
     return values
 
 
-def summary(values: list[float]) -> dict[str, Any]:
-    """Median, range and the trials themselves."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-        "n": len(values),
-        "trials": values,
-    }
+def endless(loader: Loader) -> Generator[Batch, None, None]:
+    """Batches of epoch after epoch."""
+    epoch = 0
+    while True:
+        yield from loader.epoch(epoch)
+        epoch += 1
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Writes <directory>/<name>.json, whole or not at all, with what made it."""
+    """Writes <directory>/<name>.json with provenance, atomically."""
     path = directory / f"{name}.json"
+    text = json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with atomic_write([path]) as (partial,):
-            partial.write_text(json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n")
+        write_text(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
     return path
 
 
-class Parser(cli.Parser):
-    """The command line of a benchmark: its module's text as help, --output, and complaints in one line."""
-
-    def __init__(self, text: str | None) -> None:
-        super().__init__(text)
-        self.add_argument("--output", type=Path, default=RESULTS, help="directory of the results (%(default)s)")
+def write_text(path: Path, text: str) -> None:
+    """Writes atomically."""
+    with atomic_write([path]) as (partial,):
+        partial.write_text(text, encoding="utf-8")
 
 
-def positive_float(text: str) -> float:
-    """A number above zero, for argparse."""
+def read_json(path: Path, maker: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """A result of the module `maker`; UserError if the file is missing, broken or lacks a key."""
     try:
-        value = float(text)
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; create it with python -m {maker}") from None
     except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above zero")
-    return value
+        result = None
+    if not isinstance(result, dict) or any(key not in result for key in keys):
+        raise UserError(f"{path} is not a result of {maker}; create one with python -m {maker}")
+    return result
 
 
-def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON takes them, but for where results go."""
-    kept = {key: value for key, value in vars(options).items() if key != "output"}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+def table(heads: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """A Markdown table; the first `left` columns are left-aligned, the others right-aligned."""
+    rules = ["---"] * left + ["---:"] * (len(heads) - left)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows))
+
+
+def ranged(values: Mapping[str, Any], form: str = ".4g") -> str:
+    """Median and range of a summary as text."""
+    middle, low, high = (format(values[key], form) for key in ("median", "min", "max"))
+    return f"{middle} ({low} – {high})"
+
+
+@contextlib.contextmanager
+def plot(
+    path: Path, size: tuple[float, float], columns: int = 1, **options: Any
+) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """A figure and its panels in a row, written to `path` at the end of the block."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+    with atomic_write([path]) as (partial,):
+        figure.savefig(partial, dpi=120, format="png")

@@ -1,11 +1,11 @@
-"""Everything that a GPU has to tell, for whoever has one for a few minutes: `make bench-gpu`.
+"""All measurements that need a GPU, for a few minutes on one: `make bench-gpu`.
 
 python -m benchmarks.gpu                 about 8 minutes on one GPU; results in benchmarks/results/<gpu>/
-python -m benchmarks.gpu --minutes 4     what matters most first, and what there was no time for by name
-python -m benchmarks.gpu --draw DIR      the table and the plot of results that are there
+python -m benchmarks.gpu --minutes 4     the most important parts first; parts without time left are listed
+python -m benchmarks.gpu --draw DIR      write the page and the plot of existing results again
 
-It needs torch, numpy, h5py, pyyaml, pydantic and tensorboard, and makes its data where it runs. What it has is written
-after every part: a run that is cut short keeps its results.
+It needs torch, numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data. Results are written after every
+part: a run that is cut short keeps them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,31 @@ from typing import Any
 
 import torch
 
-from benchmarks import convolutions, ladder, ledger, loaders, peaks
-from benchmarks.common import RESULTS, Parser, positive_float, settings, this_machine
+from benchmarks import convolutions, ladder, ladder_report, ledger, loaders, peaks
+from benchmarks.common import (
+    RESULTS,
+    Parser,
+    positive_float,
+    ranged,
+    read_json,
+    settings,
+    table,
+    this_machine,
+    write_text,
+)
 from benchmarks.ladder import Machine
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.files import atomic_write
-from utils.runs.logger import provenance
+from utils.runs.provenance import provenance
 
-# Of the whole time: what each part may take at most. What one leaves, the next ones have.
-SHARES = {"ladder": 0.42, "duels": 0.08, "ledger": 0.04, "convolutions": 0.15, "loaders": 0.08}
-SMALL_BATCH = 16  # where launching kernels takes longer than running them, if anywhere
+# Largest share of the total time of each part. Unused time goes to the next ones.
+SHARES = {"ladder": 0.42, "comparisons": 0.08, "ledger": 0.04, "convolutions": 0.15, "loaders": 0.08}
+SMALL_BATCH = 16  # launching kernels may take longer than running them
 
 
 class Run:
-    """The parts in the order of their worth; one that fails is told, and the next one goes on."""
+    """The parts in order of importance; a failed part is reported, and the next one runs."""
 
     def __init__(self, options: argparse.Namespace, world: World, directory: Path) -> None:
         self.options, self.world, self.directory = options, world, directory
@@ -54,11 +63,11 @@ class Run:
         }
         self.machine = Machine(options, world)
 
-    def everything(self) -> None:
+    def run(self) -> None:
         parts: dict[str, Callable[[float], Any]] = {
             "peaks": self.peaks,
             "ladder": self.ladder,
-            "duels": self.duels,
+            "comparisons": self.comparisons,
             "ledger": self.ledger,
             "convolutions": self.convolutions,
             "loaders": self.loaders,
@@ -90,7 +99,7 @@ class Run:
         sys.stderr.write(f"skipped: {name}: {reason}\n")
 
     def keep(self) -> None:
-        write(self.results, self.directory, plot=False)
+        write(self.results, self.directory, with_plot=False)
 
     # --- the parts -----------------------------------------------------------------------------------------------
 
@@ -98,57 +107,58 @@ class Run:
         return peaks.measure(self.world.device, min(1.0, budget / 12))
 
     def ladder(self, budget: float) -> list[dict[str, Any]]:
-        def note(rungs: list[dict[str, Any]]) -> None:
-            self.results["ladder"] = rungs
+        def note(entries: list[dict[str, Any]]) -> None:
+            self.results["ladder"] = entries
             self.keep()
 
-        rungs = ladder.GPU_RUNGS if self.world.device.type == "cuda" else ladder.CPU_RUNGS
-        results = ladder.climb(self.machine, rungs, time.perf_counter() + budget, note)
+        steps = ladder.GPU_STEPS if self.world.device.type == "cuda" else ladder.CPU_STEPS
+        results = ladder.climb(self.machine, steps, time.perf_counter() + budget, note)
         for entry in results:
             if "skipped" in entry or "failed" in entry:
-                self.skip(f"rung {entry['rung']}", entry.get("skipped") or f"failed: {entry['failed']}")
+                self.skip(f"ladder: {entry['name']}", entry.get("skipped") or f"failed: {entry['failed']}")
         return results
 
-    def best_rung(self) -> Mapping[str, Any] | None:
-        """The best at the batch asked for: larger batches are rungs of their own."""
-        return ladder.best_of([e for e in self.results.get("ladder", []) if not e["rung"].startswith("batch ")])
+    def best_entry(self) -> Mapping[str, Any] | None:
+        """The best step of the ladder at the requested batch size: larger batches are separate steps."""
+        entries = [entry for entry in self.results.get("ladder", []) if not entry["name"].startswith("batch ")]
+        return ladder_report.best_of(entries)
 
     def best(self) -> dict[str, Any]:
-        """Config changes of the best rung, and whether it is a graph."""
-        rung = self.best_rung()
-        if rung is None:
-            raise UserError("no rung of the ladder was measured")
-        return rung["state"]
+        """Config changes of the best step of the ladder, and whether it uses a CUDA graph."""
+        entry = self.best_entry()
+        if entry is None:
+            raise UserError("no step of the ladder was measured")
+        return entry["state"]
 
-    def duels(self, budget: float) -> dict[str, Any] | None:
-        """Pairs in turn, in one process: a graph against the plain step, and the best against the original's best."""
+    def comparisons(self, budget: float) -> dict[str, Any] | None:
+        """Alternating trials in one process: a CUDA graph and the eager step, the best and the original's best."""
         best, results = self.best(), {}
         measured = [entry for entry in self.results["ladder"] if "state" in entry]
-        original = next((entry for entry in measured if entry["rung"] == ladder.ORIGINAL_BEST), measured[0])
+        original = next((entry for entry in measured if entry["name"] == ladder.ORIGINAL_BEST), measured[0])
         end = time.perf_counter() + budget
         changes, graph = best["changes"], best["graph"]
         pairs: dict[str, dict[str, tuple[Any, bool]]] = {}
         if original["state"] != best:
-            pairs["best against an earlier rung"] = {
-                original["rung"]: (original["state"]["changes"], original["state"]["graph"]),
+            pairs["best and original's best"] = {
+                original["name"]: (original["state"]["changes"], original["state"]["graph"]),
                 "best": (changes, graph),
             }
         if self.world.device.type == "cuda":
             for batch in (self.options.batch, SMALL_BATCH):
                 sized = {**changes, "local_batch_size": batch}
-                pairs[f"graph against eager, batch {batch}"] = {"eager": (sized, False), "CUDA graph": (sized, True)}
+                pairs[f"CUDA graph and eager, batch {batch}"] = {"eager": (sized, False), "CUDA graph": (sized, True)}
         for name, pair in pairs.items():
             if time.perf_counter() > end:
                 self.skip(name, "no time left")
                 continue
-            results[name] = ladder.duel(self.machine, pair)
+            results[name] = ladder.compare(self.machine, pair)
             self.machine.free()
         return results or None
 
     def ledger(self, budget: float) -> dict[str, Any]:
-        """Where the best rung's step spends its time."""
+        """Breakdown of the time of the best training's step."""
         best = self.best()
-        built = ladder.build(self.machine, best["changes"], best["graph"], self.options.warmup_steps)
+        built = ladder.prepare(self.machine, best["changes"], best["graph"])
         built.batches.close()
         return ledger.measure(built.synthetic, self.world.device, steps=10)
 
@@ -168,32 +178,32 @@ class Run:
         )
 
     def loaders(self, budget: float) -> dict[str, Any]:
-        """Batches delivered, and the gather kernel's share of a step."""
+        """Throughput of the loaders, and the gather kernel's share of a step."""
         options = argparse.Namespace(
             data=self.options.data,
+            valid_data=self.options.valid_data,
             crop=self.options.crop,
             batch=self.options.batch,
             workers=min(8, torch.get_num_threads()),
-            plain=self.world.device.type != "cuda",  # its many processes would still be at work while others are timed
+            plain=self.world.device.type != "cuda",  # its many processes would still work while others are timed
             batches=self.options.loader_batches,
             epoch_batches=64,
             trials=2,
             settle=1.0,
         )
-        self.machine.close()  # its loaders hold the volume, too
+        self.machine.close()  # its loaders also hold the volume
         results = loaders.throughput(options)
         if self.world.device.type == "cuda":
-            seconds = loaders.gather_seconds(loaders.Sources(options), options)
-            told = {"seconds a batch": seconds}
-            best = self.best_rung()
+            seconds = loaders.gather_seconds(options)
+            results["gather kernel"] = {"seconds per batch": seconds}
+            best = self.best_entry()
             if best is not None:
                 step = self.options.batch / best["SYNTHETIC"]["median"]
-                told["share of a step of the best rung"] = seconds / step
-            results["gather kernel"] = told
+                results["gather kernel"]["share of the best training's step"] = seconds / step
         return results
 
     def tests(self, budget: float) -> dict[str, Any] | None:
-        """`pytest -m gpu`, in a process of its own: fast paths against the plain ones."""
+        """`pytest -m gpu` in a separate process: compares the fast paths with the plain ones."""
         if importlib.util.find_spec("pytest") is None:
             self.skip("tests", "pytest is not installed")
             return None
@@ -220,78 +230,78 @@ class Run:
         return {"command": command[1:], "ended": ended, "summary": lines[-1] if lines else "", "failed": failed}
 
 
-# --- telling -------------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
-def write(results: dict[str, Any], directory: Path, plot: bool = True) -> None:
-    """results.json, README.md and ladder.png, each whole or not at all; numbers first, for they cannot be made anew."""
+def write(results: dict[str, Any], directory: Path, with_plot: bool = True) -> None:
+    """results.json, README.md and ladder.png, each atomically; if the plot fails, the others are written anyway."""
     directory.mkdir(parents=True, exist_ok=True)
-    if plot and any("SYNTHETIC" in entry for entry in results.get("ladder", [])):
+    if with_plot and any("SYNTHETIC" in entry for entry in results.get("ladder", [])):
         results["skipped"].pop("ladder.png", None)
         try:
             title = f"{results['provenance']['device']}, batch {results['settings']['batch']}"
-            ladder.draw(results["ladder"], title, directory / "ladder.png")
+            ladder_report.draw(results["ladder"], title, directory / "ladder.png")
         except Exception as error:
             results["skipped"]["ladder.png"] = f"{error}; python -m benchmarks.gpu --draw DIR"
-    with atomic_write([directory / "results.json"]) as (data,):
-        data.write_text(json.dumps(results, indent=1) + "\n")
-    with atomic_write([directory / "README.md"]) as (page,):
-        page.write_text(markdown(results))
+    write_text(directory / "results.json", json.dumps(results, indent=1) + "\n")
+    write_text(directory / "README.md", markdown(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """All of it as a page."""
+    """All results as a page."""
     made = results["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    seconds = sum(results["seconds"].values())
     parts = [
         f"# {made['device']}\n\n`{' '.join(made['command'])}`, commit {made['git_commit']}, {made['date']}, "
-        f"{seconds:.0f} s; {versions}.\n",
+        f"{sum(results['seconds'].values()):.0f} s; {versions}."
     ]
-    if "peaks" in results:
-        parts.append("## Ceilings\n\n" + peaks.markdown(results["peaks"]))
-    if results.get("ladder"):
-        peak = {name: value["median"] for name, value in results.get("peaks", {}).get("matmul_tflops", {}).items()}
-        commands = [f"- {entry['rung']}: `{entry['command']}`" for entry in results["ladder"]]
-        text = ladder.markdown(results["ladder"], peak)
-        parts.append(
-            "## Ladder\n\nEach rung keeps what the best one before it had and changes one thing; median and range. Its "
-            f"command, with `--enable_benchy`:\n\n{text}\n" + "\n".join(commands) + "\n"
-        )
-    if results.get("duels"):
-        lines = ["| pair | samples/s | ratio to the first, median (range) |", "|---|---|---|"]
-        for name, pair in results["duels"].items():
-            for side, told in pair.items():
-                ratio = told.get("ratio to the first")
-                text = f"{ratio['median']:.3f} ({ratio['min']:.3f} – {ratio['max']:.3f})" if ratio else ""
-                lines.append(f"| {name}: {side} | {told['median']:.4g} | {text} |")
-        parts.append("## Side by side\n\n" + "\n".join(lines) + "\n")
-    for name, title, tell in (
-        ("ledger", "Where the best rung's step spends its time", ledger.markdown),
-        ("convolutions", "Convolutions", convolutions.markdown),
-    ):
-        if name in results:
-            parts.append(f"## {title}\n\n" + tell(results[name]))
-    if "loaders" in results:
-        lines = ["| loader | samples/s, median (range) |", "|---|---|"]
-        for name, told in results["loaders"].items():
-            if "median" in told:
-                lines.append(f"| {name} | {told['median']:.4g} ({told['min']:.4g} – {told['max']:.4g}) |")
-            else:
-                lines.append(f"| {name} | {', '.join(f'{key} {value:.3g}' for key, value in told.items())} |")
-        parts.append("## Loaders\n\n" + "\n".join(lines) + "\n")
-    if "tests" in results:
-        told = results["tests"]
-        failed = "".join(f"\n- {line}" for line in told["failed"])
-        parts.append(f"## Tests\n\n`{' '.join(told['command'])}`: {told['ended']}; {told['summary']}{failed}\n")
-    if results["skipped"]:
-        lines = [f"- {name}: {reason}" for name, reason in results["skipped"].items()]
-        parts.append("## Not measured\n\n" + "\n".join(lines) + "\n")
+    writers: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "peaks": ("Upper bounds", peaks.markdown),
+        "ladder": ("Ladder", lambda entries: _ladder(entries, results.get("peaks", {}).get("matmul_tflops", {}))),
+        "comparisons": ("Comparisons in alternating trials", _comparisons),
+        "ledger": ("Breakdown of the best training's step", ledger.markdown),
+        "convolutions": ("Convolutions", convolutions.markdown),
+        "loaders": ("Loaders", _loaders),
+        "tests": ("Tests", _tests),
+        "skipped": ("Not measured", lambda skipped: "\n".join(f"- {name}: {why}" for name, why in skipped.items())),
+    }
+    parts += [f"## {title}\n\n{text(results[name])}" for name, (title, text) in writers.items() if results.get(name)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def _ladder(entries: list[dict[str, Any]], peak: dict[str, Any]) -> str:
+    text = ladder_report.markdown(entries, {name: value["median"] for name, value in peak.items()})
+    commands = "\n".join(f"- {entry['name']}: `{entry['command']}`" for entry in entries)
+    return (
+        "Each step of the ladder changes one option of the best before it; median and range. Its command, with "
+        f"`--enable_benchy`:\n\n{text}\n{commands}"
+    )
+
+
+def _comparisons(pairs: dict[str, Any]) -> str:
+    rows = []
+    for name, pair in pairs.items():
+        for side, values in pair.items():
+            ratio = values.get("ratio to the first")
+            rows.append((f"{name}: {side}", f"{values['median']:.4g}", ranged(ratio, ".3f") if ratio else ""))
+    return table(("pair", "samples/s", "ratio to the first, median (range)"), rows)
+
+
+def _loaders(results: dict[str, Any]) -> str:
+    rows = []
+    for name, values in results.items():
+        other = ", ".join(f"{key} {value:.3g}" for key, value in values.items() if "median" not in values)
+        rows.append((name, other or ranged(values)))
+    return table(("loader", "samples/s, median (range)"), rows)
+
+
+def _tests(result: dict[str, Any]) -> str:
+    failed = "".join(f"\n- {line}" for line in result["failed"])
+    return f"`{' '.join(result['command'])}`: {result['ended']}; {result['summary']}{failed}"
+
+
 def slug(name: str) -> str:
-    """A device's name as a directory's: NVIDIA H200 -> nvidia-h200."""
+    """A directory name for a device: NVIDIA H200 -> nvidia-h200."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -299,28 +309,23 @@ def main() -> None:
     parser = Parser(__doc__)
     ladder.add_options(parser)
     parser.set_defaults(output=None)
-    parser.add_argument("--minutes", type=positive_float, default=8.0, help="for all of it")
-    parser.add_argument("--loader_batches", type=positive, default=20, help="timed batches of a loader's trial")
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="write the page and the plot of DIR/results.json anew")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: to see that all parts run")
-    parser.add_argument("--tests", nargs="+", metavar="PYTEST_ARGUMENT", help="instead of -m gpu")
+    parser.add_argument("--minutes", type=positive_float, default=8.0, help="time limit (%(default)s)")
+    parser.add_argument("--loader_batches", type=positive, default=20, help="timed batches per trial of a loader")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="write page and plot of DIR/results.json again")
+    parser.add_argument("--rehearse", action="store_true", help="run all parts on a CPU, as a test")
+    parser.add_argument("--tests", nargs="+", metavar="PYTEST_ARGUMENT", help="replaces -m gpu")
     with one_line_errors():
         options = parser.parse_args()
         if options.draw:
-            path = options.draw / "results.json"
-            try:
-                results = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-            write(results, options.draw)
+            write(read_json(options.draw / "results.json", "benchmarks.gpu", ("provenance",)), options.draw)
             print(f"written: {options.draw}")
             return
         world = this_machine()
         if world.device.type != "cuda" and not options.rehearse:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
         run = Run(options, world, options.output or RESULTS / slug(provenance(world)["device"]))
-        ladder.settle(options)  # within the run's time
-        run.everything()
+        ladder.settle(options)  # counts as the run's time
+        run.run()
         print((run.directory / "README.md").read_text())
         print(f"written: {run.directory}")
 

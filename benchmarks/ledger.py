@@ -1,4 +1,4 @@
-"""Where a training step's time goes: kernels by category, and the gaps between them."""
+"""Breakdown of a training step's time: kernels by category, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import DeviceType
 
-# The first pattern that a name contains decides. Kernels' names on a GPU, operators' names on a CPU.
+from benchmarks.common import table
+
+# The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|^c10d::|^gloo:"),
     ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
-    # Of cuDNN, of .contiguous() and .to(), and of inductor where a kernel does nothing else.
+    # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
     ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),
     ("layout and casts", r"(direct|b?float\d\w*)_copy_kernel|^triton_poi_fused(_(_to_copy|clone))+_\d+$"),
     ("layout and casts", r"^aten::(copy_|_copy_from|clone|contiguous|to|_to_copy)$|mkldnn_reorder"),
-    # gather is this project's kernel that crops a resident volume.
+    # gather is this project's kernel that crops a volume on the GPU.
     ("copies", r"^Mem(cpy|set)\b|^gather(_\w*)?$|vectorized_gather|scatter_gather|index_elementwise"),
     ("copies", r"(?i:index_?select)|^aten::(index|gather|take)$"),
-    # Before the convolutions: inductor names a kernel after what it stands next to, convolutions included.
+    # Before the convolutions: inductor names a kernel after neighbouring operators, including convolutions.
     ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_|^cpp_fused"),
     ("convolutions", r"(?i:convol|conv[123]d|conv_(transpose|depthwise)|fprop|[dw]grad|im2col|col2im|vol2col|col2vol)"),
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
@@ -39,14 +41,14 @@ PATTERNS: tuple[tuple[str, str], ...] = (
         r"|expand|unsqueeze|squeeze|result_type|item|_local_scalar|is_|set_|alias|lift)",
     ),
 )
-# Where kernels overlap, the earlier category has the time: what the later one took was hidden behind it.
+# Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
 CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")
 TOP = 15
 LONGEST_NAME = 120
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel, or of an operator, in µs."""
+    """One run of a kernel or operator; times in µs."""
 
     name: str
     start: float
@@ -56,9 +58,9 @@ class Kernel(NamedTuple):
 def measure(
     run_step: Callable[[], object], device: torch.device, steps: int = 10, warmup: int = 3, top: int = TOP
 ) -> dict[str, Any]:
-    """The ledger of `run_step`: its time without a profiler, and the kernels of as many steps under one.
+    """Times `steps` steps without a profiler, then profiles the kernels of as many; on a CPU, the operators.
 
-    Several ranks measure together, as each runs the same number of steps. On a CPU, operators take the kernels' place.
+    Several ranks can measure together, since each runs the same number of steps.
     """
     for _ in range(warmup):
         run_step()
@@ -68,10 +70,10 @@ def measure(
 
 
 def ledger(kernels: Sequence[Kernel], step_times: Sequence[float], top: int = TOP) -> dict[str, Any]:
-    """Sums by category in ms a step, of which `exposed_ms` are not hidden behind another category.
+    """Sums by category in ms per step, of which `exposed_ms` are not hidden behind another category.
 
-    The exposed times and the gaps add up to the step: 100 %. Gaps below zero say that the profiler slowed the kernels.
-    step_times: what each of as many other steps took without it, in ms.
+    The exposed times and the gaps add up to 100 % of the step. Negative gaps mean that the profiler slowed the kernels.
+    step_times: ms of each of as many other steps, without the profiler.
     """
     steps, step_ms = len(step_times), sum(step_times) / len(step_times)
     groups: dict[str, list[Kernel]] = {category: [] for category in CATEGORIES}
@@ -113,12 +115,12 @@ def ledger(kernels: Sequence[Kernel], step_times: Sequence[float], top: int = TO
 
 @functools.cache
 def classify(name: str) -> str:
-    """The category of a kernel or operator: that of the first pattern found in its name."""
+    """The category of a kernel or operator by its name."""
     return next((category for category, pattern in PATTERNS if re.search(pattern, name)), "other")
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of what the intervals cover: what overlaps counts once."""
+    """Total length that the intervals cover; overlaps count once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:
@@ -128,43 +130,41 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The ledger, the kernels that take longest, and those of no known category."""
+    """The categories, the kernels that take longest, and the longest kernels without a category."""
     low, high = result["step_ms_range"]
-    lines = [
-        f"A step takes {result['step_ms']:.3f} ms ({low:.3f} – {high:.3f}, n = {result['steps']}), "
-        f"{result['kernels']:.0f} kernels run in it, for {result['busy_ms']:.3f} ms.",
-        "",
-        "| category | ms | not hidden, ms | % of the step | kernels |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for category, sums in result["categories"].items():
-        lines.append(
-            f"| {category} | {sums['ms']:.3f} | {sums['exposed_ms']:.3f} | {sums['percent']:.1f} "
-            f"| {sums['kernels']:.0f} |"
-        )
     gaps = result["gaps"]
-    lines.append(f"| gaps | {gaps['ms']:.3f} | {gaps['ms']:.3f} | {gaps['percent']:.1f} | |")
-    lines += ["", "| kernel | category | ms | runs |", "|---|---|---:|---:|"]
-    lines += [_line(entry) for entry in result["top"]]
+    rows = [
+        (name, f"{sums['ms']:.3f}", f"{sums['exposed_ms']:.3f}", f"{sums['percent']:.1f}", f"{sums['kernels']:.0f}")
+        for name, sums in result["categories"].items()
+    ]
+    rows.append(("gaps", f"{gaps['ms']:.3f}", f"{gaps['ms']:.3f}", f"{gaps['percent']:.1f}", ""))
+    parts = [
+        f"A step takes {result['step_ms']:.3f} ms ({low:.3f} – {high:.3f}, n = {result['steps']}) and runs "
+        f"{result['kernels']:.0f} kernels for {result['busy_ms']:.3f} ms.",
+        table(("category", "ms", "not hidden, ms", "% of the step", "kernels"), rows),
+        _kernel_table(result["top"]),
+    ]
     if result.get("device") == "cpu":
-        lines.append(
-            "\nOn a CPU operators are timed under the profiler, which slows the many small ones: the gaps, which are "
-            "what is left of a step without it, may be below zero."
+        parts.append(
+            "On a CPU operators are timed under the profiler, which slows the many small ones: the gaps, the rest of a "
+            "step without it, may be negative."
         )
     if not result["kernels"]:
-        lines.append("\nThe profiler saw no kernels: the gaps above are the whole step.")
-    # What takes less than a thousandth of the step stays in the JSON.
+        parts.append("The profiler saw no kernels: the gaps above are the entire step.")
+    # Kernels that take less than a thousandth of the step are in the JSON only.
     others = [entry for entry in result["other"] if entry["ms"] > result["step_ms"] / 1e3]
     if others:
-        lines += ["", "Of no known category:", "", "| kernel | category | ms | runs |", "|---|---|---:|---:|"]
-        lines += [_line(entry) for entry in others]
-    return "\n".join(lines)
+        parts += ["Without a known category:", _kernel_table(others)]
+    return "\n\n".join(parts)
 
 
-def _line(entry: Mapping[str, Any]) -> str:
-    name = entry["name"].replace("|", "\\|")
-    name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
-    return f"| `{name}` | {entry['category']} | {entry['ms']:.3f} | {entry['runs']:g} |"
+def _kernel_table(entries: Iterable[Mapping[str, Any]]) -> str:
+    rows = []
+    for entry in entries:
+        name = entry["name"].replace("|", "\\|")
+        name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+        rows.append((f"`{name}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}"))
+    return table(("kernel", "category", "ms", "runs"), rows, left=2)
 
 
 def _milliseconds(kernels: Iterable[Kernel]) -> float:
@@ -172,7 +172,7 @@ def _milliseconds(kernels: Iterable[Kernel]) -> float:
 
 
 def _step_milliseconds(run_step: Callable[[], object], device: torch.device, steps: int) -> list[float]:
-    """What each of consecutive steps takes; on CUDA between events, with the host running ahead as in training."""
+    """Duration of each of consecutive steps; on CUDA between events, with the host running ahead as in training."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(steps):
@@ -190,7 +190,7 @@ def _step_milliseconds(run_step: Callable[[], object], device: torch.device, ste
 
 
 def _kernels(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
-    """All that the device did, as it saw it: a replayed graph's kernels, too, which no operator launches."""
+    """Everything the device ran, including the kernels of a replayed graph, which no operator launches."""
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
@@ -200,14 +200,14 @@ def _kernels(run_step: Callable[[], object], device: torch.device, steps: int) -
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profile.events() or []
         if event.device_type == DeviceType.CUDA
-        # Ranges that somebody named, and waits, are not work.
+        # Annotated ranges and waits are not work.
         and not getattr(event, "is_user_annotation", False)
         and not re.match(r"(Context|Stream|Event) (Sync|Wait)", event.name)
     ]
 
 
 def _operators(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
-    """Each operator's own time, without that of the operators it calls, laid end to end."""
+    """Each operator's own time, without the operators it calls; laid end to end."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(steps):
             run_step()

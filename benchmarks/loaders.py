@@ -1,22 +1,22 @@
-"""How fast batches are delivered: every loader, what one writes first, and the bounds; and what starting costs.
+"""Throughput of the loaders against a plain DataLoader and upper bounds, and their start from a cold page cache.
 
-python -m benchmarks.loaders                       crops of 64³ from a 512³ file (5 GB and its twins, made once: data/)
+python -m benchmarks.loaders                       crops of 64³ from a 512³ file (5 GB and .npy copies, made in data/)
 python -m benchmarks.loaders --box 128 --trials 1  a quick look
-python -m benchmarks.loaders --step                beside it whole training steps, with each loader and with none
 
-Throughput is measured in interleaved trials of one process; starting in a fresh process for each loader, with its
-files out of the page cache.
+Throughput is measured in interleaved trials in one process; each start in a new process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,74 +26,51 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import train
-from benchmarks.common import interleaved, save, summary, this_machine
-from networks import build_loss
+from benchmarks.common import (
+    YAML,
+    Parser,
+    endless,
+    interleaved,
+    plot,
+    ranged,
+    save,
+    seconds_of,
+    settings,
+    summary,
+    synchronize,
+    this_machine,
+)
 from utils import config as configs
+from utils.cli import positive
+from utils.config import Config
 from utils.convert_to_npy import convert
-from utils.data import Loader, symmetry
-from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.files.npy import NpyVolume, open_npy_volume
-from utils.data.files.page_cache import drop_from_page_cache, map_cached_pages, warm_page_cache
-from utils.data.files.shared_memory import share_volume
+from utils.data import LOADERS, Loaders, get_loader, symmetry
+from utils.data.files.page_cache import drop_from_page_cache
 from utils.data.loaders import dali
-from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
-from utils.data.loaders.prefetcher import Batch
-from utils.data.loaders.synthetic import SyntheticLoader
-from utils.data.loaders.threaded import ThreadedCropLoader
-from utils.data.plan import EpochPlan, SamplePlan
-from utils.errors import UserError
-from utils.steps import Step
-from utils.steps.eager import EagerStep
+from utils.data.plan import EpochPlan
+from utils.data.sources import crop_options
+from utils.errors import UserError, one_line_errors
 
-CHANNELS = (4, 5)
-VECTORS = (((1, 2, 3),), ((1, 2, 3),))
-# What may lie ready when a measurement begins: our loaders keep three batches, the DataLoader two a worker and more.
+FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
+# Batches that may be ready when a measurement begins: our loaders keep three, the DataLoader two per worker and more.
 UNTIMED_BATCHES = 6
 # After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
 SETTLE_SECONDS = 2.0
-EPOCHS = 3  # of a start: the first, and two later ones
+EPOCHS = 3  # per start: the first, and two later ones
 ORIGINAL = "the original's DALI operators"
-READER = "DALI's reader alone"
-LOADERS = ("lowmem", "inmem", "dali-lowmem", "resident")
 
-
-class PlainDataset(Dataset):
-    """What one writes first: h5py's read_direct, numpy's transpose and flip, PyTorch's collate."""
-
-    def __init__(self, path: str, plan: EpochPlan, crop: int) -> None:
-        self._path, self._plan, self._crop = path, plan, crop
-        self._file: Any = None
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._file is None:  # opened in the worker: HDF5 handles do not survive a fork
-            self._file = h5py.File(self._path, "r")
-        x, y, z = (slice(int(start), int(start) + self._crop) for start in self._plan.origins[index])
-        rotation = int(self._plan.symmetries[index])
-        fields = []
-        for name, channels in zip(("Nbody", "Hydro"), CHANNELS, strict=True):
-            crop = np.empty((channels, *(self._crop,) * 3), dtype=np.float32)
-            self._file[name].read_direct(crop, np.s_[:, x, y, z])
-            fields.append(torch.from_numpy(symmetry.apply(crop, rotation, VECTORS[0])))
-        return fields[0], fields[1]
-
-
-# --- the files -----------------------------------------------------------------------------------------------------
+# --- volumes of random values ----------------------------------------------------------------------------------------
 
 
 def make_file(path: Path, box: int) -> None:
-    """Random, non-zero values: compressible pages would flatter every loader."""
+    """Creates an HDF5 file if it is missing. Random values: compressible pages would make every loader look faster."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     partial = path.with_suffix(".partial")
     with h5py.File(partial, "w") as file:
-        for name, channels in zip(("Nbody", "Hydro"), CHANNELS, strict=True):
+        for name, channels in FIELDS.items():
             dataset = file.create_dataset(name, (channels, box, box, box), "f4")
             for channel in range(channels):
                 for start in range(0, box, 64):
@@ -102,140 +79,134 @@ def make_file(path: Path, box: int) -> None:
     partial.rename(path)
 
 
-def twins_of(path: Path) -> NpyVolume:
-    """The file's `.npy` twins, made if they are missing."""
-    paths = tuple(str(path.with_name(f"{path.stem}_{suffix}.npy")) for suffix in ("data", "label"))
-    if not all(Path(name).exists() for name in paths):
+def npy_paths(path: Path) -> dict[str, Path]:
+    """The file's .npy copies by kind."""
+    return {kind: path.with_name(f"{path.stem}_{kind}.npy") for kind in ("data", "label")}
+
+
+def make_npy(path: Path) -> None:
+    """Creates the file's .npy copies if they are missing."""
+    if not all(copy.exists() for copy in npy_paths(path).values()):
         convert(path, overwrite=True)
-    volume = open_volume(path, CHANNELS)
-    return open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), CHANNELS, volume.box, volume)
 
 
-# --- the loaders ---------------------------------------------------------------------------------------------------
+def volume_keys(train: Path, valid: Path) -> dict[str, Any]:
+    """The config's keys for these files."""
+    keys: dict[str, Any] = {"box_size": []}
+    for split, path in (("train", train), ("val", valid)):
+        with h5py.File(path) as file:
+            keys["box_size"].append(file["Nbody"].shape[-1])
+        keys[f"{split}_path"] = str(path)
+        keys |= {f"{split}_path_npy_{kind}": str(copy) for kind, copy in npy_paths(path).items()}
+    return keys
 
 
-class Sources:
-    """Builds loaders of one file; a copy of the volume in memory is made once."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.path, self._options, self.world = options.data, options, this_machine()
-        self._memory: Volume | None = None
-        self._resident: Volume | None = None
-
-    def plan(self) -> SamplePlan:
-        box = open_volume(self.path, CHANNELS).box
-        return SamplePlan(self._options.batch * self._options.epoch_batches, box, self._options.crop)
-
-    def build(self, name: str) -> Loader:
-        common: dict[str, Any] = {
-            "plan": self.plan(),
-            "batch_size": self._options.batch,
-            "vectors": VECTORS,
-            "device": self.world.device,
-            "threads": self._options.workers,
-        }
-        if name == "dali-lowmem":
-            twins = twins_of(self.path)
-            warm_page_cache(twins.paths, self.world)
-            map_cached_pages(twins.paths, twins.arrays)
-            return DaliLoader(twins, **common)
-        volume = open_volume(self.path, CHANNELS)
-        if name == "lowmem":
-            warm_page_cache(volume.files, self.world)
-            map_cached_pages(volume.files, (volume.inputs, volume.targets))
-            return ThreadedCropLoader(volume, **common)
-        if name == "resident" and self.world.device.type == "cuda":
-            self._resident = self._resident or load_resident(volume, self.world, torch.float32)
-            return GpuResidentLoader(self._resident, **common)
-        self._memory = self._memory or share_volume(volume, self.world)
-        return (GpuResidentLoader if name == "resident" else ThreadedCropLoader)(self._memory, **common)
-
-    def files(self, name: str) -> tuple[str, ...]:
-        return twins_of(self.path).paths if name == "dali-lowmem" else (str(self.path),)
+# --- loaders ---------------------------------------------------------------------------------------------------------
 
 
-def available() -> list[str]:
-    """The loaders that this machine has the packages for; says which one is left out."""
-    names = list(LOADERS)
-    try:
-        dali.check_installed()
-    except UserError as error:
-        sys.stderr.write(f"{error}; it is left out\n")
-        names.remove("dali-lowmem")
+def available(device: torch.device) -> list[str]:
+    """The crop loaders that this machine has the packages for; without a GPU, `resident` is `inmem`."""
+    names = []
+    for name, spec in LOADERS.items():
+        if spec.reads not in ("hdf5", "npy") or name == "auto" or (name == "resident" and device.type != "cuda"):
+            continue
+        try:
+            if spec.requires is not None:
+                spec.requires()
+            names.append(name)
+        except UserError as error:
+            sys.stderr.write(f"{name} is skipped: {error}\n")
     return names
 
 
-def endless(loader: Loader) -> Generator[Any, None, None]:
-    epoch = 0
-    while True:
-        yield from loader.epoch(epoch)
-        epoch += 1
+def loader_config(options: argparse.Namespace, name: str) -> Config:
+    """The config of one loader."""
+    keys = {
+        **volume_keys(options.data, options.valid_data),
+        "data_loader_config": name,
+        "data_size": options.crop,
+        "local_batch_size": options.batch,
+        "Nsamples": options.batch * options.epoch_batches,
+        "Nsamples_val": options.batch,
+        "num_data_workers": options.workers,
+        "symmetries": "full",
+    }
+    return configs.load(YAML, "base", keys).for_world(1)
 
 
-def endless_plain(path: str, plan: SamplePlan, batch: int, workers: int) -> Generator[Any, None, None]:
-    loader = DataLoader(
-        PlainDataset(path, plan.epoch(0), plan.crop), batch, num_workers=workers, persistent_workers=workers > 0
-    )
+def build_loader(options: argparse.Namespace, name: str) -> Loaders:
+    return get_loader(name).build(loader_config(options, name), this_machine(), lambda: 0)
+
+
+def epoch_plan(options: argparse.Namespace) -> EpochPlan:
+    return crop_options(loader_config(options, "lowmem"), this_machine(), "train").plan.epoch(0)
+
+
+class PlainDataset(Dataset):
+    """A straightforward data set: h5py's read_direct, numpy's transpose and flip."""
+
+    def __init__(self, path: Path, plan: EpochPlan, crop: int, vectors: tuple[Any, Any]) -> None:
+        self._path, self._plan, self._crop, self._vectors = path, plan, crop, vectors
+        self._file: Any = None
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if self._file is None:  # opened in the worker: HDF5 handles do not survive a fork
+            self._file = h5py.File(self._path, "r")
+        x, y, z = (slice(int(start), int(start) + self._crop) for start in self._plan.origins[index])
+        rotation = int(self._plan.symmetries[index])
+        fields = []
+        for (name, channels), vectors in zip(FIELDS.items(), self._vectors, strict=True):
+            crop = np.empty((channels, *(self._crop,) * 3), dtype=np.float32)
+            self._file[name].read_direct(crop, np.s_[:, x, y, z])
+            fields.append(torch.from_numpy(symmetry.apply(crop, rotation, vectors)))
+        return tuple(fields)
+
+
+def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
+    """Batches of a PyTorch DataLoader."""
+    crops = crop_options(loader_config(options, "lowmem"), this_machine(), "train")
+    dataset = PlainDataset(options.data, crops.plan.epoch(0), options.crop, crops.vectors)
+    workers = options.workers
+    loader = DataLoader(dataset, options.batch, num_workers=workers, persistent_workers=workers > 0)
     while True:
         yield from loader
 
 
-def endless_dali(
-    twins: NpyVolume,
-    plan: SamplePlan,
-    batch: int,
-    threads: int,
-    device: torch.device,
-    operators: Callable[[Any, Any, list[Any]], list[Any]],
-    fed: Mapping[str, np.ndarray],
-) -> Generator[Any, None, None]:
-    """A DALI pipeline of the reader and other operators on the same crops; `fed` has a row for each sample in turn."""
+def endless_original(options: argparse.Namespace, device: torch.device) -> Generator[Any, None, None]:
+    """Batches of the original's DALI operators: rotation with interpolation, mirroring, transposition."""
     fn, types, pipeline_class = dali.import_dali()
     device_id = (device.index or 0) if device.type == "cuda" else None
-    pipeline = pipeline_class(batch, threads, device_id, prefetch_queue_depth=dali.QUEUE)
+    pipeline = pipeline_class(options.batch, options.workers, device_id, prefetch_queue_depth=dali.QUEUE)
     with pipeline:
         origin = fn.external_source(name="origin", dtype=types.INT32, ndim=1)
-        crops = [
-            fn.readers.numpy(files=[path], roi_start=origin, roi_shape=[plan.crop] * 3, roi_axes=[0, 1, 2])
-            for path in twins.paths
-        ]
-        pipeline.set_outputs(*operators(fn, types, crops if device_id is None else [crop.gpu() for crop in crops]))
+        angle = fn.external_source(name="angle", dtype=types.FLOAT, ndim=0)
+        axis = fn.external_source(name="axis", dtype=types.FLOAT, ndim=1)
+        coins = fn.random.coin_flip(shape=[3])
+        outputs = []
+        for path in npy_paths(options.data).values():
+            shape = [options.crop] * 3
+            crop = fn.readers.numpy(files=[str(path)], roi_start=origin, roi_shape=shape, roi_axes=[0, 1, 2])
+            crop = fn.rotate(crop if device_id is None else crop.gpu(), angle=angle, axis=axis)
+            crop = fn.flip(crop, depthwise=coins[0], horizontal=coins[1], vertical=coins[2])
+            outputs.append(fn.transpose(crop, perm=[3, 0, 1, 2]))
+        pipeline.set_outputs(*outputs)
     pipeline.build()
-    inputs = {"origin": plan.epoch(0).origins.astype(np.int32), **fed}
-    number = 0
-
-    def feed() -> None:
-        nonlocal number
-        for name, rows in inputs.items():
-            pipeline.feed_input(name, rows[np.arange(number, number + batch) % len(rows)])
-        number += batch
-
-    for _ in range(dali.QUEUE):
-        feed()
-    pipeline.schedule_run()
-    while True:
-        yield pipeline.outputs()
-        feed()
-        pipeline.schedule_run()
-
-
-def reader_alone(fn: Any, types: Any, crops: list[Any]) -> list[Any]:
-    """Crops as they lie in the file, on the device."""
-    return crops
-
-
-def original_operators(fn: Any, types: Any, crops: list[Any]) -> list[Any]:
-    """What the original trains with: turn by one of 24 rotations, with interpolation; mirror; channels first."""
-    angle = fn.external_source(name="angle", dtype=types.FLOAT, ndim=0)
-    axis = fn.external_source(name="axis", dtype=types.FLOAT, ndim=1)
-    coins = fn.random.coin_flip(shape=[3])
-    turned = [fn.rotate(crop, angle=angle, axis=axis) for crop in crops]
-    mirrored = [fn.flip(crop, depthwise=coins[0], horizontal=coins[1], vertical=coins[2]) for crop in turned]
-    return [fn.transpose(crop, perm=[3, 0, 1, 2]) for crop in mirrored]
+    plan = epoch_plan(options)
+    inputs = {"origin": plan.origins.astype(np.int32), **rotations(len(plan))}
+    for number in range(sys.maxsize):
+        rows = np.arange(number * options.batch, (number + 1) * options.batch) % len(plan)
+        for name, values in inputs.items():
+            pipeline.feed_input(name, values[rows])
+        if number >= dali.QUEUE - 1:
+            pipeline.schedule_run()
+            yield pipeline.outputs()
 
 
 def rotations(count: int) -> dict[str, np.ndarray]:
-    """Axis and angle in degrees of `count` of the cube's 24 rotations, at random."""
+    """Axis and angle in degrees of `count` of the cube's 24 rotations, drawn at random."""
     from scipy.spatial.transform import Rotation
 
     proper = [matrix for matrix in symmetry.matrices() if np.linalg.det(matrix) > 0]
@@ -246,287 +217,175 @@ def rotations(count: int) -> dict[str, np.ndarray]:
     return {"angle": np.degrees(angles).astype(np.float32), "axis": axes.astype(np.float32)}
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def delivered(
-    batches: Iterator[Any], count: int, size: int, device: torch.device, settle: float, untimed: int = UNTIMED_BATCHES
-) -> float:
-    """Samples/s over `count` batches, after those that may lie ready."""
-    time.sleep(settle)
+def delivered(batches: Iterator[Any], options: argparse.Namespace, device: torch.device, untimed: int) -> float:
+    """Samples/s, after `untimed` batches that may have been ready."""
+    time.sleep(options.settle)
     for _ in range(untimed):
         next(batches)
-    wait(device)
-    started = time.perf_counter()
-    for _ in range(count):
-        next(batches)
-    wait(device)
-    return count * size / (time.perf_counter() - started)
+    return options.batches * options.batch / seconds_of(lambda: next(batches), device, options.batches)
 
 
-def copied(samples: int, crop: int, source: torch.device, target: torch.device) -> float:
-    """Samples/s of copying ready batches: the bound."""
-    to_device = source.type != target.type
-    # A generator of its own: the device's may be out of order after a CUDA graph that could not be recorded.
+def copied(options: argparse.Namespace, source: torch.device, target: torch.device) -> float:
+    """Samples/s of copying ready batches: an upper bound."""
+    # A separate generator: the device's own is unusable after a CUDA graph that could not be recorded.
     generator = torch.Generator(source).manual_seed(0)
-    batch = torch.rand(samples, sum(CHANNELS), crop, crop, crop, device=source, generator=generator)
-    batch = batch.pin_memory() if to_device else batch
-    copy = torch.empty(batch.shape, device=target)
+    shape = (options.batch, sum(FIELDS.values()), *(options.crop,) * 3)
+    batch = torch.rand(shape, device=source, generator=generator)
+    batch = batch.pin_memory() if source.type != target.type else batch
+    copy = torch.empty(shape, device=target)
     copy.copy_(batch)
-    wait(target)
-    started = time.perf_counter()
-    for _ in range(10):
-        copy.copy_(batch, non_blocking=True)
-    wait(target)
-    return 10 * samples / (time.perf_counter() - started)
+    return 10 * options.batch / seconds_of(lambda: copy.copy_(batch, non_blocking=True), target, 10)
 
 
-def resident_bytes() -> int:
-    """Bytes of this process's own memory and of shared memory it uses; mapped files are the page cache's."""
-    text = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in text.splitlines())
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    """Samples/s of every loader and bound, in interleaved trials."""
+    device, host = this_machine().device, torch.device("cpu")
+    untimed = max(UNTIMED_BATCHES, 2 * options.workers + 2)
+    plain = f"plain DataLoader, {options.workers} processes"
+    with contextlib.ExitStack() as stack:
+        ways: dict[str, Generator[Any, None, None]] = {}
+        names = available(device)
+        if options.plain:
+            ways[plain] = endless_plain(options)
+        if "dali-lowmem" in names:
+            for path in (options.data, options.valid_data):
+                make_npy(path)
+            ways[ORIGINAL] = endless_original(options, device)
+        for name in names:
+            ways[name] = endless(stack.enter_context(build_loader(options, name)).train)
+        measures: dict[str, Callable[[], float]] = {}
+        for name, way in ways.items():
+            stack.callback(way.close)
+            measures[name] = functools.partial(delivered, way, options, device, untimed)
+        bounds = {"memory copy (bound)": (host, host)}
+        if device.type == "cuda":
+            bounds |= {"copy to the device (bound)": (host, device), "copy on the device (bound)": (device, device)}
+        measures |= {name: functools.partial(copied, options, *pair) for name, pair in bounds.items()}
+        results = {name: summary(values) for name, values in interleaved(measures, options.trials).items()}
+    for result in results.values():
+        result["GB/s"] = result["median"] * 4 * sum(FIELDS.values()) * options.crop**3 / 1e9
+        result["share of bound"] = result["median"] / results[list(bounds)[-1]]["median"]
+        for label, other in (("ratio to plain", plain), ("ratio to the original's operators", ORIGINAL)):
+            if other in results:
+                result[label] = result["median"] / results[other]["median"]
+    return results
+
+
+def gather_seconds(options: argparse.Namespace) -> float:
+    """The resident loader's seconds per batch with nothing else on the device: its kernels and their launches."""
+    with build_loader(options, "resident") as loaders, closing(endless(loaders.train)) as batches:
+        return options.batch / delivered(batches, options, this_machine().device, UNTIMED_BATCHES)
 
 
 def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One loader from nothing: its files out of the page cache, three epochs, what they took."""
-    sources = Sources(options)
-    device = sources.world.device
-    for path in sources.files(name):
-        drop_from_page_cache(path)
-    before = resident_bytes()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    started = time.perf_counter()
-    loader = sources.build(name)
-    wait(device)
-    seconds = [time.perf_counter() - started]
-    for epoch in range(EPOCHS):
-        started = time.perf_counter()
-        for _ in loader.epoch(epoch):
-            pass
-        wait(device)
-        seconds.append(time.perf_counter() - started)
-    result = {
-        "start seconds": seconds[0],
-        "first epoch seconds": seconds[1],
-        "later epoch seconds": min(seconds[2:]),
-        "first epoch / later": seconds[1] / min(seconds[2:]),
-        "host bytes": resident_bytes() - before,
-    }
-    if device.type == "cuda":
-        result["device bytes"] = free - torch.cuda.mem_get_info(device)[0]
-    loader.close()
-    return result
+    """Starts one loader with its files out of the page cache, and runs three epochs."""
+    device = this_machine().device
+    npy = get_loader(name).reads == "npy"
+    for path in (options.data, options.valid_data):
+        for file in npy_paths(path).values() if npy else [path]:
+            drop_from_page_cache(str(file))
+    before, started = own_bytes(), time.perf_counter()
+    with build_loader(options, name) as loaders:
+        synchronize(device)
+        seconds = [time.perf_counter() - started]
+        for epoch in range(EPOCHS):
+            started = time.perf_counter()
+            for _ in loaders.train.epoch(epoch):
+                pass
+            synchronize(device)
+            seconds.append(time.perf_counter() - started)
+        return {
+            "start seconds": seconds[0],
+            "first epoch seconds": seconds[1],
+            "later epoch seconds": min(seconds[2:]),
+            "first epoch / later": seconds[1] / min(seconds[2:]),
+            "host bytes": own_bytes() - before,
+        }
 
 
-def start_in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    flags = [f"--{key}={getattr(options, key)}" for key in ("box", "crop", "batch", "workers", "epoch_batches", "data")]
-    command = [sys.executable, "-m", "benchmarks.loaders", "--start", name, *flags]
+def own_bytes() -> int:
+    """Bytes of this process's own memory and of shared memory it uses; mapped files belong to the page cache."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    keys = ("box", "crop", "batch", "workers", "epoch_batches", "data")
+    command = [sys.executable, "-m", "benchmarks.loaders", "--start", name]
+    command += [f"--{key}={getattr(options, key)}" for key in keys]
     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(answer.stdout.splitlines()[-1])
 
 
-def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Samples/s of every way to get batches, in interleaved trials."""
-    sources = Sources(options)
-    device, plan = sources.world.device, sources.plan()
-    plain = f"plain DataLoader, {options.workers} processes"
-    loaders = {name: sources.build(name) for name in available()}
-    ways: dict[str, Generator[Any, None, None]] = {}
-    if options.plain:
-        ways[plain] = endless_plain(str(options.data), plan, options.batch, options.workers)
-    if "dali-lowmem" in loaders:
-        twins = twins_of(options.data)
-        ways |= {
-            ORIGINAL: endless_dali(
-                twins, plan, options.batch, options.workers, device, original_operators, rotations(plan.samples)
-            ),
-            READER: endless_dali(twins, plan, options.batch, options.workers, device, reader_alone, {}),
-        }
-    ways |= {name: endless(loader) for name, loader in loaders.items()}
-    measures: dict[str, Callable[[], float]] = {
-        name: lambda batches=batches: delivered(  # type: ignore[misc]
-            batches,
-            options.batches,
-            options.batch,
-            device,
-            options.settle,
-            max(UNTIMED_BATCHES, 2 * options.workers + 2),
-        )
-        for name, batches in ways.items()
-    }
-    host = torch.device("cpu")
-    measures["memory copy (bound)"] = lambda: copied(options.batch, options.crop, host, host)
-    if device.type == "cuda":
-        measures["copy to the device (bound)"] = lambda: copied(options.batch, options.crop, host, device)
-        measures["copy on the device (bound)"] = lambda: copied(options.batch, options.crop, device, device)
-    results = {name: summary(values) for name, values in interleaved(measures, options.trials).items()}
-    for batches in ways.values():
-        batches.close()
-    for loader in loaders.values():
-        loader.close()
-    bound = "copy on the device (bound)" if device.type == "cuda" else "memory copy (bound)"
-    for result in results.values():
-        result["GB/s"] = result["median"] * sample_bytes(options) / 1e9
-        if options.plain:
-            result["ratio to plain"] = result["median"] / results[plain]["median"]
-        if ORIGINAL in results:
-            result["ratio to the original's operators"] = result["median"] / results[ORIGINAL]["median"]
-        result["share of bound"] = result["median"] / results[bound]["median"]
-    return results
-
-
-def sample_bytes(options: argparse.Namespace) -> int:
-    return 4 * sum(CHANNELS) * options.crop**3
-
-
-def training(options: argparse.Namespace) -> dict[str, Any]:
-    """Samples/s of whole training steps on each loader's batches, and on one batch again and again."""
-    sources = Sources(options)
-    device = sources.world.device
-    name = options.step
-    config = configs.load("config/UNet.yaml", name, {"data_size": options.crop, "local_batch_size": options.batch})
-    network, loss = train.build_model(config), build_loss(config.loss, lambda_rho=config.lambda_rho)
-    train.set_backends(config, device)
-    step = train.build_step(config, sources.world, network, loss, EagerStep)
-    fixed = SyntheticLoader(
-        samples=options.batch * options.epoch_batches,
-        crop=options.crop,
-        channels=CHANNELS,
-        batch_size=options.batch,
-        drop_last=True,
-        device=device,
-    )
-    loaders: dict[str, Loader] = {"synthetic": fixed, **{name: sources.build(name) for name in available()}}
-    ways = {name: trained(step, endless(loader)) for name, loader in loaders.items()}
-    measures: dict[str, Callable[[], float]] = {
-        name: lambda steps=steps: delivered(steps, options.batches, options.batch, device, 0.0)  # type: ignore[misc]
-        for name, steps in ways.items()
-    }
-    results = {name: summary(values) for name, values in interleaved(measures, options.trials).items()}
-    for steps in ways.values():
-        steps.close()
-    for loader in loaders.values():
-        loader.close()
-    for result in results.values():
-        result["share of synthetic"] = result["median"] / results["synthetic"]["median"]
-    if device.type == "cuda":
-        seconds = gather_seconds(sources, options)
-        share = seconds * results["synthetic"]["median"] / options.batch
-        results["gather kernel"] = {"seconds a batch": seconds, "share of a step": share}
-    return results
-
-
-def trained(step: Step, batches: Generator[Batch, None, None]) -> Generator[None, None, None]:
-    for inputs, targets in batches:
-        step(inputs, targets, 1e-4)
-        yield
-
-
-def gather_seconds(sources: Sources, options: argparse.Namespace) -> float:
-    """The resident loader's time a batch with nothing else on the device: its kernels and their launches."""
-    with closing(sources.build("resident")) as loader:
-        return options.batch / delivered(endless(loader), options.batches, options.batch, sources.world.device, 0.0)
-
-
-# --- telling -------------------------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def draw(results: dict[str, Any], starts: dict[str, Any], path: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", width_ratios=(2, 1))
-    names = list(results)[::-1]
-    medians = [results[name]["median"] for name in names]
-    errors = [
-        [median - results[name]["min"] for name, median in zip(names, medians, strict=True)],
-        [results[name]["max"] - median for name, median in zip(names, medians, strict=True)],
-    ]
-    ours = [name in LOADERS for name in names]
-    left.barh(names, medians, xerr=errors, color=["tab:blue" if own else "0.65" for own in ours], capsize=3)
-    for place, (name, median) in enumerate(zip(names, medians, strict=True)):
-        left.text(results[name]["max"], place, f"  {median:.0f}", va="center")
-    left.set(xlabel="samples/s (median, range)", title=title, xlim=(0, 1.15 * max(r["max"] for r in results.values())))
-    names = list(starts)[::-1]
-    for offset, key, color in ((0.27, "start seconds", "0.65"), (0, "first epoch seconds", "tab:blue")):
-        right.barh(np.arange(len(names)) + offset, [starts[name][key] for name in names], 0.27, color=color, label=key)
-    right.barh(
-        np.arange(len(names)) - 0.27,
-        [starts[name]["later epoch seconds"] for name in names],
-        0.27,
-        color="tab:cyan",
-        label="later epoch seconds",
-    )
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel="seconds", title="from a cold page cache")
-    right.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    """Throughput with its range, and the seconds of start and epochs."""
+    with plot(path, (11, 3.6), 2, width_ratios=(2, 1)) as (figure, (left, right)):
+        for name, each in reversed(results.items()):
+            errors = [[each["median"] - each["min"]], [each["max"] - each["median"]]]
+            left.barh(name, each["median"], xerr=errors, capsize=3, color="tab:blue" if name in LOADERS else "0.65")
+        left.set(xlabel="samples/s (median, range)", title=title)
+        for place, key in enumerate(("later epoch seconds", "first epoch seconds", "start seconds")):
+            seconds = [each[key] for each in reversed(starts.values())]
+            right.barh(np.arange(len(starts)) + 0.27 * (place - 1), seconds, 0.27, label=key)
+        right.set(yticks=range(len(starts)), yticklabels=list(starts)[::-1], title="from a cold page cache")
+        right.set_xlabel("seconds")
+        figure.legend(loc="outside right upper", fontsize="small")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--box", type=int, default=512)
-    parser.add_argument("--crop", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--workers", type=int, default=2, help="threads, or processes of the plain DataLoader")
-    parser.add_argument("--batches", type=int, default=30, help="timed batches a trial")
-    parser.add_argument("--epoch_batches", type=int, default=64, help="batches an epoch")
-    parser.add_argument("--trials", type=int, default=5)
-    parser.add_argument("--starts", type=int, default=3, help="starts of each loader; the median is told")
-    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="the DataLoader, too")
-    parser.add_argument("--settle", type=float, default=SETTLE_SECONDS, help=argparse.SUPPRESS)
-    parser.add_argument("--data", type=Path, help="HDF5 file (default: data/benchmark_<box>.h5, made if missing)")
-    parser.add_argument("--step", metavar="CONFIG", nargs="?", const="bs64_opt", help="measure training steps, too")
-    parser.add_argument("--start", choices=LOADERS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
-    if options.start:
-        print(json.dumps(start(options.start, options)))
-        return
-    make_file(options.data, options.box)
-    if "dali-lowmem" in available():
-        twins_of(options.data)
-    rounds = [{name: start_in_own_process(name, options) for name in available()} for _ in range(options.starts)]
+def run(options: argparse.Namespace) -> None:
+    """Measures, prints, saves and draws."""
+    device = this_machine().device
+    names = available(device)
+    if "dali-lowmem" in names:
+        make_npy(options.data)
+        make_npy(options.valid_data)
+    rounds = [{name: start_in_process(name, options) for name in names} for _ in range(options.starts)]
     starts = {
         name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
         | {"trials": [each[name] for each in rounds]}
-        for name in rounds[0]
+        for name in names
     }
     results = throughput(options)
     for name, result in results.items():
-        print(
-            f"{name:<32} {result['median']:8.1f} samples/s ({result['min']:.1f} to {result['max']:.1f}), "
-            f"{result['GB/s']:.2f} GB/s, {result['ratio to plain']:.1f}× plain, {result['share of bound']:.2f} of bound"
-        )
-    for name, told in starts.items():
-        print(
-            f"{name:<32} start {told['start seconds']:.1f} s, first epoch {told['first epoch seconds']:.2f} s, "
-            f"later {told['later epoch seconds']:.2f} s ({told['first epoch / later']:.2f}×), "
-            f"memory {told['host bytes'] / 2**30:.2f} GiB"
-            + (f", device {told['device bytes'] / 2**30:.2f} GiB" if "device bytes" in told else "")
-        )
-    settings = {key: value for key, value in vars(options).items() if key not in ("data", "start", "settle", "step")}
-    report: dict[str, Any] = {"settings": settings, "unit": "samples/s", "results": results, "starts": starts}
-    if options.step:
-        report["training"] = training(options)
-        for name, result in report["training"].items():
-            print(f"{name:<32} {json.dumps({k: v for k, v in result.items() if k != 'trials'})}")
-    device = "" if sources_device() == "cpu" else "_gpu"
-    saved = save(f"loaders{device}", report)
-    box = open_volume(options.data, CHANNELS).box
-    draw(results, starts, saved.with_suffix(".png"), f"{options.crop}³ crops of {box}³, batch {options.batch}")
-    print(f"written: {saved}, {saved.with_suffix('.png')}")
+        print(f"{name:<32} {ranged(result)} samples/s, {result['share of bound']:.2f} of the bound")
+    for name, values in starts.items():
+        seconds = ", ".join(f"{key} {values[key]:.2f}" for key in ("start seconds", "first epoch seconds"))
+        print(f"{name:<32} {seconds}, {values['first epoch / later']:.2f}× a later one")
+    report = {"settings": settings(options), "unit": "samples/s", "results": results, "starts": starts}
+    path = save("loaders" if device.type == "cpu" else "loaders_gpu", report, options.output)
+    draw(results, starts, path.with_suffix(".png"), f"{options.crop}³ crops, batch {options.batch}")
+    print(f"written: {path}, {path.with_suffix('.png')}")
 
 
-def sources_device() -> str:
-    return this_machine().device.type
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_integers(box=512, crop=64, batch=16)
+    parser.add_argument("--workers", type=positive, default=2, help="threads, or processes of the plain DataLoader")
+    parser.add_argument("--batches", type=positive, default=30, help="timed batches per trial")
+    parser.add_argument("--epoch_batches", type=positive, default=64, help="batches per epoch")
+    parser.add_argument("--trials", type=positive, default=5)
+    parser.add_argument("--starts", type=positive, default=3, help="starts of each loader; the median is reported")
+    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="measure the DataLoader")
+    parser.add_argument("--data", type=Path, help="HDF5 file (data/benchmark_<box>.h5, created if missing)")
+    parser.add_argument("--start", choices=list(LOADERS), help=argparse.SUPPRESS)
+    with one_line_errors():
+        options = parser.parse_args()
+        options.settle = SETTLE_SECONDS
+        options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
+        options.valid_data = Path(f"data/benchmark_{max(128, options.crop)}.h5")
+        if options.start:
+            print(json.dumps(start(options.start, options)))
+            return
+        make_file(options.data, options.box)
+        make_file(options.valid_data, max(128, options.crop))
+        run(options)
 
 
 if __name__ == "__main__":

@@ -7,101 +7,55 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Generator
 
 import torch
-from torch import nn
 
-from benchmarks.common import Parser, interleaved, save, seconds_of, settings, summary, this_machine
-from networks import build_loss, build_network, initialise
+from benchmarks.common import YAML, Parser, interleaved, save, seconds_of, settings, summary, this_machine
+from utils import build
+from utils import config as configs
 from utils.cli import positive
-from utils.config import CheckpointConfig, OptimizerConfig
-from utils.data import Loaders
-from utils.data.loaders.prefetcher import Batch
-from utils.distributed.world import World
+from utils.config import Config
+from utils.data import get_loader
 from utils.distributed.signals import NullSignals
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
-from utils.optim.schedules import ConstantSchedule
-from utils.steps.eager import EagerStep
 from utils.training.callbacks import Callbacks
 from utils.training.state import TrainState
-from utils.training.trainer import Trainer, TrainerOptions
 
 LEARNING_RATE = 1e-4
 
 
-class OneBatch:
-    """A loader that returns the same batch at no cost."""
-
-    def __init__(self, batch: Batch, count: int) -> None:
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
-        for _ in range(first_batch, self._count):
-            yield self._batch
-
-    def close(self) -> None:
-        pass
-
-
-def random_batch(options: argparse.Namespace, device: torch.device) -> Batch:
-    """A batch of random values on the device, the same at each call."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(options.batch, channels, *(options.crop,) * 3) for channels in (4, 5)]
-    return Batch(*(torch.rand(shape, generator=generator).to(device) for shape in shapes))
-
-
-def unet(options: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A U-Net of the options' size with its optimizer, the same at each call."""
-    network = build_network("unet", options.crop, width=options.width, scales=options.scales)
-    initialise(network, torch.Generator().manual_seed(0))
-    network.to(device)
-    return network, build_optimizer(OptimizerConfig(), network.named_parameters(), LEARNING_RATE)
-
-
-def unet_step(options: argparse.Namespace, world: World) -> EagerStep:
-    """A training step of `unet`."""
-    network, optimizer = unet(options, world.device)
-    return EagerStep(network, build_loss("l1"), optimizer, world)
-
-
-def build_trainer(options: argparse.Namespace, world: World, batch: Batch) -> Trainer:
-    """A trainer whose epoch is --steps steps on one batch, and which writes nothing."""
-    return Trainer(
-        step=unet_step(options, world),
-        loaders=Loaders(OneBatch(batch, options.steps), OneBatch(batch, 1)),
-        schedule=ConstantSchedule(LEARNING_RATE, warmup_steps=0),
-        world=world,
-        options=TrainerOptions(
-            num_epochs=1,
-            global_batch_size=options.batch,
-            log_interval=50,
-            checkpoint=CheckpointConfig(every_minutes=None),
-        ),
-        signals=NullSignals(),
-        callbacks=Callbacks(),
-        state=TrainState(),
-    )
+def unet_config(options: argparse.Namespace) -> Config:
+    """A U-Net of the options' size, trained on one batch of random values, --steps steps per epoch."""
+    keys = {
+        "network.width": options.width,
+        "network.scales": options.scales,
+        "data_size": options.crop,
+        "local_batch_size": options.batch,
+        "Nsamples": options.steps * options.batch,
+        "Nsamples_val": options.batch,
+        "data_loader_config": "synthetic",
+        "checkpoint.every_minutes": None,
+    }
+    return configs.load(YAML, "base", keys).for_world(1)
 
 
 def measure(options: argparse.Namespace) -> None:
     """Measures pairs of the bare loop and the trainer's loop, and the overhead of each pair."""
     torch.set_num_threads(options.threads)
     world = this_machine()
-    batch = random_batch(options, world.device)
-    network, optimizer = unet(options, world.device)
-    loss = build_loss("l1")
+    config = unet_config(options)
+    loaders = get_loader("synthetic").build(config, world, lambda: 0)
+    batch = next(loaders.train.epoch(0))
+    network, loss = build.network(config).to(world.device), build.loss(config)
+    optimizer = build_optimizer(config.optimizer, network.named_parameters(), LEARNING_RATE)
+    step = build.step(config, world, build.model(config))
+    trainer = build.trainer(config, step, loaders, world, NullSignals(), Callbacks(), TrainState())
 
     def bare_step() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss(network(batch.inputs), batch.targets).backward()
         optimizer.step()
-
-    trainer = build_trainer(options, world, batch)
 
     def trainer_epoch() -> None:
         trainer.state = TrainState()

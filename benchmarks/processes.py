@@ -1,4 +1,4 @@
-"""Trainings that a benchmark starts as processes of their own: ended whole, and failing in one line."""
+"""Training runs that a benchmark starts as child processes: all of their processes end, and errors are one line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-STOPPED = "stopped: not done"
-# torchrun gives its ranks, which are no members of its process group, this long to end, and kills them then.
+from benchmarks.common import REPOSITORY
+
+STOPPED = "stopped after"
+# torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
 GRACE_SECONDS = 40.0
 
 
 def launcher(ranks: int) -> list[str]:
-    """What a script and its arguments follow, for so many ranks on this machine."""
+    """The words before the script's name in a command that starts `ranks` ranks on this machine."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *(torchrun if ranks > 1 else [])]
+
+
+def failure_of(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, limit: float | None = None
+) -> str:
+    """Runs the command in the repository, with its output in `log`; returns why it failed, or an empty string."""
+    with open(log, "wb") as file:
+        code = run_group(command, {**os.environ, **(environment or {})}, file, limit, REPOSITORY)
+    return failure_reason(code, log.read_text(encoding="utf-8", errors="replace"), limit or 0)
 
 
 def run_group(
@@ -30,7 +41,7 @@ def run_group(
     limit: float | None = None,
     directory: Path | None = None,
 ) -> int | None:
-    """The command's exit code, or None where the time was up; whatever ends the wait ends all that it started."""
+    """The command's exit code, or None after `limit` seconds; all processes that it started have ended by then."""
     process = subprocess.Popen(
         command,
         cwd=directory,
@@ -60,20 +71,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def why_it_failed(code: int | None, output: str, limit: float = 0) -> str:
-    """In one line, from what the processes wrote; empty where they did not fail."""
+def failure_reason(code: int | None, output: str, limit: float = 0) -> str:
+    """One line from what the processes wrote; empty if the exit code is 0."""
     if code == 0:
         return ""
     if code is None:
-        return f"{STOPPED} after {limit:.0f} s"
+        return f"{STOPPED} {limit:.0f} s"
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in output.splitlines()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reported = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)", line)]
-    raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun's, for whatever its ranks had
-    killed = re.findall(r"Signal \d+ \((SIG\w+)\)", output)
+    raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun raises it for any failed rank
+    signals = re.findall(r"Signal \d+ \((SIG\w+)\)", output)
     if code < 0:
-        killed.append(signal.Signals(-code).name)
-    ended = f"ended by {killed[0]}" if killed else f"exit code {code}"
-    if killed[:1] == ["SIGKILL"]:
-        ended += ", as where memory runs out"
-    return (told or raised or [ended])[0]
+        signals.append(signal.Signals(-code).name)
+    ended = f"ended by {signals[0]}" if signals else f"exit code {code}"
+    if signals[:1] == ["SIGKILL"]:
+        ended += ", possibly because memory ran out"
+    return (reported or raised or [ended])[0]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import convergence
-from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, samples_table, summarise, table
+from benchmarks import convergence, processes
+from benchmarks.common import YAML
+from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, result_table, summarise
 from utils import config as configs
 from utils.errors import UserError
 
@@ -36,7 +37,7 @@ def result(accuracies: list[float], seconds: float = 1.0) -> dict[str, Any]:
 
 
 def summaries(study: Study, *results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    config = configs.load(convergence.YAML, "digits_naive").for_world(1)
+    config = configs.load(YAML, "digits_naive").for_world(1)
     return [
         summarise(study, condition, config, made) for condition, made in zip(study.conditions, results, strict=True)
     ]
@@ -63,22 +64,22 @@ def test_a_goal_is_reached_at_a_validation_or_between_two(both: list[dict[str, A
     first, second = both
     assert reach(second, 0.85, rises=True) == {"epoch": 1.0, "samples": 100, "step": 10, "seconds": 1.0}
     between = {"epoch": 1.4, "samples": 140, "step": 14, "seconds": 2.8}
-    assert reach(first, 0.7, rises=True, between=True) == pytest.approx(between)
+    assert reach(first, 0.7, rises=True, interpolate=True) == pytest.approx(between)
     for goal in (0.6, 0.05):  # at a validation, and before the first one
-        assert reach(first, goal, rises=True, between=True) == reach(first, goal, rises=True)
-    assert reach(first, 0.925, rises=True) is reach(first, 0.925, rises=True, between=True) is None
+        assert reach(first, goal, rises=True, interpolate=True) == reach(first, goal, rises=True)
+    assert reach(first, 0.925, rises=True) is reach(first, 0.925, rises=True, interpolate=True) is None
     falling = {"curve": [{**point, "mean": 1 - point["mean"]} for point in first["curve"]]}
-    assert reach(falling, 0.3, rises=False, between=True) == pytest.approx(between)
+    assert reach(falling, 0.3, rises=False, interpolate=True) == pytest.approx(between)
 
 
 def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both: list[dict[str, Any]]) -> None:
-    line = table(STUDY, both)[2]
-    assert line.startswith("| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps |")
+    line = result_table(STUDY, both).splitlines()[2]
+    assert line == "| one | 32 | 12 | 528 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 4 | 200 samples, 20 steps | 100 % |"
     losses = Study(CONDITIONS, "Loss/valid", "y", rises=False, per_sample=True)
     found = summaries(losses, [result([0.1, 0.5, 0.8])] * 2, [result([0.1, 0.2, 0.3])] * 2)
-    assert samples_table(losses, found)[2:] == [
-        "| one | 200 | 0.20000 ± 0.00000 | 1.00 | 200 samples | 100 % |",
-        "| two | 200 | 0.70000 ± 0.00000 | 3.50 | never |  |",
+    assert result_table(losses, found).splitlines()[2:] == [
+        "| one | 32 | 12 | 528 | 0.20000 ± 0.00000 | 40.0 ± 0.0 % | 2 | 200 samples, 20 steps | 100 % |",
+        "| two | 32 | 12 | 528 | 0.70000 ± 0.00000 | 15.0 ± 0.0 % | 2 | never |  |",
     ]
     convergence.draw(STUDY, both, tmp_path / "curves.png")
     convergence.draw_samples(losses, found, tmp_path / "samples.png")
@@ -90,7 +91,7 @@ def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both:
 def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> None:
     conditions = STUDIES[name].conditions
     trainings = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
-    assert all(training.config.seed == 3 and not training.complete() for training in trainings)
+    assert all(training.config.seed == 3 and not training.is_complete() for training in trainings)
     batches = {training.config.global_batch_size for training in trainings}
     assert max(batches) == (1 if STUDIES[name].per_sample else 8) * min(batches)
     assert len({training.directory for training in trainings}) == len(trainings)
@@ -103,7 +104,7 @@ def test_trainings_run_once_and_are_compared(
 ) -> None:
     """Complete trainings are kept; those of another commit or config run again, and a failure is one line."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
-    monkeypatch.setattr(convergence, "run_group", run_forked)
+    monkeypatch.setattr(processes, "run_group", run_forked)
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
     small = ["--set=num_epochs=2", "--set=Nsamples=320", "--set=Nsamples_val=40", "--set=report_pictures=false"]
     convergence.main([*arguments, *small])

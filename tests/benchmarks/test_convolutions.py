@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import convolutions
-from benchmarks.convolutions import Job, Row, markdown, measure, read_layers, weighted
+from benchmarks import convolution_passes, convolutions
+from benchmarks.convolution_passes import Job, read_layers
+from benchmarks.convolutions import Row, markdown, measure, weighted
 from networks import build_network
-from utils.distributed.world import Launch, World
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.profiling import timing
 
 CPU = torch.device("cpu")
 SMALL = {"batch": 1, "crop": 8, "width": 4, "scales": 2}
-PASSES = 2 + 3 + 3 + 3 + 4  # down1, down2, up2, last, and the rewritten down1 and last with two each
+EVERY = ("plain", "space-to-depth")
+PASSES = 2 + 3 + 3 + 3 + 4  # down1, down2, up2, last, and down1 and last as space-to-depth with two each
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +29,7 @@ def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "ROW_SECONDS", 1e-4)
     monkeypatch.setattr(convolutions, "PEAK_SECONDS", 1e-3)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(convolutions.ceilings, "matmul_size", lambda device: 64)
+        monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
 
 
 def test_layers_are_those_of_the_network() -> None:
@@ -41,8 +45,8 @@ def test_layers_are_those_of_the_network() -> None:
 @pytest.mark.parametrize(("name", "format"), [("down1", "NDHWC"), ("up2", "NCDHW")])
 def test_measured_passes_are_those_of_autograd(name: str, format: str) -> None:
     layer = next(layer for layer in read_layers(8, width=4, scales=2) if layer.name == name)
-    calls = convolutions._plain_calls(Job(layer, "tf32", format), CPU, batch=2)
-    draw = convolutions._random(Job(layer, "tf32", format), CPU)
+    calls = convolution_passes._plain_calls(Job(layer, "tf32", format), CPU, batch=2)
+    draw = convolution_passes.random_tensors(Job(layer, "tf32", format), CPU)
     inputs = draw((2, *layer.input_shape)).requires_grad_()
     module = build_network("unet", 8, width=4, scales=2).get_submodule(name)
     module.weight.data = draw(layer.weight_shape, 0.02)
@@ -93,14 +97,14 @@ def test_rows_beyond_the_budget_are_listed_as_missing() -> None:
 
 
 def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = convolutions._plain_calls
+    real = convolution_passes._plain_calls
 
-    def failing(job: Job, device: torch.device, batch: int) -> convolutions.Calls:
+    def failing(job: Job, device: torch.device, batch: int) -> convolution_passes.Calls:
         if job.layer.name == "up2":
             raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
         return real(job, device, batch)
 
-    monkeypatch.setattr(convolutions, "_plain_calls", failing)
+    monkeypatch.setattr(convolution_passes, "_plain_calls", failing)
     result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
     failed = [(row["layer"], row["error"]) for row in result["rows"] if "error" in row]
     assert failed == [("up2", "CUDA out of memory.")] * 3
@@ -119,7 +123,7 @@ def test_the_best_choice_is_made_layer_by_layer() -> None:
     rows = [
         row("a", "bfloat16", 4.0, 0.5),
         row("a", "float16", 2.0, 0.9),
-        row("a", "float16", 1.0, 0.9, version="rewritten"),
+        row("a", "float16", 1.0, 0.9, version="space-to-depth"),
         row("b", "bfloat16", 1.0, 0.2),
         row("b", "float16", 3.0, 0.1),
         row("b", "float16", 0.1, 0.9, format="NCDHW", passes=3),  # two passes were not measured
@@ -128,8 +132,8 @@ def test_the_best_choice_is_made_layer_by_layer() -> None:
     assert weighted(rows, "bfloat16", "NDHWC")["ms"] == 5.0
     assert weighted(rows, "bfloat16", "NDHWC")["share_of_peak"] == pytest.approx((4 * 0.5 + 1 * 0.2) / 5)
     assert weighted(rows, "float16")["ms"] == 5.0
-    best = weighted(rows, rewrites=True)
-    assert best["choices"] == {"a": "float16 NDHWC rewritten", "b": "bfloat16 NDHWC"}
+    best = weighted(rows, versions=EVERY)
+    assert best["choices"] == {"a": "float16 NDHWC space-to-depth", "b": "bfloat16 NDHWC"}
     assert (best["ms"], best["tflops"]) == (2.0, pytest.approx(1.0))
     assert weighted(rows)["choices"]["a"] == "float16 NDHWC"
     assert weighted(rows, "tf32")["layers"] == 0

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import example_runs
 from benchmarks.convergence import Condition, Training
-from benchmarks.example_runs import SETS, keep, summarise, table
+from benchmarks.example_runs import SETS, conditions, keep, result_table, summarise
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def training(tmp_path: Path) -> Training:
 
 @pytest.mark.parametrize("name", SETS)
 def test_every_run_has_a_valid_config(name: str, tmp_path: Path) -> None:
-    loaded = [Training(run.name, run, 0, tmp_path, {}).config for run in SETS[name]().runs]
+    loaded = [Training(run.name, run, 0, tmp_path, {}).config for run in conditions(SETS[name])]
     assert all(config.total_steps > 0 for config in loaded)
 
 
@@ -43,7 +43,7 @@ def test_a_run_is_summarised_from_its_records(training: Training, tmp_path: Path
     assert (found["initial loss"], found["final loss"], found["seconds"]) == (0.14, 0.01, 40.0)
     assert found["to the goal"] == {"samples": 160, "step": 20, "seconds": 20.0}
     assert found["samples per second"] == pytest.approx(8 * 1.3)
-    lines = table(runs, "the first")
+    lines = result_table(runs, "the first").splitlines()
     assert lines[2].endswith("| 0.010000 | 160 | 0:20 |")
     assert lines[3].endswith("| 0.010000 | never |  |")
     example_runs.draw(runs, 0.03, tmp_path / "runs.png")

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from benchmarks import gpu, ladder, loaders
-from benchmarks.ladder import CPU_RUNGS, GPU_RUNGS, Rung, climb, command, markdown
+from benchmarks.ladder import CPU_STEPS, GPU_STEPS, LadderStep, climb, command, markdown
 from utils import cli
 from utils import config as configs
+from utils.profiling import timing
 
 SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=3"]
 
@@ -44,22 +45,22 @@ class FakeMachine:
 
 
 def test_a_faster_step_is_kept_and_the_next_starts_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rungs = [
-        (Rung("base", {"tf32": False}), (100, 50)),
-        (Rung("input", {"num_data_workers": 8}), (100, 90)),
-        (Rung("slower", {"channels_last": True}), (80, 80)),
-        (Rung("graph", graph=True), (150, 140)),
-        (Rung("measured against", {"enable_amp": True}, always=True), (120, 120)),
+    steps = [
+        (LadderStep("base", {"tf32": False}), (100, 50)),
+        (LadderStep("input", {"num_data_workers": 8}), (100, 90)),
+        (LadderStep("slower", {"channels_last": True}), (80, 80)),
+        (LadderStep("graph", graph=True), (150, 140)),
+        (LadderStep("measured against", {"enable_amp": True}, always=True), (120, 120)),
     ]
-    answers, seen = iter(speed for _, speed in rungs), []
+    answers, seen = iter(speed for _, speed in steps), []
 
     def measure(machine: FakeMachine, changes: dict[str, Any], graph: bool) -> dict[str, Any]:
         seen.append((dict(changes), graph))
         return rates(*next(answers))
 
     monkeypatch.setattr(ladder, "measure", measure)
-    missing = Rung("odd", needs="no_such.package")
-    results = climb(FakeMachine(), [*(rung for rung, _ in rungs), missing], math.inf, lambda _: None)
+    missing = LadderStep("odd", package="no_such.package")
+    results = climb(FakeMachine(), [*(step for step, _ in steps), missing], math.inf, lambda _: None)
     assert [entry["kept"] for entry in results[:-1]] == [True, True, False, True, True]
     base, workers = {"tf32": False}, {"tf32": False, "num_data_workers": 8}
     assert seen == [
@@ -72,25 +73,25 @@ def test_a_faster_step_is_kept_and_the_next_starts_from_it(monkeypatch: pytest.M
     assert "| odd | no_such.package is not installed |" in markdown(results, {"float32": 2.0, "tf32": 4.0})
 
 
-@pytest.mark.parametrize("rungs", [GPU_RUNGS, CPU_RUNGS])
-def test_a_printed_command_is_the_training_that_was_measured(rungs: tuple[Rung, ...]) -> None:
+@pytest.mark.parametrize("steps", [GPU_STEPS, CPU_STEPS])
+def test_a_printed_command_is_the_training_that_was_measured(steps: tuple[LadderStep, ...]) -> None:
     """Its command line leads to the same config as the step's changes, and every key exists."""
     changes: dict[str, Any] = {}
-    for rung in rungs:
-        changes |= rung.changes
-        words = command(FakeMachine(), changes, bool(rung.graph)).split()
-        assert words[:3] == ["python", "train_graph.py" if rung.graph else "train.py", "--config=base"]
+    for step in steps:
+        changes |= step.changes
+        words = command(FakeMachine(), changes, bool(step.graph)).split()
+        assert words[:3] == ["python", "train_graph.py" if step.graph else "train.py", "--config=base"]
         typed = cli.parse([f"--yaml_config={ladder.YAML}", *words[2:]])
         ours = configs.load(ladder.YAML, "base", changes)
-        assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours, rung.name
+        assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours, step.name
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--seconds=nan"], "argument --seconds: 'nan' is no number above zero; see --help"),
+        (["--seconds=nan"], "argument --seconds: 'nan' is not a number above zero; see --help"),
         (["--crop=256"], "crops of 256 cells do not fit into boxes of 128 and 128"),
-        (["--data=none.h5"], "no such file: none.h5; leave --data out, and one is made"),
+        (["--data=none.h5"], "no such file: none.h5; without --data, one is created"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
@@ -113,30 +114,30 @@ def test_earlier_results_are_replaced_only_by_measurements(
     (tmp_path / "ladder.json").write_text("earlier")
     monkeypatch.setattr(ladder.peaks, "measure", lambda _: {"matmul_tflops": {"float32": {"median": 2.0}}})
     monkeypatch.setattr("sys.argv", ["ladder", "--box=16", "--valid_box=16", "--crop=8", "--output=."])
-    entries = [{"rung": "a", "failed": "no memory"}]
+    entries = [{"name": "a", "failed": "no memory"}]
     monkeypatch.setattr(ladder, "climb", lambda *_: entries)
     with pytest.raises(SystemExit):
         ladder.main()
-    assert capsys.readouterr().err == "error: no rung could be measured: no memory\n"
+    assert capsys.readouterr().err == "error: no step of the ladder could be measured: no memory\n"
     assert (tmp_path / "ladder.json").read_text() == "earlier"
-    entries += [{"rung": "b", "kept": True, "state": {"changes": {}}, **rates(100, 90)}]
+    entries += [{"name": "b", "kept": True, "state": {"changes": {}}, **rates(100, 90)}]
     ladder.main()
-    assert [entry["rung"] for entry in json.loads((tmp_path / "ladder.json").read_text())["rungs"]] == ["a", "b"]
+    assert [entry["name"] for entry in json.loads((tmp_path / "ladder.json").read_text())["ladder"]] == ["a", "b"]
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert "| b | 100 (90 – 110) |" in capsys.readouterr().out
 
 
 def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The whole report from real measurements, drawn again from its file; a failed rung or part does not end it."""
+    """The report comes from real measurements and is drawn again from its file; failed parts do not end the run."""
     steps = (
-        Rung("float32", always=True),
-        Rung("channels last", {"channels_last": True}, always=True),
-        Rung("graph", graph=True),
+        LadderStep("float32", always=True),
+        LadderStep("channels last", {"channels_last": True}, always=True),
+        LadderStep("graph", graph=True),
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(ladder, "CPU_RUNGS", steps)
-    monkeypatch.setattr(gpu.peaks, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(ladder, "CPU_STEPS", steps)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
     monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
     measure_peaks, throughput = gpu.peaks.measure, loaders.throughput
     monkeypatch.setattr(gpu.peaks, "measure", lambda device, seconds: measure_peaks(device, 1e-3, copied_bytes=4096))
@@ -146,7 +147,7 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         return throughput(options)
 
     def broken(*arguments: Any) -> None:
-        raise RuntimeError("cuDNN is not well")
+        raise RuntimeError("cuDNN failed")
 
     monkeypatch.setattr(loaders, "throughput", without_pauses)
     monkeypatch.setattr(gpu.Run, "convolutions", broken)
@@ -154,9 +155,9 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("sys.argv", ["gpu", *flags, "--tests=--version"])
     gpu.main()
     results = json.loads((tmp_path / "out/results.json").read_text())
-    assert set(results["skipped"]) == {"rung graph", "convolutions"}
-    assert "only CUDA devices have graphs" in results["skipped"]["rung graph"]
-    assert results["skipped"]["convolutions"] == "failed: cuDNN is not well"
+    assert set(results["skipped"]) == {"ladder: graph", "convolutions"}
+    assert "only CUDA devices have graphs" in results["skipped"]["ladder: graph"]
+    assert results["skipped"]["convolutions"] == "failed: cuDNN failed"
     for entry in results["ladder"][:2]:
         for name in ("SYNTHETIC", "FULL"):
             assert 0 < entry[name]["min"] <= entry[name]["median"] <= entry[name]["max"]
@@ -164,10 +165,10 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     for name in ("loss", "gradient norm"):
         first, second = (entry[f"{name} of the warm-up steps"] for entry in results["ladder"][:2])
         assert second == pytest.approx(first, rel=1e-3)
-    duel = results["duels"]["best against an earlier rung"]
-    ratios = [best / first for first, best in zip(duel["float32"]["trials"], duel["best"]["trials"], strict=True)]
-    assert duel["best"]["ratio to the first"]["trials"] == ratios
-    assert {"lowmem", "inmem", "resident", "memory copy (bound)"} <= set(results["loaders"])
+    pair = results["comparisons"]["best and original's best"]
+    ratios = [best / first for first, best in zip(pair["float32"]["trials"], pair["best"]["trials"], strict=True)]
+    assert pair["best"]["ratio to the first"]["trials"] == ratios
+    assert {"lowmem", "inmem", "memory copy (bound)"} <= set(results["loaders"])
     assert results["tests"]["ended"] == "exit code 0"
     page = capsys.readouterr().out
     assert "## Ladder" in page

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import checkpoints, loop_overhead, peaks
+from utils.profiling import timing
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def test_a_gpu_has_four_matrix_products_and_two_copies_and_tf32_is_faster() -> N
 def test_a_multiplication_counts_as_two_operations_and_a_copy_as_read_and_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peaks, "repeat", lambda *arguments: [1e-3, 2e-3, 4e-3])
+    monkeypatch.setattr(timing, "repeat", lambda *arguments: [1e-3, 2e-3, 4e-3])
     result = peaks.matmul_tflops(CPU, "float32", size=100)
     assert result == pytest.approx({"median": 1e-3, "min": 0.5e-3, "max": 2e-3, "n": 3})
     assert peaks.device_copy_gb_per_s(CPU, 10**6)["median"] == pytest.approx(1.0)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import processes, scaling
 from benchmarks.scaling import Plan, Point, Series, combined, efficiencies, gather, measure, read_plan, studies
 from utils.config import Config
 
@@ -74,10 +74,10 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tm
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--ranks", "1", "3"], "--strong 8 cannot be shared among 3 ranks"),
-        (["--trials", "2"], "2 rounds say nothing of the spread"),
+        (["--ranks", "1", "3"], "--strong 8 cannot be divided among 3 ranks"),
+        (["--trials", "2"], "2 rounds are too few for a spread"),
         (["--ranks", "1", "--weak", "9999999"], "Nsamples 64 is less than global_batch_size"),
-        (["--noddp"], "--noddp is for this command to set"),
+        (["--noddp"], "--noddp is set by this command"),
         (["--set", "widht=3"], "unknown key widht"),
         (["--sbatch", "jobs", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
     ],
@@ -85,7 +85,7 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tm
 def test_bad_input_is_one_line_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], text: str
 ) -> None:
-    monkeypatch.setattr(scaling, "run_group", lambda *_, **__: pytest.fail("nothing must run"))
+    monkeypatch.setattr(processes, "run_group", lambda *_: pytest.fail("nothing must run"))
     monkeypatch.chdir(tmp_path)
     yaml = f"--yaml_config={REPOSITORY / 'config' / 'UNet.yaml'}"
     assert text in complaint(monkeypatch, capsys, *SYNTHETIC, yaml, *words, "--output=out")
@@ -99,7 +99,7 @@ class Recorder:
         self.calls: list[tuple[list[str], dict[str, str]]] = []
         self._code, self._says = code, says
 
-    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], directory: Path) -> int:
+    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], limit: None, directory: Path) -> int:
         assert directory == REPOSITORY
         self.calls.append((words, env))
         log.write(self._says.encode())
@@ -115,7 +115,7 @@ def test_the_study_launches_every_point_with_the_same_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     run = Recorder()
-    monkeypatch.setattr(scaling, "run_group", run)
+    monkeypatch.setattr(processes, "run_group", run)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
     call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path))
@@ -139,7 +139,7 @@ def test_the_study_launches_every_point_with_the_same_threads(
 def test_a_run_that_fails_ends_the_study_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(scaling, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
+    monkeypatch.setattr(processes, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
     line = complaint(monkeypatch, capsys, *SYNTHETIC, "--ranks", "1", "--output", str(tmp_path))
     assert line == f"error: ranks 1, local batch 8: no such disk; buy one; see {tmp_path / 'points' / 'log.txt'}\n"
     assert not (tmp_path / "scaling.json").exists()
@@ -191,10 +191,10 @@ def test_the_script_submits_every_job_without_a_result(
         size = [f"--nodes={max(1, point.ranks // 4)}", f"--ntasks={point.ranks}", "submit_pm.sh"]
         assert arguments == [*size, "--config=bs64_opt", "--set", odd, "--enable_benchy", "--local_batch_size=64"]
     Path(jobs[0][0]).write_text("{}")
-    assert len(submitted(tmp_path, script)) == len(jobs) - 1, "a result that is there is not submitted again"
+    assert len(submitted(tmp_path, script)) == len(jobs) - 1, "an existing result is not submitted again"
 
 
-def test_overheads_and_efficiency_are_as_worked_out_by_hand() -> None:
+def test_overheads_and_efficiency_equal_values_computed_by_hand() -> None:
     """2 ranks of 4 samples; medians of 80, 100 and 125 samples/s are steps of 100, 80 and 64 ms."""
     rounds = [benchy(2, 4, 100, 80, 125), benchy(2, 4, 90, 81, 100), benchy(2, 4, 110, 44, 200)]
     values = combined(Point(2, 4), [{**each, "hosts": 1} for each in rounds])
@@ -228,8 +228,8 @@ def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (json.dumps(benchy(2, 8, 10, 9)), "{} is no result of benchmark mode"),  # NO-COMM is missing
-        (json.dumps(benchy(4, 8, 10, 9, 11)), "is of 4 ranks at local batch 8"),
+        (json.dumps(benchy(2, 8, 10, 9)), "{} is not a result of benchmark mode"),  # NO-COMM is missing
+        (json.dumps(benchy(4, 8, 10, 9, 11)), "has 4 ranks at local batch 8"),
         (None, "no results in "),
     ],
 )

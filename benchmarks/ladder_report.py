@@ -1,0 +1,70 @@
+"""Table and plot of the optimisation ladder's results (benchmarks/ladder.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import plot, ranged, table
+
+LOSS_STEPS = 10  # after which losses are compared
+
+
+def best_of(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last step of the ladder that was kept."""
+    return next((entry for entry in reversed(results) if entry.get("kept")), None)
+
+
+def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) -> str:
+    """A line per step of the ladder."""
+    heads = ["option", "SYNTHETIC samples/s", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s", "% of matmul peak"]
+    heads += ["kept", f"loss, gradient norm of step {LOSS_STEPS}", "predicted for an H200"]
+    rows = []
+    for entry in results:
+        cells = [entry["name"], *_measured(entry, peak)]
+        cells += [""] * (len(heads) - 1 - len(cells))
+        rows.append([*cells, entry.get("predicted for an H200", "")])
+    return table(heads, rows) + "\n"
+
+
+def _measured(entry: Mapping[str, Any], peak: Mapping[str, float]) -> list[str]:
+    if "SYNTHETIC" not in entry:
+        return [entry.get("skipped") or f"failed: {entry['failed']}"]
+    bound = peak_of(entry["state"]["changes"], peak)
+    finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
+    return [
+        *(ranged(entry[name]) for name in ("SYNTHETIC", "FULL")),
+        f"{entry['FULL / SYNTHETIC']:.3f}",
+        f"{entry['TFLOP/s']:.4g}",
+        "" if bound is None else f"{100 * entry['TFLOP/s'] / bound:.1f}",
+        "yes" if entry["kept"] else "no",
+        ", ".join(f"{value:.4f}" for value in finals),
+    ]
+
+
+def peak_of(changes: Mapping[str, Any], peak: Mapping[str, float]) -> float | None:
+    """TFLOP/s of a matrix product in the training's precision."""
+    if changes.get("enable_amp"):
+        name = changes.get("precision", "bfloat16")
+    else:
+        name = "tf32" if changes.get("tf32", True) and "tf32" in peak else "float32"
+    return peak.get(name)
+
+
+def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """SYNTHETIC and FULL rates; options that were not kept are pale."""
+    shown = [entry for entry in results if "SYNTHETIC" in entry][::-1]
+    with plot(path, (8, 0.9 + 0.36 * len(shown))) as (figure, (axes,)):
+        for place, entry in enumerate(shown):
+            for kind, offset, color in (("SYNTHETIC", 0.19, "0.6"), ("FULL", -0.19, "tab:blue")):
+                rate = entry[kind]
+                errors = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
+                label = kind if place == len(shown) - 1 else None
+                pale = 1.0 if entry["kept"] else 0.35
+                axes.barh(place + offset, rate["median"], 0.36, xerr=errors, color=color, alpha=pale, label=label)
+            axes.text(entry["FULL"]["max"], place - 0.19, f"  {entry['FULL']['median']:.3g}", va="center")
+        names = [entry["name"] + ("" if entry["kept"] else " (not kept)") for entry in shown]
+        axes.set_yticks(range(len(shown)), names)
+        axes.set(xlabel="samples/s, median and range", title=title)
+        figure.legend(loc="outside lower right", ncols=2, fontsize="small", frameon=False)
