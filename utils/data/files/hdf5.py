@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.config import TransformConfig
+from utils.config.schema import TransformConfig
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason

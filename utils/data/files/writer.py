@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -45,19 +45,21 @@ class ResumableHDF5Writer:
         """
         self._target, self._datasets, self._overwrite = target, datasets, overwrite
         self._partial = target.with_name(f".{target.name}.partial")
-        self._journal = target.with_name(f".{target.name}.journal")
+        self._journal_path = target.with_name(f".{target.name}.journal")
         self._identity = json.loads(json.dumps(identity))  # as the journal returns it
         self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
         check_target(target, overwrite)
         make_output_directory(target.parent, size=0)
         with self._os_errors():
-            self._file = _open_locked(self._partial)
+            self._files = ExitStack()
+            self._journal = self._files.enter_context(_open_locked(self._journal_path))
             self.done, self.changed = self._read_journal()
             try:
                 if self.done == 0:
                     self._create(attributes)
-                with h5py.File(self._file, "r") as file:
+                with h5py.File(self._partial, "r") as file:
                     self._offsets = {name: file[name].id.get_offset() for name in datasets}
+                self._file = self._files.enter_context(self._partial.open("r+b", buffering=0))
             except BaseException:
                 self.close() if self.done else self.discard()
                 raise
@@ -69,7 +71,7 @@ class ResumableHDF5Writer:
             for name, planes in values.items():
                 for channel, part in enumerate(np.ascontiguousarray(planes, dtype="<f4")):
                     plane = channel * self._datasets[name][1] + self.done
-                    self._write_at(self._offsets[name] + plane * part[0].nbytes, memoryview(part).cast("B"))
+                    _write_at(self._file, self._offsets[name] + plane * part[0].nbytes, memoryview(part).cast("B"))
             os.fsync(self._file.fileno())
             self._append_to_journal(str(self.done + count))
         self.done += count
@@ -79,56 +81,57 @@ class ResumableHDF5Writer:
         check_target(self._target, self._overwrite)  # another process may have created it
         with self._os_errors():
             os.replace(self._partial, self._target)
-            self._journal.unlink(missing_ok=True)
+            self._journal_path.unlink(missing_ok=True)
         self.close()
 
     def discard(self) -> None:
         """Removes the unfinished file."""
         self._partial.unlink(missing_ok=True)
-        self._journal.unlink(missing_ok=True)
+        self._journal_path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
         """Closes the file, which a later process can resume."""
-        self._file.close()
+        self._files.close()
 
     def _read_journal(self) -> tuple[int, list[str]]:
         """Planes that an earlier process wrote, and the keys of `identity` that have changed since."""
         try:
-            header, *counts, _ = self._journal.read_text(encoding="utf-8").split("\n")  # the last line is incomplete
+            content = self._journal.read()
+            complete = content[: content.rfind(b"\n") + 1]
+            self._journal.truncate(len(complete))  # a full disk may have left half a line
+            header, *counts = complete.splitlines()
             record = json.loads(header)
-            earlier, size = record["identity"], os.fstat(self._file.fileno()).st_size
+            earlier, size = record["identity"], self._partial.stat().st_size
             changed = [key for key in {**earlier, **self._identity} if earlier.get(key) != self._identity.get(key)]
             return int(counts[-1]) if counts and not changed and size == record["bytes"] else 0, changed
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             return 0, []
 
     def _create(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-        self._journal.unlink(missing_ok=True)
-        self._file.truncate(0)
+        self._journal.truncate(0)
+        self._partial.unlink(missing_ok=True)
         make_output_directory(self._target.parent, sum(4 * int(np.prod(shape)) for shape in self._datasets.values()))
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with h5py.File(self._file, "w") as file:
+        with h5py.File(self._partial, "w") as file:
             for name, shape in self._datasets.items():
                 space = h5py.h5s.create_simple(shape)
                 h5py.h5d.create(file.id, name.encode(), h5py.h5t.IEEE_F32LE, space, layout)
                 file[name].attrs.update(attributes.get(name, {}))
             file.attrs.update(attributes.get("", {}))
-        size = os.fstat(self._file.fileno()).st_size
-        self._append_to_journal(json.dumps({"identity": self._identity, "bytes": size}))
-
-    def _write_at(self, offset: int, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            data, offset = data[written:], offset + written
+        self._append_to_journal(json.dumps({"identity": self._identity, "bytes": self._partial.stat().st_size}))
 
     def _append_to_journal(self, line: str) -> None:
-        with open(self._journal, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_at(self._journal, os.fstat(self._journal.fileno()).st_size, memoryview(f"{line}\n".encode()))
+        os.fsync(self._journal.fileno())
+
+
+def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
+    while data:
+        written = os.pwrite(file.fileno(), data, offset)
+        data, offset = data[written:], offset + written
 
 
 def _open_locked(path: Path) -> IO[bytes]:
