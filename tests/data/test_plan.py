@@ -37,7 +37,7 @@ def same(one: EpochPlan, other: EpochPlan) -> bool:
 
 
 def counts(plan: EpochPlan, positions: int) -> np.ndarray:
-    """How often each position occurs: [positions, positions, positions]."""
+    """Number of occurrences of each position: [positions, positions, positions]."""
     result = np.zeros((positions,) * 3, dtype=int)
     np.add.at(result, tuple(plan.origins.T), 1)
     return result
