@@ -1,7 +1,6 @@
 """Convergence studies: conditions × ranks × seeds, each a separate training; mean and spread over seeds.
 
 python -m benchmarks.convergence digits      from a naive large batch to LAMB, 8 ranks, on 1,797 digits
-python -m benchmarks.convergence digits --ranks 2 4 8
 python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must be in data/cifar10
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, learning-rate scaling
 python -m benchmarks.convergence quality     the same U-Net on one rank: what learns more from a sample
@@ -21,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +77,6 @@ def read_studies(path: Path) -> dict[str, Study]:
 
 
 STUDIES = read_studies(Path(__file__).with_name("studies.yaml"))
-
-
-def with_ranks(study: Study, ranks: Sequence[int]) -> Study:
-    """The study with its conditions of several ranks repeated for each of `ranks`."""
-    conditions: list[Condition] = []
-    for condition in study.conditions:
-        if condition.ranks == 1:
-            conditions.append(condition)
-            continue
-        for count in ranks:
-            name = condition.name.replace(f"{condition.ranks} ranks", "").strip(", ")
-            conditions.append(replace(condition, name=f"{count} ranks, {name}", ranks=count))
-    return replace(study, conditions=tuple(conditions))
 
 
 # --- trainings -------------------------------------------------------------------------------------------------------
@@ -291,7 +277,6 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--ranks", type=positive, nargs="+", help="for conditions with several ranks (the study's)")
     parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
     runs = REPOSITORY / "runs" / "convergence"
     parser.add_argument("--runs", type=Path, default=runs, help="directory of the trainings (%(default)s)")
@@ -300,8 +285,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     changes = read_changes(options.changes)
     study = STUDIES[options.study]
-    if options.ranks is not None:
-        study = with_ranks(study, options.ranks)
     trainings = [
         Training(f"{options.study}-{number}", condition, seed, options.runs.absolute(), changes)
         for seed in range(options.seeds)

@@ -25,18 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import convolutions, ladder, ladder_report, ledger, loaders, peaks
-from benchmarks.common import (
-    RESULTS,
-    Parser,
-    positive_float,
-    ranged,
-    read_json,
-    settings,
-    table,
-    this_machine,
-    write_text,
-)
+from benchmarks import common, convolutions, ladder, ladder_report, ledger, loaders, peaks
 from benchmarks.ladder import Machine
 from utils.cli import positive
 from utils.distributed.world import World
@@ -57,7 +46,7 @@ class Run:
         self.deadline = self.started + 60 * options.minutes
         self.results: dict[str, Any] = {
             "provenance": provenance(world),
-            "settings": settings(options),
+            "settings": common.settings(options),
             "seconds": {},
             "skipped": {},
         }
@@ -214,7 +203,7 @@ class Run:
         try:
             done = subprocess.run(
                 command,
-                cwd=RESULTS.parents[1],
+                cwd=common.RESULTS.parents[1],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -243,8 +232,8 @@ def write(results: dict[str, Any], directory: Path, with_plot: bool = True) -> N
             ladder_report.draw(results["ladder"], title, directory / "ladder.png")
         except Exception as error:
             results["skipped"]["ladder.png"] = f"{error}; python -m benchmarks.gpu --draw DIR"
-    write_text(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    write_text(directory / "README.md", markdown(results))
+    common.write_text(directory / "results.json", json.dumps(results, indent=1) + "\n")
+    common.write_text(directory / "README.md", markdown(results))
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -283,16 +272,16 @@ def _comparisons(pairs: dict[str, Any]) -> str:
     for name, pair in pairs.items():
         for side, values in pair.items():
             ratio = values.get("ratio to the first")
-            rows.append((f"{name}: {side}", f"{values['median']:.4g}", ranged(ratio, ".3f") if ratio else ""))
-    return table(("pair", "samples/s", "ratio to the first, median (range)"), rows)
+            rows.append((f"{name}: {side}", f"{values['median']:.4g}", common.ranged(ratio, ".3f") if ratio else ""))
+    return common.table(("pair", "samples/s", "ratio to the first, median (range)"), rows)
 
 
 def _loaders(results: dict[str, Any]) -> str:
     rows = []
     for name, values in results.items():
         other = ", ".join(f"{key} {value:.3g}" for key, value in values.items() if "median" not in values)
-        rows.append((name, other or ranged(values)))
-    return table(("loader", "samples/s, median (range)"), rows)
+        rows.append((name, other or common.ranged(values)))
+    return common.table(("loader", "samples/s, median (range)"), rows)
 
 
 def _tests(result: dict[str, Any]) -> str:
@@ -306,10 +295,10 @@ def slug(name: str) -> str:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = common.Parser(__doc__)
     ladder.add_options(parser)
     parser.set_defaults(output=None)
-    parser.add_argument("--minutes", type=positive_float, default=8.0, help="time limit (%(default)s)")
+    parser.add_argument("--minutes", type=common.positive_float, default=8.0, help="time limit (%(default)s)")
     parser.add_argument("--loader_batches", type=positive, default=20, help="timed batches per trial of a loader")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="write page and plot of DIR/results.json again")
     parser.add_argument("--rehearse", action="store_true", help="run all parts on a CPU, as a test")
@@ -317,13 +306,13 @@ def main() -> None:
     with one_line_errors():
         options = parser.parse_args()
         if options.draw:
-            write(read_json(options.draw / "results.json", "benchmarks.gpu", ("provenance",)), options.draw)
+            write(common.read_json(options.draw / "results.json", "benchmarks.gpu", ("provenance",)), options.draw)
             print(f"written: {options.draw}")
             return
-        world = this_machine()
+        world = common.this_machine()
         if world.device.type != "cuda" and not options.rehearse:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
-        run = Run(options, world, options.output or RESULTS / slug(provenance(world)["device"]))
+        run = Run(options, world, options.output or common.RESULTS / slug(provenance(world)["device"]))
         ladder.settle(options)  # counts as the run's time
         run.run()
         print((run.directory / "README.md").read_text())

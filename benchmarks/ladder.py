@@ -25,19 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peaks
-from benchmarks.common import (
-    YAML,
-    Parser,
-    endless,
-    positive_float,
-    save,
-    seconds_of,
-    settings,
-    summary,
-    synchronize,
-    this_machine,
-)
+from benchmarks import common, peaks
 from benchmarks.convolutions import scales
 from benchmarks.ladder_report import LOSS_STEPS, best_of, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
@@ -130,7 +118,7 @@ class Machine:
             "Nsamples_val": options.batch,
             "device": self.world.device.type,
         }
-        return configs.load(YAML, "base", {**base, **changes}).for_world(self.world.size)
+        return configs.load(common.YAML, "base", {**base, **changes}).for_world(self.world.size)
 
     def loaders(self, config: Config) -> Loaders:
         key = (config.data_loader_config, config.num_data_workers, config.channels_last, config.local_batch_size)
@@ -183,7 +171,7 @@ def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     loaders = machine.loaders(config)
     step = build.step(config, machine.world, build.model(config), GraphStep if graph else EagerStep)
     loaders.train.attach(step.pending_work)
-    batches = endless(loaders.train)
+    batches = common.endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
     flops = training_flops(step.network, fixed.inputs)
@@ -201,17 +189,17 @@ def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
             break
         inputs, targets = next(batches)
     step(fixed.inputs, fixed.targets, LEARNING_RATE)
-    synchronize(device)
+    common.synchronize(device)
     return Built(config, step, fixed, batches, flops, losses, norms)
 
 
 def rate_of(machine: Machine, built: Built, action: Callable[[], object], steps: int) -> float:
     """Samples/s of a trial."""
-    return steps * len(built.fixed.inputs) / seconds_of(action, machine.world.device, steps)
+    return steps * len(built.fixed.inputs) / common.seconds_of(action, machine.world.device, steps)
 
 
 def steps_per_trial(machine: Machine, built: Built) -> int:
-    seconds_per_step = seconds_of(built.synthetic, machine.world.device, 2) / 2
+    seconds_per_step = common.seconds_of(built.synthetic, machine.world.device, 2) / 2
     return max(2, math.ceil(machine.options.seconds / seconds_per_step))
 
 
@@ -229,7 +217,7 @@ def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
         rates["SYNTHETIC"].append(rate_of(machine, built, built.synthetic, steps))
         rates["FULL"].append(rate_of(machine, built, built.full, steps))
     built.batches.close()
-    result: dict[str, Any] = {name: summary(values) for name, values in rates.items()}
+    result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     result |= {
         "FULL / SYNTHETIC": result["FULL"]["median"] / result["SYNTHETIC"]["median"],
         "TFLOP/s": result["SYNTHETIC"]["median"] * built.flops_per_sample / 1e12,
@@ -310,10 +298,10 @@ def compare(machine: Machine, pairs: Mapping[str, tuple[Changes, bool]], trials:
         for name, each in built.items():
             rates[name].append(rate_of(machine, each, each.synthetic, counts[name]))
     first, *others = built
-    result: dict[str, Any] = {name: summary(values) for name, values in rates.items()}
+    result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     for name in others:
         ratios = [one / other for one, other in zip(rates[name], rates[first], strict=True)]
-        result[name]["ratio to the first"] = summary(ratios)
+        result[name]["ratio to the first"] = common.summary(ratios)
     machine.free()
     return result
 
@@ -339,13 +327,13 @@ def importable(package: str) -> bool:
         return False
 
 
-def add_options(parser: Parser) -> None:
+def add_options(parser: common.Parser) -> None:
     on_gpu = torch.cuda.is_available()
     parser.add_integers(batch=64 if on_gpu else 4, crop=64, width=64, box=512 if on_gpu else 128, valid_box=128)
-    parser.add_argument("--seconds", type=positive_float, default=1.0 if on_gpu else 4.0, help="per trial")
+    parser.add_argument("--seconds", type=common.positive_float, default=1.0 if on_gpu else 4.0, help="per trial")
     parser.add_argument("--warmup_steps", type=positive, default=30 if on_gpu else LOSS_STEPS)
     parser.add_argument(
-        "--budget", type=positive_float, default=240.0 if on_gpu else 500.0, help="seconds for all steps"
+        "--budget", type=common.positive_float, default=240.0 if on_gpu else 500.0, help="seconds for all steps"
     )
     parser.add_argument("--data", type=Path, help="HDF5 file (data/benchmark_<box>.h5, created if missing)")
 
@@ -366,7 +354,7 @@ def settle(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = common.Parser(__doc__)
     add_options(parser)
     with one_line_errors():
         options = parser.parse_args()
@@ -376,17 +364,17 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures the ladder of this machine, and writes result and plot."""
-    world = this_machine()
+    world = common.this_machine()
     started = time.perf_counter()
     measured = peaks.measure(world.device)["matmul_tflops"]
     peak = {name: value["median"] for name, value in measured.items()}
     machine = Machine(options, world)
     on_gpu = world.device.type == "cuda"
     name = "ladder_gpu" if on_gpu else "ladder"
-    head = {"settings": settings(options), "matmul_peak_tflops": peak, "unit": "samples/s"}
+    head = {"settings": common.settings(options), "matmul_peak_tflops": peak, "unit": "samples/s"}
 
     def keep(results: list[dict[str, Any]]) -> None:
-        save(name, {**head, "ladder": results}, options.output)
+        common.save(name, {**head, "ladder": results}, options.output)
 
     with closing(machine):
         results = climb(machine, GPU_STEPS if on_gpu else CPU_STEPS, started + options.budget, keep)

@@ -26,20 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.common import (
-    YAML,
-    Parser,
-    endless,
-    interleaved,
-    plot,
-    ranged,
-    save,
-    seconds_of,
-    settings,
-    summary,
-    synchronize,
-    this_machine,
-)
+from benchmarks import common
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
@@ -131,15 +118,15 @@ def loader_config(options: argparse.Namespace, name: str) -> Config:
         "num_data_workers": options.workers,
         "symmetries": "full",
     }
-    return configs.load(YAML, "base", keys).for_world(1)
+    return configs.load(common.YAML, "base", keys).for_world(1)
 
 
 def build_loader(options: argparse.Namespace, name: str) -> Loaders:
-    return get_loader(name).build(loader_config(options, name), this_machine(), lambda: 0)
+    return get_loader(name).build(loader_config(options, name), common.this_machine(), lambda: 0)
 
 
 def epoch_plan(options: argparse.Namespace) -> EpochPlan:
-    return crop_options(loader_config(options, "lowmem"), this_machine(), "train").plan.epoch(0)
+    return crop_options(loader_config(options, "lowmem"), common.this_machine(), "train").plan.epoch(0)
 
 
 class PlainDataset(Dataset):
@@ -167,7 +154,7 @@ class PlainDataset(Dataset):
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
     """Batches of a PyTorch DataLoader."""
-    crops = crop_options(loader_config(options, "lowmem"), this_machine(), "train")
+    crops = crop_options(loader_config(options, "lowmem"), common.this_machine(), "train")
     dataset = PlainDataset(options.data, crops.plan.epoch(0), options.crop, crops.vectors)
     workers = options.workers
     loader = DataLoader(dataset, options.batch, num_workers=workers, persistent_workers=workers > 0)
@@ -225,7 +212,7 @@ def delivered(batches: Iterator[Any], options: argparse.Namespace, device: torch
     time.sleep(options.settle)
     for _ in range(untimed):
         next(batches)
-    return options.batches * options.batch / seconds_of(lambda: next(batches), device, options.batches)
+    return options.batches * options.batch / common.seconds_of(lambda: next(batches), device, options.batches)
 
 
 def copied(options: argparse.Namespace, source: torch.device, target: torch.device) -> float:
@@ -237,12 +224,12 @@ def copied(options: argparse.Namespace, source: torch.device, target: torch.devi
     batch = batch.pin_memory() if source.type != target.type else batch
     copy = torch.empty(shape, device=target)
     copy.copy_(batch)
-    return 10 * options.batch / seconds_of(lambda: copy.copy_(batch, non_blocking=True), target, 10)
+    return 10 * options.batch / common.seconds_of(lambda: copy.copy_(batch, non_blocking=True), target, 10)
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Samples/s of every loader and bound, in interleaved trials."""
-    device, host = this_machine().device, torch.device("cpu")
+    device, host = common.this_machine().device, torch.device("cpu")
     untimed = max(UNTIMED_BATCHES, 2 * options.workers + 2)
     plain = f"plain DataLoader, {options.workers} processes"
     with contextlib.ExitStack() as stack:
@@ -255,7 +242,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
                 make_npy(path)
             ways[ORIGINAL] = endless_original(options, device)
         for name in names:
-            ways[name] = endless(stack.enter_context(build_loader(options, name)).train)
+            ways[name] = common.endless(stack.enter_context(build_loader(options, name)).train)
         measures: dict[str, Callable[[], float]] = {}
         for name, way in ways.items():
             stack.callback(way.close)
@@ -264,7 +251,9 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         if device.type == "cuda":
             bounds |= {"copy to the device (bound)": (host, device), "copy on the device (bound)": (device, device)}
         measures |= {name: functools.partial(copied, options, *pair) for name, pair in bounds.items()}
-        results = {name: summary(values) for name, values in interleaved(measures, options.trials).items()}
+        results = {
+            name: common.summary(values) for name, values in common.interleaved(measures, options.trials).items()
+        }
     for result in results.values():
         result["GB/s"] = result["median"] * 4 * sum(FIELDS.values()) * options.crop**3 / 1e9
         result["share of bound"] = result["median"] / results[list(bounds)[-1]]["median"]
@@ -276,26 +265,26 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 def gather_seconds(options: argparse.Namespace) -> float:
     """The resident loader's seconds per batch with nothing else on the device: its kernels and their launches."""
-    with build_loader(options, "resident") as loaders, closing(endless(loaders.train)) as batches:
-        return options.batch / delivered(batches, options, this_machine().device, UNTIMED_BATCHES)
+    with build_loader(options, "resident") as loaders, closing(common.endless(loaders.train)) as batches:
+        return options.batch / delivered(batches, options, common.this_machine().device, UNTIMED_BATCHES)
 
 
 def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Starts one loader with its files out of the page cache, and runs three epochs."""
-    device = this_machine().device
+    device = common.this_machine().device
     npy = get_loader(name).reads == "npy"
     for path in (options.data, options.valid_data):
         for file in npy_paths(path).values() if npy else [path]:
             drop_from_page_cache(str(file))
     before, started = own_bytes(), time.perf_counter()
     with build_loader(options, name) as loaders:
-        synchronize(device)
+        common.synchronize(device)
         seconds = [time.perf_counter() - started]
         for epoch in range(EPOCHS):
             started = time.perf_counter()
             for _ in loaders.train.epoch(epoch):
                 pass
-            synchronize(device)
+            common.synchronize(device)
             seconds.append(time.perf_counter() - started)
         return {
             "start seconds": seconds[0],
@@ -326,7 +315,7 @@ def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def draw(results: dict[str, Any], starts: dict[str, Any], path: Path, title: str) -> None:
     """Throughput with its range, and the seconds of start and epochs."""
-    with plot(path, (11, 3.6), 2, width_ratios=(2, 1)) as (figure, (left, right)):
+    with common.plot(path, (11, 3.6), 2, width_ratios=(2, 1)) as (figure, (left, right)):
         for name, each in reversed(results.items()):
             errors = [[each["median"] - each["min"]], [each["max"] - each["median"]]]
             left.barh(name, each["median"], xerr=errors, capsize=3, color="tab:blue" if name in LOADERS else "0.65")
@@ -341,7 +330,7 @@ def draw(results: dict[str, Any], starts: dict[str, Any], path: Path, title: str
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints, saves and draws."""
-    device = this_machine().device
+    device = common.this_machine().device
     names = available(device)
     if "dali-lowmem" in names:
         make_npy(options.data)
@@ -354,18 +343,18 @@ def run(options: argparse.Namespace) -> None:
     }
     results = throughput(options)
     for name, result in results.items():
-        print(f"{name:<32} {ranged(result)} samples/s, {result['share of bound']:.2f} of the bound")
+        print(f"{name:<32} {common.ranged(result)} samples/s, {result['share of bound']:.2f} of the bound")
     for name, values in starts.items():
         seconds = ", ".join(f"{key} {values[key]:.2f}" for key in ("start seconds", "first epoch seconds"))
         print(f"{name:<32} {seconds}, {values['first epoch / later']:.2f}× a later one")
-    report = {"settings": settings(options), "unit": "samples/s", "results": results, "starts": starts}
-    path = save("loaders" if device.type == "cpu" else "loaders_gpu", report, options.output)
+    report = {"settings": common.settings(options), "unit": "samples/s", "results": results, "starts": starts}
+    path = common.save("loaders" if device.type == "cpu" else "loaders_gpu", report, options.output)
     draw(results, starts, path.with_suffix(".png"), f"{options.crop}³ crops, batch {options.batch}")
     print(f"written: {path}, {path.with_suffix('.png')}")
 
 
 def main() -> None:
-    parser = Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_integers(box=512, crop=64, batch=16)
     parser.add_argument("--workers", type=positive, default=2, help="threads, or processes of the plain DataLoader")
     parser.add_argument("--batches", type=positive, default=30, help="timed batches per trial")

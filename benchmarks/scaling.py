@@ -20,155 +20,45 @@ ranks would seem to gain nothing. The report marks points with more threads than
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import json
 import math
-import os
 import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import RESULTS, Parser, cores, plot, ranged, read_json, save, summary, table, write_text
+from benchmarks.common import (
+    RESULTS,
+    Parser,
+    plot,
+    ranged,
+    read_json,
+    save,
+    summary,
+    table,
+    write_text,
+)
 from benchmarks.processes import failure_of, launcher
-from utils import cli
-from utils import config as configs
+from benchmarks.scaling_plan import (
+    BENCHY,
+    SUBMIT,
+    SUBMITTED_PER_NODE,
+    Plan,
+    Point,
+    Series,
+    make_plan,
+    prepare,
+    read_plan,
+    write_jobs,
+)
 from utils.cli import positive
-from utils.config import Config
 from utils.errors import UserError, one_line_errors
 
-REPOSITORY = Path(__file__).parents[1]
-PLAN, BENCHY, SUBMIT = "plan.json", "benchy.yaml", "submit.sh"
 KINDS = ("IO", "SYNTHETIC", "FULL", "NO-COMM")
 OVERHEADS = ("communication overhead", "input overhead")
-LEAST_TRIALS = 3
-SUBMITTED_PER_NODE = 4  # ranks per node that submit_pm.sh asks for
-
-
-@dataclass(frozen=True, order=True)
-class Point:
-    """A number of ranks, and the samples of each."""
-
-    ranks: int
-    local_batch: int
-
-    def name(self, number: int) -> str:
-        """File name of the result of one round."""
-        return f"ranks{self.ranks}_batch{self.local_batch}_round{number}.json"
-
-
-@dataclass(frozen=True)
-class Series:
-    """A study: 'weak' at a local batch, or 'strong' at a global one."""
-
-    study: str
-    batch: int
-    points: tuple[Point, ...]
-
-    @property
-    def title(self) -> str:
-        return f"{self.study}, {'local' if self.study == 'weak' else 'global'} batch {self.batch}"
-
-
-def studies(ranks: Sequence[int], weak: Sequence[int], strong: Sequence[int]) -> list[Series]:
-    """The points of each study; UserError if a batch cannot be divided among the ranks."""
-    for batch, number in itertools.product(strong, ranks):
-        if batch % number:
-            raise UserError(f"--strong {batch} cannot be divided among {number} ranks; give a multiple of all --ranks")
-    counts = sorted(set(ranks))
-    return [
-        *(Series("weak", batch, tuple(Point(count, batch) for count in counts)) for batch in weak),
-        *(Series("strong", batch, tuple(Point(count, batch // count) for count in counts)) for batch in strong),
-    ]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The points to measure, and the arguments of train.py."""
-
-    arguments: tuple[str, ...]  # without the batch
-    series: tuple[Series, ...]
-    trials: int
-    batches: int  # per trial of benchmark mode
-    config: Mapping[str, Any]
-    threads: int | None = None  # per rank; None: set by a batch job's environment
-    cores: int | None = None  # of the machine if all ranks share its CPU
-
-    @property
-    def points(self) -> list[Point]:
-        """Each point once, also if several studies contain it."""
-        return sorted({point for series in self.series for point in series.points})
-
-    def runs(self) -> Iterator[tuple[Point, int]]:
-        """Points and round numbers, round by round."""
-        yield from ((point, number) for number in range(1, self.trials + 1) for point in self.points)
-
-    def flags(self, point: Point) -> list[str]:
-        return [*self.arguments, "--enable_benchy", f"--local_batch_size={point.local_batch}"]
-
-    def mark(self, point: Point) -> str:
-        """An asterisk if the point has more threads than the machine has cores."""
-        return "*" if self.cores and self.threads and point.ranks * self.threads > self.cores else ""
-
-
-def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
-    """The plan; UserError for every mistake that can be found before anything runs."""
-    for word in rest:
-        if word.split("=")[0] in ("--local_batch_size", "--enable_benchy", "--noddp", "--config"):
-            raise UserError(f"{word.split('=')[0]} is set by this command; give batches as --weak and --strong")
-    arguments = (f"--config={options.config}", *rest)
-    chosen = cli.parse(arguments)
-    config = configs.load(chosen.yaml_config, chosen.config, chosen.overrides)
-    batch = config.local_batch_size or config.global_batch_size
-    weak, strong = ([batch] if given is None else given for given in (options.weak, options.strong))
-    series = studies(options.ranks, weak, strong)
-    if not series:
-        raise UserError("there is nothing to measure; give --weak or --strong a batch")
-    on_gpus = config.device != "cpu" and torch.cuda.device_count() > 0
-    plan = Plan(arguments, tuple(series), options.trials, options.batches or 30, config.model_dump())
-    for point in plan.points:
-        config.model_copy(update={"local_batch_size": point.local_batch}).for_world(point.ranks)
-    if options.sbatch is not None:
-        return plan
-    check_gpus(config, max(options.ranks))
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return replace(
-        plan,
-        batches=options.batches or (30 if on_gpus else 5),
-        threads=int(threads) if threads.isdigit() else max(1, cores() // max(options.ranks)),
-        cores=None if on_gpus else cores(),
-    )
-
-
-def check_gpus(config: Config, ranks: int) -> None:
-    """UserError if this machine has GPUs, but fewer than ranks."""
-    gpus = torch.cuda.device_count()
-    if config.device != "cpu" and 0 < gpus < ranks:
-        raise UserError(
-            f"{ranks} ranks need {ranks} GPUs, and this machine has {gpus}; give fewer --ranks, or --sbatch"
-        )
-
-
-# --- measurement -----------------------------------------------------------------------------------------------------
-
-
-def prepare(plan: Plan, directory: Path) -> None:
-    """Writes the plan and the settings of benchmark mode to the directory of the results."""
-    series = [{**asdict(each), "points": [astuple(point) for point in each.points]} for each in plan.series]
-    trials = f"{{batches: {plan.batches}, trials: 3, warmup_trials: 1}}"  # few trials, since rounds repeat them
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_text(directory / PLAN, json.dumps({**asdict(plan), "series": series}, indent=2) + "\n")
-        write_text(directory / BENCHY, "".join(f"{kind}: {trials}\n" for kind in ("IO", "SYNTHETIC", "FULL")))
-    except OSError as error:
-        raise UserError(f"cannot write {directory}: {error.strerror or error}; choose another directory") from None
 
 
 def measure(plan: Plan, directory: Path) -> None:
@@ -193,50 +83,6 @@ def measure(plan: Plan, directory: Path) -> None:
         log.unlink()
         rate = read_run(output, point)["FULL"]["median"]
         sys.stderr.write(f"{place}/{len(runs)}: round {number}, {point}: FULL {rate:.4g} samples/s\n")
-
-
-def job(plan: Plan, point: Point, number: int, ranks_per_node: int) -> str:
-    """The shell line that submits one point of one round, unless its result exists."""
-    nodes, left = divmod(point.ranks, ranks_per_node)
-    if nodes and left:
-        raise UserError(
-            f"{point.ranks} ranks do not fill nodes of {ranks_per_node}; change --ranks or --ranks_per_node"
-        )
-    output = f'"$results/{point.name(number)}"'
-    words = ["sbatch", f"--nodes={max(1, nodes)}", f"--ntasks={point.ranks}"]
-    if ranks_per_node != SUBMITTED_PER_NODE:
-        words += [f"--ntasks-per-node={ranks_per_node}", f"--gpus-per-node={ranks_per_node}"]
-    words += ["submit_pm.sh", *plan.flags(point)]
-    return f"[ -e {output} ] || BENCHY_OUTPUT={output} {shlex.join(words)}"
-
-
-def write_jobs(plan: Plan, directory: Path, ranks_per_node: int) -> None:
-    """Writes a script that submits every point of every round without a result."""
-    lines = [job(plan, point, number, ranks_per_node) for point, number in plan.runs()]
-    head = [
-        "#!/usr/bin/env bash",
-        "# Submits the points of a scaling study that have no result yet; written by benchmarks/scaling.py.",
-        "# shellcheck disable=SC2016 # quoted text is literal",
-        "set -eu",
-        f"results={shlex.quote(str(directory.resolve()))}",
-        f'export BENCHY_CONFIG_FILE="$results/{BENCHY}"',
-        f"cd -- {shlex.quote(str(REPOSITORY))}",
-    ]
-    prepare(plan, directory)
-    path = directory / SUBMIT
-    write_text(path, "\n".join([*head, *lines]) + "\n")
-    print(f"written: {path}, {len(lines)} jobs; submit them with: bash {shlex.quote(str(path))}")
-    print(f"then: python -m benchmarks.scaling --collect {shlex.quote(str(directory))}")
-
-
-def read_plan(directory: Path) -> Plan:
-    """The plan that --sbatch wrote."""
-    values = read_json(directory / PLAN, f"benchmarks.scaling --sbatch {directory}", ("series", "arguments"))
-    series = (
-        Series(each["study"], each["batch"], tuple(Point(*point) for point in each["points"]))
-        for each in values["series"]
-    )
-    return Plan(**{**values, "series": tuple(series), "arguments": tuple(values["arguments"])})
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -342,10 +188,10 @@ STYLES = {
 
 
 def draw(plan: Plan, points: Measured, directory: Path) -> list[Path]:
-    """Throughput, efficiency, and the parts of a step's time; a panel per study."""
+    """Efficiency, and the parts of a step's time; a panel per study."""
     shown = [series for series in plan.series if any(point in points for point in series.points)]
     paths = []
-    for name, fill in (("throughput", _throughput), ("efficiency", _efficiency), ("step", _step)):
+    for name, fill in (("efficiency", _efficiency), ("step", _step)):
         paths.append(directory / f"scaling_{name}.png")
         with plot(paths[-1], (4.6 * len(shown) + 0.8, 4.4), len(shown), sharey=name != "step") as (figure, panels):
             for axes, series in zip(panels, shown, strict=True):
@@ -357,22 +203,6 @@ def draw(plan: Plan, points: Measured, directory: Path) -> list[Path]:
             handles, labels = panels[0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     return paths
-
-
-def _throughput(axes: Any, series: Series, measured: Sequence[Point], points: Measured) -> list[int]:
-    ranks = [point.ranks for point in measured]
-    for kind, (color, style, label) in STYLES.items():
-        values = [points[point][kind] for point in measured]
-        medians = [each["median"] for each in values]
-        errors = [[each["median"] - each["min"] for each in values], [each["max"] - each["median"] for each in values]]
-        axes.errorbar(ranks, medians, errors, color=color, linestyle=style, marker="o", capsize=3, label=label)
-    first = points[measured[0]]["FULL"]["median"] / ranks[0]
-    axes.plot(ranks, [first * count for count in ranks], "--", color="tab:green", alpha=0.6, label="FULL, ideal")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_ylabel("samples/s, median and range")
-    axes.grid(alpha=0.25)
-    return ranks
 
 
 def _efficiency(axes: Any, series: Series, measured: Sequence[Point], points: Measured) -> list[int]:
@@ -425,13 +255,6 @@ def report(plan: Plan, directory: Path, output: Path) -> None:
     print(f"{text}\n\nwritten: {', '.join(map(str, [path, path.with_suffix('.md'), *pictures]))}")
 
 
-def at_least_three(text: str) -> int:
-    number = positive(text)
-    if number < LEAST_TRIALS:
-        raise argparse.ArgumentTypeError(f"{text} rounds are too few for a spread, give at least {LEAST_TRIALS}")
-    return number
-
-
 def main() -> None:
     parser = Parser(__doc__)
     parser.set_defaults(output=RESULTS / "scaling")
@@ -439,7 +262,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=positive, default=[1, 2, 4], metavar="N", help="(1 2 4)")
     parser.add_argument("--weak", nargs="*", type=positive, metavar="BATCH", help="samples per rank (the config's)")
     parser.add_argument("--strong", nargs="*", type=positive, metavar="BATCH", help="samples of all ranks (the same)")
-    parser.add_argument("--trials", type=at_least_three, default=3, help="rounds (%(default)s)")
+    parser.add_argument("--trials", type=positive, default=3, help="rounds, at least 3 (%(default)s)")
     parser.add_argument("--batches", type=positive, help="batches per benchmark trial (30; 5 on a CPU)")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--sbatch", type=Path, metavar="DIR", help="only write jobs for submit_pm.sh to DIR")
@@ -448,6 +271,8 @@ def main() -> None:
     parser.add_argument("--ranks_per_node", type=positive, default=SUBMITTED_PER_NODE, help=per_node)
     with one_line_errors():
         options, rest = parser.parse_known_args()
+        if options.trials < 3:
+            raise UserError(f"{options.trials} rounds are too few for a spread; give --trials of at least 3")
         if options.collect is not None and rest:
             raise UserError(f"--collect takes no arguments of train.py, such as {rest[0]}; remove them")
         if options.collect is not None:

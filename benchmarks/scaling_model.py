@@ -87,9 +87,6 @@ def flops(layers: Layers) -> float:
     return sum(forward + backward for _, forward, backward in layers)
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
-
-
 def buckets(model: Model) -> list[list[tuple[str, int]]]:
     """DistributedDataParallel's buckets of (layer, bytes): the gradient that reaches the cap closes a bucket."""
     formed: list[list[tuple[str, int]]] = [[]]
@@ -99,9 +96,6 @@ def buckets(model: Model) -> list[list[tuple[str, int]]]:
         if sum(size for _, size in formed[-1]) >= int((first or model.bucket_cap_mb) * 2**20):
             formed.append([])
     return [bucket for bucket in formed if bucket]
-
-
-# All-reduces of `size` bytes over nodes of `local` ranks each.
 
 
 def ring(size: float, model: Model, nodes: int, local: int) -> float:
@@ -174,9 +168,6 @@ def rate(model: Model, ranks: int, kind: str) -> float:
 def efficiency(model: Model, ranks: int) -> float:
     """Weak scaling: FULL samples/s per rank, relative to one rank at the same local batch."""
     return rate(model, ranks, "FULL") / ranks / rate(model, 1, "FULL")
-
-
-# --- fits ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -290,16 +281,11 @@ def at_goal(model: Model) -> dict[str, dict[str, float]]:
     return predicted
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
 def predictions(model: Model) -> dict[str, dict[str, float]]:
     """Weak-scaling efficiency by variant and number of ranks."""
     variants = {
         "25 MB buckets, float32": model,
         "sent as bfloat16": replace(model, compressed=True),
-        "5 MB buckets": replace(model, bucket_cap_mb=5.0),
-        "100 MB buckets": replace(model, bucket_cap_mb=100.0),
         "local batch × 2": replace(model, local_batch=2 * model.local_batch),
         "local batch × 2, sent as bfloat16": replace(model, local_batch=2 * model.local_batch, compressed=True),
     }
@@ -326,13 +312,6 @@ def goal_table(predicted: Mapping[str, Mapping[str, float]]) -> str:
     return table((f"{GOAL_RANKS} GPUs", "published", "predicted"), rows)
 
 
-def efficiency_table(model: Model, efficiencies: Mapping[str, Mapping[str, float]]) -> str:
-    """Efficiency by variant and number of ranks."""
-    shown = (8, 32, 128, 512, 2048, 8192)
-    rows = [(name, *(f"{100 * values[str(ranks)]:.1f} %" for ranks in shown)) for name, values in efficiencies.items()]
-    return table((f"efficiency at local batch {model.local_batch} on ranks", *shown), rows)
-
-
 def run(options: argparse.Namespace) -> None:
     """Fits, predicts, and writes result and tables."""
     figures, start, unknown = calibrate(options.calibrate) if options.calibrate else (PUBLISHED, original(), UNKNOWN)
@@ -349,7 +328,9 @@ def run(options: argparse.Namespace) -> None:
     if not options.calibrate:
         result |= {"published": GOALS, "predicted": at_goal(model)}
         parts.append(goal_table(result["predicted"]))
-    parts.append(efficiency_table(model, efficiencies))
+    shown = (8, 32, 128, 512, 2048, 8192)
+    rows = [(name, *(f"{100 * values[str(ranks)]:.1f} %" for ranks in shown)) for name, values in efficiencies.items()]
+    parts.append(table((f"efficiency at local batch {model.local_batch} on ranks", *shown), rows))
     path = save("scaling_model_calibrated" if options.calibrate else "scaling_model", result, options.output)
     write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
     print("\n\n".join(parts))

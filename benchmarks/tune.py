@@ -87,7 +87,7 @@ class Trial:
         return self.rate > (1 + NOISE) * other.rate or min(self.rates.get("FULL", [0.0])) > other.rate
 
 
-Measure = Callable[[str, Changes, float], Trial]  # label, settings, seconds after which to stop
+Measure = Callable[[str, Changes, float], Trial]  # of a label and settings, within a limit in seconds
 
 
 @dataclass
@@ -121,9 +121,7 @@ class Search:
         """Measures both alternately as long as there is time, so that drift of the machine affects both."""
         pairs: list[tuple[Trial, Trial]] = []
         while len(pairs) < ROUNDS and self._left() > start.seconds + best.seconds:
-            first, second = (
-                self._try(f"{name} again", one.changes) for name, one in (("start", start), ("best", best))
-            )
+            first, second = self._try("start again", start.changes), self._try("best again", best.changes)
             if second.fault:
                 return start, 1.0  # it does not run reliably
             if not first.fault:
@@ -169,9 +167,6 @@ def benchmark(arguments: Sequence[str], ranks: int, batches: int) -> Measure:
         return Trial(label, changes, seconds, {kind: found[kind]["trials"] for kind in KINDS}, "", found["provenance"])
 
     return measure
-
-
-# --- results ---------------------------------------------------------------------------------------------------------
 
 
 def trial_table(trials: Sequence[Trial]) -> str:
@@ -221,12 +216,10 @@ def tune(options: argparse.Namespace, command: str) -> None:
         print(f"no time left for: {'; '.join(search.skipped)}")
     print(conclusion)
     made, script = best.provenance, best.changes.get(SCRIPT, "train.py")
-    versions = ", ".join(f"{key} {value}" for key, value in made["versions"].items())
-    header = [
-        f"Written by: {command}",
-        f"{made['date']}, commit {made['git_commit']}: {options.ranks} × {made['device']}; {versions}",
-        f"{conclusion}. Run it with {script}",
-    ]
+    header = (
+        f"# Written by: {command}\n# {made['date']}, commit {made['git_commit']}: {options.ranks} × {made['device']}\n"
+        f"# {conclusion}. Run it with {script}\n"
+    )
     # The global batch size is kept, and the local one depends on the number of ranks.
     tuned = load(best.changes).for_world(options.ranks).model_copy(update={"local_batch_size": None})
     record = {
@@ -238,9 +231,7 @@ def tune(options: argparse.Namespace, command: str) -> None:
         "provenance": {**best.provenance, "command": command},
     }
     with atomic_write(files) as (new_config, new_record):
-        new_config.write_text(
-            "".join(f"# {line}\n" for line in header) + configs.to_yaml(tuned, options.name), encoding="utf-8"
-        )
+        new_config.write_text(header + configs.to_yaml(tuned, options.name), encoding="utf-8")
         new_record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"written: {files[0]}, {files[1]}; train with {script} --config={options.name}")
 

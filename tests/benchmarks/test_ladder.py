@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, ladder, loaders
+from benchmarks.common import YAML
 from benchmarks.ladder import CPU_STEPS, GPU_STEPS, LadderStep, climb, command, markdown
 from utils import cli
 from utils import config as configs
@@ -81,8 +82,8 @@ def test_a_printed_command_is_the_training_that_was_measured(steps: tuple[Ladder
         changes |= step.changes
         words = command(FakeMachine(), changes, bool(step.graph)).split()
         assert words[:3] == ["python", "train_graph.py" if step.graph else "train.py", "--config=base"]
-        typed = cli.parse([f"--yaml_config={ladder.YAML}", *words[2:]])
-        ours = configs.load(ladder.YAML, "base", changes)
+        typed = cli.parse([f"--yaml_config={YAML}", *words[2:]])
+        ours = configs.load(YAML, "base", changes)
         assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours, step.name
 
 
