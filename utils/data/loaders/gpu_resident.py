@@ -35,7 +35,10 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
     if world.device.type != "cuda":
         loaders = build_inmem(config, world, training_bytes)
-        return replace(loaders, notes=("data_loader_config resident: without a GPU it is inmem", *loaders.notes))
+        note = "data_loader_config resident: without a GPU it is inmem"
+        if config.resident_dtype != "float32":
+            note += ", and resident_dtype has no effect"
+        return replace(loaders, notes=(note, *loaders.notes))
     volumes = open_volumes(config, world)
     with world.raise_together():
         check_memory(config, world, volumes, training_bytes)
