@@ -116,12 +116,13 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, results: Any) -> None:
     import torch
 
-    from utils.distributed import world as distributed
+    from utils.config.schema import TimeoutsConfig
+    from utils.distributed.world import connect
 
     os.environ.update(rank_variables(rank, size, port))
     torch.set_num_threads(1)
     try:
-        with distributed.connect(device="cpu", rendezvous_seconds=GENEROUS, collective_seconds=GENEROUS) as world:
+        with connect("cpu", TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS)) as world:
             try:
                 answer = (True, function(world, *arguments))
             except BaseException:

@@ -1,9 +1,10 @@
-"""Ranks watch over each other: one that dies, fails or hangs ends them all within seconds, with a line that names it.
+"""Watchdog: if a rank dies, fails or hangs, stop the run within seconds and report which one.
 
-Otherwise the others wait for it in a collective, for ever (NCCL), or each ends with a traceback of its own about a peer
-that closed its connection (gloo). Every rank keeps a TCP connection to a hub, a thread of rank 0, and says each second
-where it is; a connection that ends without a goodbye is a rank that died. Threads can do this while the main thread
-waits in a collective, which gives the interpreter's lock away.
+Without it the other ranks wait forever in a collective (NCCL), or each one prints a traceback about a peer that closed
+its connection (gloo). A thread of every rank writes a report to the process group's TCPStore several times per second
+and reads from it whether the run has to stop. Rank 0 reads all reports and makes the diagnosis. Each rank also holds an
+idle TCP connection to the next rank, and one to the store: the kernel closes a connection when the process at its other
+end dies. The threads run while the main thread waits in a collective, because that releases the GIL.
 """
 
 from __future__ import annotations
@@ -12,118 +13,117 @@ import contextlib
 import faulthandler
 import json
 import os
-import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
 
-from utils.distributed.hub import (
-    BEAT,
-    FOREIGN,
-    GAP,
-    LONGEST_LINE,
-    PHASES,
-    TICK,
-    UNTIMED,
+from utils.distributed.diagnosis import (
     WAITS,
     Diagnosis,
     Event,
-    Hub,
+    Phase,
     RankStatus,
     decide,
     describe,
+    diagnose_death,
+    find_absent,
     find_hang,
 )
-from utils.errors import LocalError, Stopped
+from utils.distributed.launch import Launch
+from utils.errors import EXIT_HANG, Stopped
 
-TELLING_SECONDS = 15.0  # for the cause to print its own account
-LEAVING_SECONDS = 10.0  # that rank 0 waits for the last rank at a regular end
+TICK = 0.25  # seconds between two exchanges with the store
+GAP = 2.0  # a thread that did not run for longer was suspended, probably together with all other ranks
+UNLINKED_SECONDS = 30.0  # without a heartbeat, after which a rank that accepts no connection counts as dead
+LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the last rank at a normal end
+ACKNOWLEDGE_SECONDS = 3.0  # for which rank 0 waits until the others have read why the run stops
+REPORT_SECONDS = 15.0  # for the rank that failed to print its traceback and exit
+END, ACKNOWLEDGED = "watchdog: end", "watchdog: acknowledged"  # keys of the store
 
 
 class Watchdog:
-    """The lone rank's: notices when it hangs."""
+    """The watchdog of a single rank: stops the process if its main thread makes no progress."""
 
     def __init__(self, hang_seconds: float, rank: int = 0) -> None:
+        """A main thread without progress for `hang_seconds` hangs; 0: no limit."""
         self.rank, self.hang_seconds = rank, hang_seconds
-        self.verdict: Diagnosis | None = None
-        self._place = (0, 0, 0)
-        self._over = threading.Event()  # a verdict, or all have left
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
-    @property
-    def exit_code(self) -> int:
-        return self.verdict.code if self.verdict else 1
+        self.diagnosis: Diagnosis | None = None
+        self._report: dict[str, Any] = {"host": socket.gethostname(), "address": None, "heartbeat": 0}
+        self._report |= {"state": "running", "step": 0, "phase": "start", "calls": 0}  # fields of RankStatus
+        self._own = make_statuses([rank])[rank]
+        self._over = threading.Event()  # all ranks have left, or the run stops
 
     def start(self) -> None:
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def progress(self, phase: str, step: int | None = None) -> None:
-        """Where the main thread is now, by default in the same step; every call is progress, at one place, too."""
-        self._place = (self._place[0] if step is None else step, PHASES.index(phase), self._place[2] + 1)
+    def progress(self, phase: Phase, step: int | None = None) -> None:
+        """Reports that the main thread enters a phase, by default of the same step; each call counts as progress."""
+        step = self._report["step"] if step is None else step
+        self._report.update(step=step, phase=phase, calls=self._report["calls"] + 1)
 
-    def failed(self, error: BaseException) -> bool:
-        """Tells the others of an exception on its way out: whether this rank is the cause, and so prints it."""
+    def failed(self, error: BaseException) -> None:
+        """Reports an exception to the other ranks. Returns if this rank is the cause, and so has to print it."""
         self.leave()
-        return True
 
     def leave(self) -> None:
-        """A regular end: this rank may go without alarm."""
+        """Reports a normal end; returns when this rank may exit."""
         self._over.set()
 
-    def _run(self) -> None:
-        looked = time.monotonic()
-        member = RankStatus(socket.gethostname(), looked, looked)
+    def _watch(self) -> None:
+        last = time.monotonic()
         while not self._over.wait(TICK):
             now = time.monotonic()
-            if now - looked > GAP:
-                member.changed = now
-            looked = now
-            member.hear(self._place, now)
-            verdict = find_hang({self.rank: member}, now, self.hang_seconds)
-            if verdict is not None:
-                self._end(verdict, speaks=True)
+            self._own.update(self._report, now)
+            self._own.heard = now
+            if now - last > GAP:
+                self._own.changed = now
+            last = now
+            diagnosis = self._find_hang(now)
+            if diagnosis is not None:
+                self._stop(diagnosis)
 
-    def _end(self, verdict: Diagnosis, speaks: bool) -> None:
-        """Ends the process, from this thread, since the main thread may never come back from a collective."""
-        self.verdict, guilty = verdict, verdict.rank == self.rank
-        if verdict.hang and guilty:
-            write_stacks(verdict.message.removeprefix("error: ").split(" for ")[0])
-        elif verdict.hang:
-            time.sleep(1)  # the stacks come first
-        if speaks and verdict.message:
-            write(f"{verdict.message}\n".encode())
+    def _find_hang(self, now: float) -> Diagnosis | None:
+        return find_hang({self.rank: self._own}, now, self.hang_seconds)
+
+    def _speaks(self, diagnosis: Diagnosis) -> bool:
+        return True
+
+    def _stop(self, diagnosis: Diagnosis) -> None:
+        self._announce(diagnosis)
+        self._exit(diagnosis)
+
+    def _announce(self, diagnosis: Diagnosis) -> None:
+        """Prints the stacks of the rank that hangs, and the diagnosis."""
+        self.diagnosis = diagnosis
+        if diagnosis.code == EXIT_HANG and diagnosis.rank == self.rank:
+            write(diagnosis.message.removeprefix("error: ").split(" for ")[0] + "; its threads:\n")
+            faulthandler.dump_traceback(2)
+        elif diagnosis.code == EXIT_HANG:
+            time.sleep(1)  # the diagnosis refers to the stacks above it
+        if diagnosis.message and self._speaks(diagnosis):
+            write(f"{diagnosis.message}\n")
+
+    def _exit(self, diagnosis: Diagnosis) -> None:
+        """Ends the process from this thread, because the main thread may never return from a collective."""
         self._over.set()
-        # A launcher that sees one rank end stops the others: the cause has to be told of before that.
-        time.sleep(TELLING_SECONDS if guilty and not verdict.hang else 2 if guilty or self.rank == 0 else 1)
-        flushing = threading.Thread(target=flush, daemon=True)  # it waits for ever if the main thread is in a write
+        # A launcher that sees one rank exit stops the others: the rank that is the cause has to print first.
+        delay = 1 if diagnosis.rank != self.rank else 2 if diagnosis.code == EXIT_HANG else REPORT_SECONDS
+        time.sleep(delay)
+        flushing = threading.Thread(target=flush, daemon=True)  # blocks if the main thread is in a write
         flushing.start()
         flushing.join(1)
-        os._exit(verdict.code)
+        os._exit(diagnosis.code)
 
 
-def write(text: bytes) -> None:
-    """To stderr in one piece, past Python's stream, which the main thread may hold."""
+def write(text: str) -> None:
+    """Writes to stderr in one piece, without Python's stream, which the main thread may have locked."""
     with contextlib.suppress(OSError):
-        os.write(2, text)
-
-
-def write_stacks(title: str) -> None:
-    """Where all threads are, under a line of title."""
-    title += "; its threads:\n"
-    try:
-        with tempfile.TemporaryFile() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            write(title.encode() + file.read())
-    except OSError:  # nowhere to write but here
-        write(title.encode())
-        faulthandler.dump_traceback(2)
+        os.write(2, text.encode())
 
 
 def flush() -> None:
@@ -132,146 +132,191 @@ def flush() -> None:
             stream.flush()
 
 
+def open_link(address: tuple[str, int], seconds: float) -> socket.socket:
+    """A connection that carries no data: it shows whether the process at the other end lives."""
+    link = socket.create_connection(address, seconds)
+    link.setblocking(False)
+    return link
+
+
+def is_closed(link: socket.socket) -> bool:
+    try:
+        return not link.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def make_statuses(ranks: Iterable[int]) -> dict[int, RankStatus]:
+    now = time.monotonic()
+    return {rank: RankStatus("unknown", now, now) for rank in ranks}
+
+
+def key(rank: int) -> str:
+    """The store's key for the report of a rank."""
+    return f"watchdog: rank {rank}"
+
+
 class ProcessGroupWatchdog(Watchdog):
-    """That of one of several ranks: tells the hub where it is, and carries out the verdict."""
+    """The watchdog of one of several ranks.
 
-    def __init__(self, connection: socket.socket, hang_seconds: float, rank: int, hub: Hub | None, host: str) -> None:
-        super().__init__(hang_seconds, rank)
-        self.joined = threading.Event()
-        self._socket, self._hub, self._lock = connection, hub, threading.Lock()
-        self._root_host, self._speaker = host, 1  # the rank that prints the line where rank 0 cannot
+    One thread talks to the store. The other one notices if that blocks, because the store's process is suspended.
+    """
 
-    def failed(self, error: BaseException) -> bool:
+    def __init__(self, launch: Launch, store: dist.Store, hang_seconds: float, join_seconds: float) -> None:
+        """A rank that writes no report within `join_seconds` is reported."""
+        super().__init__(hang_seconds, launch.rank)
+        self._size, self._join_seconds = launch.world_size, join_seconds
+        # A connection for this thread alone: operations on one connection wait for each other.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
+        # A store operation also fails if the store is gone, but then C++ prints a stack trace.
+        self._store_link = open_link((launch.master_addr, launch.master_port), join_seconds)
+        # The previous rank connects here. Nothing accepts the connection: the kernel resets it when this process ends.
+        address = self._store_link.getsockname()[0]  # of the network interface that leads to rank 0
+        self._listener = socket.create_server((address, 0), family=self._store_link.family, backlog=16)
+        self._report["address"] = self._listener.getsockname()[:2]
+        self._next, self._next_died = (self.rank + 1) % self._size, False
+        self._next_link: socket.socket | None = None
+        self._statuses = make_statuses({0, self._next} if self.rank else range(self._size))
+        self._own_events: list[Event] = []
+        self._events: dict[tuple[str, int], Event] = {}  # of all ranks, by kind and rank
+        self._wake, self._leaving_deadline = threading.Event(), float("inf")
+
+    def start(self) -> None:
+        self._wake.set()
+        threading.Thread(target=self._exchange_all, name="watchdog store", daemon=True).start()
+        super().start()
+
+    def failed(self, error: BaseException) -> None:
         if isinstance(error, SystemExit | Stopped):  # on all ranks
             self.leave()
         elif not self._over.is_set():
-            self.send(failed=describe(error))
+            self._own_events.append(describe(error, self.rank))
+            self._report["state"] = "failed"
+            self._wake.set()
             self._over.wait(WAITS["agreed"] + 3)
-        if self.verdict is None or self.verdict.rank == self.rank:
-            return True
-        self._thread.join(TELLING_SECONDS)  # it ends the process
-        return False
+        if self.diagnosis is not None and self.diagnosis.rank != self.rank:
+            time.sleep(REPORT_SECONDS)  # the other thread exits
+            os._exit(self.diagnosis.code)
 
     def leave(self) -> None:
-        if self._hub is None:
-            self._over.set()
-        self.send(bye=True)
-        if self._hub is None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_WR)
-        else:
-            self._hub.finish(LEAVING_SECONDS)
-            self._over.wait(TICK + 2)  # for the hub's last word
-        if self.verdict is not None:
-            self._thread.join(TELLING_SECONDS)  # it ends the process
+        self._leaving_deadline = time.monotonic() + LEAVING_SECONDS
+        self._report["state"] = "left"
+        self._wake.set()
+        self._over.wait(2.0 if self.rank else LEAVING_SECONDS + ACKNOWLEDGE_SECONDS + 1)
+        if self.diagnosis is not None:
+            time.sleep(REPORT_SECONDS)  # the other thread exits
 
-    def send(self, **message: Any) -> None:
-        line = json.dumps({"at": self._place, **message}).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):
-            self._socket.sendall(line)
+    def _find_hang(self, now: float) -> Diagnosis | None:
+        """Finds a hang of rank 0 by the age of its last report, because store operations may block."""
+        root = self._statuses[0]
+        if not root.heartbeat:
+            return find_absent({0: root}, now - GAP, self._join_seconds)
+        if now - root.heard < self.hang_seconds:
+            return None
+        return find_hang({0: root, self.rank: self._own}, now, self.hang_seconds)
 
-    def _run(self) -> None:
-        now = looked = sent = time.monotonic()
-        root, rest = RankStatus(self._root_host, now, now), b""
-        data: bytes | None = None
-        while data != b"":
-            try:
-                data = self._socket.recv(LONGEST_LINE)
-            except TimeoutError:
-                data = None
-            except OSError:
-                data = b""
+    def _speaks(self, diagnosis: Diagnosis) -> bool:
+        root_is_gone = diagnosis.rank == 0 and diagnosis.kind in ("died", "silent")
+        return self.rank == (self._size - 1 if root_is_gone else 0)  # the last rank may be on another machine
+
+    def _exchange_all(self) -> None:
+        last = time.monotonic()
+        while not self._over.is_set():
+            self._wake.wait(TICK)
+            self._wake.clear()
             now = time.monotonic()
-            if now - looked > GAP:
-                root.heard = now
-            looked = now
-            *lines, rest = (rest + (data or b"")).split(b"\n")
-            for line in lines:
-                with contextlib.suppress(ValueError):  # half a line, from when the connection was full
-                    self._hear(json.loads(line), root, now)
-            if now - sent >= BEAT and not self._over.is_set():
-                sent = now
-                self.send()
-                if PHASES[self._place[1]] not in UNTIMED and now - root.heard >= self.hang_seconds:
-                    self._follow(find_hang({0: root}, now, self.hang_seconds))
-        self._follow(decide({0: root}, [Event("died", 0, now)], now, 0))
-        self._socket.close()
-
-    def _follow(self, verdict: Diagnosis | None) -> None:
-        """What this rank finds out about rank 0 by itself."""
-        if verdict is not None and not self._over.is_set():
-            self._end(verdict, self.rank == self._speaker)
-
-    def _hear(self, message: dict[str, Any], root: RankStatus, now: float) -> None:
-        if "closing" in message:
-            self._over.set()
-        elif "verdict" in message and not self._over.is_set():
-            self._end(Diagnosis(*message["verdict"]), self.rank == 0)
-        elif "at" in message:
-            self._speaker = message["speaker"]
-            root.hear(message["at"], now)
-            self.joined.set()
-
-
-def join(
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    store: dist.Store | None,
-    hang_seconds: float,
-    join_seconds: float = 600,
-) -> Watchdog:
-    """This rank's watch, once all ranks have theirs; for several ranks, `store` is that of their rendezvous.
-
-    A main thread that reports no progress for `hang_seconds` hangs; 0 switches that off.
-    """
-    if world_size == 1:
-        alone = Watchdog(hang_seconds)
-        alone.start()
-        return alone
-    hub = None
-    try:
-        if rank == 0:
-            assert store is not None
-            token, listener = secrets.token_hex(16), _listen(master_addr, world_size + FOREIGN)
-            hub = Hub(listener, token, world_size, hang_seconds, join_seconds)
-            store.set("watch", json.dumps([socket.gethostname(), *listener.getsockname()[:2], token]))
-        assert store is not None
-        host, address, port, token = json.loads(store.get("watch"))
-        connection = _connect((address, master_addr), port)
-    except (dist.DistError, OSError) as error:
-        raise LocalError(
-            f"rank {rank} of {world_size} could not reach rank 0's watch ({str(error).splitlines()[0]}); check that "
-            f"MASTER_ADDR {master_addr} is the first node, and that nodes may open TCP connections to each other"
-        ) from None
-    watch = ProcessGroupWatchdog(connection, hang_seconds, rank, hub, host)
-    watch.send(rank=rank, token=token, host=socket.gethostname())
-    watch.start()
-    if not watch.joined.wait(join_seconds + 10):
-        raise LocalError(f"rank {rank} of {world_size} had no answer from rank 0's watch; see what rank 0 says")
-    return watch
-
-
-def _listen(master_addr: str, backlog: int) -> socket.socket:
-    """A port where rank 0 is known to the others: only on the machine itself if that is a loopback address."""
-    local = master_addr.startswith(("127.", "localhost", "::1"))
-    for family, *_, address in socket.getaddrinfo(master_addr, 0, type=socket.SOCK_STREAM):
-        # Debian gives a machine's own name 127.0.1.1, where no other machine comes through.
-        if local or not str(address[0]).startswith(("127.", "::1")):
-            with contextlib.suppress(OSError):
-                return socket.create_server(address, family=family, backlog=backlog)
-    return socket.create_server(("", 0), backlog=backlog)
-
-
-def _connect(hosts: Sequence[str], port: int) -> socket.socket:
-    """To the address rank 0 listens at, or else as the launcher names it here."""
-    error: OSError = OSError("no address")
-    for host in hosts:
-        if host != "0.0.0.0":
+            if now - last > GAP:
+                for status in self._statuses.values():
+                    status.heard = status.changed = now
+            last = now
             try:
-                connection = socket.create_connection((host, port), timeout=30)
-                connection.settimeout(TICK)
-                return connection
-            except OSError as caught:
-                error = caught
-    raise error
+                if is_closed(self._store_link):
+                    raise ConnectionError
+                self._exchange(now)
+            except (dist.DistError, OSError, RuntimeError):
+                self._lose_store(now)
+
+    def _lose_store(self, now: float) -> None:
+        # torchrun holds the store for its ranks. They receive SIGTERM when it ends, and may save.
+        if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._over.set()
+        else:
+            self._stop(diagnose_death(0, self._statuses[0]))
+
+    def _exchange(self, now: float) -> None:
+        """Writes this rank's report; reads those of other ranks, or the end of the run."""
+        leaving = self._report["state"] == "left" and self.rank != 0
+        next_closed = self._next_link is not None and is_closed(self._next_link)  # before its last report is read
+        self._report["heartbeat"] += 1
+        self._store.set(key(self.rank), json.dumps([self._report, self._own_events]))
+        if leaving:
+            self._over.set()
+        elif self._store.check([END]):
+            self._follow(self._store.get(END))
+        else:
+            self._read_reports(now)
+            self._check_next(next_closed, now)
+            if self.rank == 0:
+                self._decide(now)
+
+    def _read_reports(self, now: float) -> None:
+        """Rank 0 reads all reports, the others those of rank 0 and of the next rank."""
+        written = [r for r, status in self._statuses.items() if status.heartbeat or self._store.check([key(r)])]
+        texts = self._store.multi_get([key(rank) for rank in written])
+        for rank, text in zip(written, texts, strict=True):
+            report, events = json.loads(text)
+            self._statuses[rank].update(report, now)
+            for event in (Event(*fields)._replace(time=now) for fields in events):
+                self._events.setdefault((event.kind, event.rank), event)
+
+    def _check_next(self, closed: bool, now: float) -> None:
+        """Reports the death of the next rank."""
+        status = self._statuses[self._next]
+        if not status.heartbeat or not status.is_running or self._next_died:
+            return
+        if self._next_link is None:
+            with contextlib.suppress(OSError):
+                self._next_link = open_link(status.address, 1)
+        if closed or (self._next_link is None and now - status.heard > UNLINKED_SECONDS):
+            self._next_died = True
+            if self._next == 0:
+                self._publish(diagnose_death(0, status))
+            else:
+                self._own_events.append(Event("died", self._next))
+
+    def _decide(self, now: float) -> None:
+        """Rank 0 stops the run on an event or a hang, or once all ranks have left."""
+        statuses, events = self._statuses, list(self._events.values())
+        diagnosis = decide(statuses, events, now, self.hang_seconds)
+        diagnosis = diagnosis or find_absent(statuses, now, self._join_seconds)
+        agreed = len(events) in (0, self._size) and all(event.kind == "agreed" for event in events)
+        all_left = not any(status.is_running for status in statuses.values())
+        if diagnosis is not None or (all_left and agreed) or now > self._leaving_deadline:
+            self._publish(diagnosis)
+
+    def _publish(self, diagnosis: Diagnosis | None) -> None:
+        """Ends the watchdogs of all ranks, and the run if there is a diagnosis; the first call of any rank counts."""
+        self._follow(self._store.compare_set(END, "", json.dumps(diagnosis)))
+
+    def _follow(self, end: bytes) -> None:
+        fields = json.loads(end)
+        diagnosis = None if fields is None else Diagnosis(*fields)
+        if self.rank != 0:
+            self._store.add(ACKNOWLEDGED, 1)
+        if diagnosis is not None:
+            self._announce(diagnosis)
+        if self.rank == 0:
+            self._wait_for_acknowledgements(diagnosis)
+        if diagnosis is not None:
+            self._exit(diagnosis)
+        self._over.set()
+
+    def _wait_for_acknowledgements(self, diagnosis: Diagnosis | None) -> None:
+        """Keeps rank 0's process, and so the store, until the ranks that still run know why the run stops."""
+        dead = diagnosis.rank if diagnosis is not None and diagnosis.kind in ("died", "silent") else 0
+        waiting = [rank for rank, status in self._statuses.items() if status.state != "left"]
+        expected, deadline = len(set(waiting) - {0, dead}), time.monotonic() + ACKNOWLEDGE_SECONDS
+        while self._store.add(ACKNOWLEDGED, 0) < expected and time.monotonic() < deadline:
+            time.sleep(TICK / 10)
