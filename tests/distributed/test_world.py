@@ -1,8 +1,9 @@
-"""Ranks as the launcher numbers them, their devices, what they exchange, and that they fail together."""
+"""Launchers' environments, devices of ranks, collectives, joint errors, and the exit of a rank."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,16 +19,9 @@ import torch
 import torch.distributed as dist
 from processes import GENEROUS, TOP, free_port, rank_variables, run, run_ranks
 
-from utils.distributed import world as distributed
-from utils.distributed.world import (
-    Launch,
-    World,
-    choose_device,
-    choose_together,
-    connect,
-    of_this_start,
-    read_launch,
-)
+from utils.distributed import world as worlds
+from utils.distributed.launch import Launch, read_launch
+from utils.distributed.world import World, choose_device, choose_devices, connect, store_of_this_start
 from utils.errors import LocalError, Stopped, UserError, launched_rank, one_line_errors
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -61,7 +55,7 @@ BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in
             Launch("slurm", 5, 1, 8, "elsewhere", 1234),
         ),
         ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", 15000 + 3003 * 7 % 15000)),
-        # A batch script, too, has SLURM_PROCID=0 and SLURM_NTASKS=16, but no peers.
+        # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
         ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
     ],
 )
@@ -70,26 +64,26 @@ def test_the_launcher_is_found_from_the_environment(environment: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "says"),
+    ("base", "changes", "message"),
     [
-        (TORCHRUN, {"LOCAL_RANK": None}, "half set: LOCAL_RANK missing"),
-        (TORCHRUN, {"MASTER_ADDR": ""}, "half set: MASTER_ADDR missing"),
-        (SLURM_STEP, {"SLURM_LOCALID": None}, "half set: SLURM_LOCALID missing"),
-        (TORCHRUN, {"RANK": "8"}, "contradicts itself: rank 8 .* of 8"),
-        (TORCHRUN, {"LOCAL_RANK": "8"}, r"contradicts itself: rank 5 \(local 8\) of 8"),
-        (TORCHRUN, {"RANK": "five"}, "RANK must be a whole number, not 'five'"),
+        (TORCHRUN, {"LOCAL_RANK": None}, "incomplete: LOCAL_RANK missing"),
+        (TORCHRUN, {"MASTER_ADDR": ""}, "incomplete: MASTER_ADDR missing"),
+        (SLURM_STEP, {"SLURM_LOCALID": None}, "incomplete: SLURM_LOCALID missing"),
+        (TORCHRUN, {"RANK": "8"}, "inconsistent: rank 8 .* of 8"),
+        (TORCHRUN, {"LOCAL_RANK": "8"}, r"inconsistent: rank 5 \(local 8\) of 8"),
+        (TORCHRUN, {"RANK": "five"}, "RANK must be an integer, not 'five'"),
         (TORCHRUN, {"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
     ],
 )
-def test_an_environment_that_is_half_set_or_contradicts_itself_is_refused(
-    base: dict[str, str], changes: dict[str, str | None], says: str
+def test_an_incomplete_or_inconsistent_environment_is_rejected(
+    base: dict[str, str], changes: dict[str, str | None], message: str
 ) -> None:
     environment = {name: value for name, value in {**base, **changes}.items() if value is not None}
-    with pytest.raises(LocalError, match=says):
+    with pytest.raises(LocalError, match=message):
         read_launch(environment)
 
 
-# --- who prints ----------------------------------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,10 +104,10 @@ def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any, environment: dict
 @pytest.mark.parametrize(
     ("rank", "error", "printed"), [(0, UserError, True), (1, UserError, False), (1, LocalError, True)]
 )
-def test_rank_0_prints_common_errors_and_the_others_leave_it_the_time(
+def test_rank_0_prints_errors_of_all_ranks_and_the_others_wait(
     monkeypatch: Any, capsys: Any, rank: int, error: type[UserError], printed: bool
 ) -> None:
-    """torchrun stops all ranks as soon as one ends: had rank 1 ended first, nobody would have printed the line."""
+    """torchrun stops all ranks when one exits: if rank 1 exited first, no rank would print the line."""
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
     monkeypatch.setenv("RANK", str(rank))
@@ -125,7 +119,7 @@ def test_rank_0_prints_common_errors_and_the_others_leave_it_the_time(
 
 
 def run_threads(rank: Callable[[int], None], size: int) -> None:
-    """rank(0), rank(1), … at the same time."""
+    """Calls rank(0), rank(1), … at the same time."""
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
     for thread in threads:
         thread.start()
@@ -136,8 +130,8 @@ def run_threads(rank: Callable[[int], None], size: int) -> None:
 # --- the device ----------------------------------------------------------------------------------------------------
 
 
-def test_local_rank_chooses_among_the_devices_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Slurm's --gpus-per-task=1 each rank sees one device, number 0."""
+def test_the_local_rank_chooses_among_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Slurm's --gpus-per-task=1 each rank sees a single device, number 0."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -148,25 +142,28 @@ def test_local_rank_chooses_among_the_devices_it_sees(monkeypatch: pytest.Monkey
         assert choose_device("cpu", local_rank) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("cpu", 0) == choose_device("auto", 3) == torch.device("cpu")
-    with pytest.raises(UserError, match="device is cuda, but torch sees no CUDA device; use --set device=cpu"):
+    with pytest.raises(UserError, match="device is cuda, but PyTorch finds no CUDA device; use --set device=cpu"):
         choose_device("cuda", 0)
     assert not current
 
 
 @pytest.mark.parametrize(
-    ("devices", "says"),
+    ("devices", "message"),
     [
         (["cpu", "cpu", "cpu"], None),
         (["cuda:0", "cuda:1", "cuda:0"], None),
         (["cuda", None, "cuda"], "^rank 1: no device$"),
         ([None, None], "^no device$"),
-        (["cuda", "cuda", "cpu"], "^rank 2 sees no CUDA device, rank 0 does; use --set device=cpu"),
+        (
+            ["cuda", "cuda", "cpu"],
+            "^rank 2 finds no CUDA device, but rank 0 does; use --set device=cpu, or exclude the node of rank 2",
+        ),
     ],
 )
-def test_ranks_have_devices_of_one_kind_or_all_fail(
-    monkeypatch: pytest.MonkeyPatch, devices: list[str | None], says: str | None
+def test_all_ranks_raise_if_their_devices_differ_in_kind(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str | None], message: str | None
 ) -> None:
-    """With 'auto', a node whose GPU is gone would otherwise wait for the others in another backend, forever."""
+    """With 'auto' a rank without a GPU would otherwise wait for the others in another backend, forever."""
 
     def choose(name: str, local_rank: int) -> torch.device:
         kind = devices[local_rank]
@@ -174,8 +171,8 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
             raise UserError("no device")
         return torch.device(kind)
 
-    monkeypatch.setattr(distributed, "choose_device", choose)
-    monkeypatch.setattr(distributed, "_identity", lambda device: str(device).replace(":", " "))
+    monkeypatch.setattr(worlds, "choose_device", choose)
+    monkeypatch.setattr(worlds, "_identity", lambda device: str(device).replace(":", " "))
     size, port, timeout = len(devices), free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
     found: dict[int, Any] = {}
@@ -183,24 +180,24 @@ def test_ranks_have_devices_of_one_kind_or_all_fail(
     def rank_chooses(rank: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
         try:
-            found[rank] = choose_together("auto", Launch("test", rank, rank, size), store)
+            found[rank] = choose_devices("auto", Launch("test", rank, rank, size), store)
         except UserError as error:
             found[rank] = error
 
     run_threads(rank_chooses, size)
     del server
-    if says is None:
-        shared = devices.count("cuda:0") > 1  # and several ranks on one CPU are nothing special
+    if message is None:
+        shared = devices.count("cuda:0") > 1  # several ranks on one CPU are normal
         assert found == {rank: (torch.device(kind), shared) for rank, kind in enumerate(devices) if kind}
     else:
         assert len({str(error) for error in found.values()}) == 1
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             raise found[0]
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_restart_by_torchrun_reads_nothing_of_the_start_before(late: int) -> None:
-    """Its agent's store lives on: ranks that were quicker than rank 0 went to addresses of ranks that were gone."""
+def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(late: int) -> None:
+    """The agent's store survives a restart: ranks that were faster than rank 0 connected to dead ranks."""
     size, port, timeout = 3, free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
 
@@ -213,7 +210,7 @@ def test_a_restart_by_torchrun_reads_nothing_of_the_start_before(late: int) -> N
                 for other in set(range(size)) - {late}:
                     called[other].wait(GENEROUS)
             called[number].set()
-            store = of_this_start(store, number, size, GENEROUS)
+            store = store_of_this_start(store, number, size, GENEROUS)
             if number == 0:
                 store.set("address", name)
             found[number] = store.get("address").decode()
@@ -226,20 +223,20 @@ def test_a_restart_by_torchrun_reads_nothing_of_the_start_before(late: int) -> N
     del server
 
 
-def test_a_start_that_lacks_a_rank_ends_in_time() -> None:
+def test_a_start_without_all_ranks_times_out() -> None:
     server = dist.TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
     server.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(dist.DistStoreError):  # nobody has ever called
-        of_this_start(server, 0, 2, GENEROUS)
+    with pytest.raises(dist.DistStoreError):  # no rank has ever called
+        store_of_this_start(server, 0, 2, GENEROUS)
     server.set("call of rank 1", "of an earlier start")
-    with pytest.raises(TimeoutError, match="not all ranks have come"):
-        of_this_start(server, 0, 2, 0.3)
+    with pytest.raises(TimeoutError, match="not all ranks have connected"):
+        store_of_this_start(server, 0, 2, 0.3)
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------
 
 
-def test_single_rank_needs_no_process_group() -> None:
+def test_a_single_rank_needs_no_process_group() -> None:
     with connect("cpu") as world:
         assert not dist.is_initialized()
         assert (world.rank, world.size, world.is_root, world.is_node_leader) == (0, 1, True, True)
@@ -252,7 +249,7 @@ def test_single_rank_needs_no_process_group() -> None:
         with pytest.raises(UserError, match=r"^wrong$"), world.raise_together():
             raise UserError("wrong")
         with pytest.raises(KeyError), world.raise_together():
-            raise KeyError("a bug stays a bug")
+            raise KeyError("not a UserError")
 
 
 def exchange(world: World) -> dict[str, Any]:
@@ -268,9 +265,9 @@ def exchange(world: World) -> dict[str, Any]:
     return results
 
 
-def try_to_agree(world: World, failures: list[dict[int, str]]) -> list[str]:
-    """For each {rank: kind of failure}: what this rank gets to see."""
-    seen = []
+def raise_on_some_ranks(world: World, failures: list[dict[int, str]]) -> list[str]:
+    """For each {rank: kind of failure}: the error that this rank raises."""
+    raised = []
     for failing in failures:
         try:
             with world.raise_together():
@@ -280,13 +277,13 @@ def try_to_agree(world: World, failures: list[dict[int, str]]) -> list[str]:
                     raise UserError("bad file")
                 if failing.get(world.rank) == "bug":
                     raise KeyError("bug")
-            seen.append("well")
+            raised.append("none")
         except Exception as error:
-            seen.append(f"{type(error).__name__}: {error}")
-    return seen
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
 
 
-# The host and local rank of each rank, and the nodes that there are: {ranks: source}.
+# The host and local rank of each rank, and the resulting nodes {ranks: source}.
 PLACEMENTS: list[tuple[str, list[int], dict[tuple[int, ...], int]]] = [
     ("aaaa", [0, 1, 2, 3], {(0, 1, 2, 3): 0}),
     ("abab", [1, 0, 0, 1], {(0, 2): 2, (1, 3): 1}),
@@ -295,11 +292,11 @@ PLACEMENTS: list[tuple[str, list[int], dict[tuple[int, ...], int]]] = [
 Place = tuple[tuple[int, ...], int, float, bool]
 
 
-def meet_on_nodes(world: World) -> list[Place]:
-    """For each placement: ranks and source of this rank's node, what a broadcast brings, and if there is a group."""
+def use_nodes(world: World) -> list[Place]:
+    """For each placement: ranks and source of this rank's node, result of a broadcast, whether the node has a group."""
     answers = []
     for hosts, local_ranks, _ in PLACEMENTS:
-        distributed.socket.gethostname = lambda hosts=hosts: hosts[world.rank]
+        socket.gethostname = lambda hosts=hosts: hosts[world.rank]
         placed = World(replace(world.launch, local_rank=local_ranks[world.rank]), world.device)
         number = torch.tensor([float(world.rank)], dtype=torch.float16)
         placed.broadcast_on_node(number)
@@ -313,13 +310,13 @@ def meet_on_nodes(world: World) -> list[Place]:
 FAILURES = [{}, {1: "user"}, dict.fromkeys(range(4), "common"), {1: "user", 2: "user"}, {2: "bug"}, {}]
 
 
-def use_the_world(world: World) -> tuple[dict[str, Any], list[str], list[Place]]:
-    return exchange(world), try_to_agree(world, FAILURES), meet_on_nodes(world)
+def call_all_methods(world: World) -> tuple[dict[str, Any], list[str], list[Place]]:
+    return exchange(world), raise_on_some_ranks(world, FAILURES), use_nodes(world)
 
 
-def test_ranks_exchange_values_fail_together_and_share_what_their_nodes_source_has() -> None:
-    """The source is the rank that is local rank 0, else the node's first; only what needs a group makes one."""
-    for rank, (values, seen, places) in enumerate(run_ranks(use_the_world, 4)):
+def test_collectives_joint_errors_and_broadcasts_on_nodes() -> None:
+    """The source of a node is its local rank 0, else its first rank; groups are created only for several nodes."""
+    for rank, (values, raised, places) in enumerate(run_ranks(call_all_methods, 4)):
         assert values == {
             "objects": [{"rank": other} for other in range(4)],
             "gathered": [[1, 10], [2, 20], [3, 30], [4, 40]],
@@ -327,43 +324,44 @@ def test_ranks_exchange_values_fail_together_and_share_what_their_nodes_source_h
             "mine": [rank + 1, 10 * (rank + 1)],  # the sum leaves its argument unchanged
             "roles": (rank == 0, rank == 0),
         }
-        assert seen == [
-            "well",
+        assert raised == [
+            "none",
             "UserError: rank 1: bad file on 1",
             "UserError: bad file",
             "UserError: rank 1: bad file on 1",
             "KeyError: 'bug'" if rank == 2 else "UserError: rank 2: KeyError('bug')",
-            "well",
+            "none",
         ]
         for (_, _, nodes), place in zip(PLACEMENTS, places, strict=True):
             ranks = next(ranks for ranks in nodes if rank in ranks)
             assert place == (ranks, nodes[ranks], nodes[ranks], 1 < len(ranks) < 4)
 
 
-def test_a_rank_whose_peers_do_not_come_says_so_in_a_line(tmp_path: Path) -> None:
-    """Rank 1 prints it itself, as there may be no rank 0."""
+def test_a_rank_without_the_others_prints_one_line(tmp_path: Path) -> None:
+    """Rank 1 prints it itself, because there may be no rank 0."""
     script, port = tmp_path / "script.py", free_port()
     script.write_text(
-        "from utils.distributed.world import connect\nfrom utils.errors import one_line_errors\n"
-        "with one_line_errors(), connect('cpu', rendezvous_seconds=1): pass"
+        "from utils.config.schema import TimeoutsConfig\nfrom utils.distributed.world import connect\n"
+        "from utils.errors import one_line_errors\n"
+        "with one_line_errors(), connect('cpu', TimeoutsConfig(rendezvous=1)): pass"
     )
     code, _, error = run([script], tmp_path / "rank", environment={**os.environ, **rank_variables(1, 2, port)})
     assert code == 2
     (line,) = (line for line in error.splitlines() if line.startswith("error: "))
-    assert line.startswith(f"error: rank 1 of 2 could not meet the others at 127.0.0.1:{port} (")
+    assert line.startswith(f"error: rank 1 of 2 could not connect to the other ranks at 127.0.0.1:{port} (")
     assert "Traceback" not in error
 
 
-# --- the end -------------------------------------------------------------------------------------------------------
+# --- exit ---------------------------------------------------------------------------------------------------------
 
 ENDING = """
 import os, sys
-from utils.distributed import world as distributed
+from utils.distributed.launch import run_script
 class Last:
-    def __del__(self): os.write(1, b" taken down")
+    def __del__(self): os.write(1, b" shut down")
 sys.modules["last"] = Last()
 def main(): {}
-distributed.run_script(main)
+run_script(main)
 """
 
 
@@ -375,7 +373,7 @@ distributed.run_script(main)
         ("print('lost', end=''); raise ValueError('broken')", (1, "lost", "ValueError: broken\n")),
     ],
 )
-def test_one_of_several_ranks_leaves_with_its_code_and_all_it_has_written(
+def test_one_of_several_ranks_exits_with_its_code_and_all_its_output(
     tmp_path: Path, ending: str, expected: tuple[int, str, str]
 ) -> None:
     script = tmp_path / "script.py"
@@ -389,21 +387,23 @@ def test_one_of_several_ranks_leaves_with_its_code_and_all_it_has_written(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_of_several_ranks_skips_the_interpreters_shutdown(ranks: int) -> None:
-    """A thread of its process group may abort it there."""
+    """A thread of the process group may abort the process there."""
     environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
     command = [sys.executable, "-c", ENDING.format("print('done', end=''); sys.exit(75)")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GENEROUS)
     assert (done.returncode, done.stderr) == (75, "")
-    assert done.stdout == "done" + (" taken down" if ranks == 1 else "")
+    assert done.stdout == "done" + (" shut down" if ranks == 1 else "")
 
 
 class Step:
-    """Stands for a step with CUDA graphs."""
+    """Stand-in for a step with CUDA graphs."""
 
 
 @pytest.mark.parametrize(("error", "leaves"), [(Stopped(), 1), (UserError("bad"), 1), (LocalError("bad"), 0)])
-def test_an_error_lets_go_of_the_step_before_the_group_is_left(monkeypatch, error: BaseException, leaves: int) -> None:
-    """NCCL would wait for the end of the step's CUDA graphs, which the error's frames keep alive: for ever."""
+def test_an_error_releases_the_step_before_the_process_group_is_destroyed(
+    monkeypatch, error: BaseException, leaves: int
+) -> None:
+    """NCCL would wait forever for the step's CUDA graphs, which the error's frames keep alive."""
     alive: list[bool] = []
     seen: list[weakref.ref] = []
 
@@ -412,6 +412,6 @@ def test_an_error_lets_go_of_the_step_before_the_group_is_left(monkeypatch, erro
         raise error
 
     monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(seen[0]() is not None))
-    with pytest.raises(type(error)), distributed._leaving_group():
+    with pytest.raises(type(error)), worlds._leaving_group():
         stop_while_holding(Step())
     assert alive == [False] * leaves
