@@ -7,17 +7,20 @@ A figure quoted from benchmarks/results is followed by an HTML comment with the 
     1.44<!-- ladder.json#rungs.3.SYNTHETIC.median / #rungs.0.SYNTHETIC.median --> times
 
 File names are relative to benchmarks/results. Numbers in a key are list indices; a part of a key that contains a dot is
-quoted. Further terms follow an operator (* / + -, from left to right): numbers, or `#` and another key of the same file.
-The figure must be the value rounded to the digits quoted; 1:05 is compared in seconds. A comment without `#` names
-another source (`<!-- published -->`) and is not compared. In a paragraph that links to a results file, every number with
-a unit of measurement needs a comment.
+quoted. Further terms follow an operator (* / + -, from left to right): numbers, or `#` and another key of that file. The
+figure must be the value rounded to the digits quoted; 1:05 is compared in seconds. `1,373<!-- quality.md -->` is a word
+of that file. Any other comment names another source (`<!-- published -->`) and is not compared. In a paragraph that
+links to a results file, every number with a unit of measurement needs a comment; in the table after such a paragraph,
+every decimal number.
 
 `<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import itertools
 import json
 import operator
@@ -44,6 +47,7 @@ COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 FIGURE = re.compile(r"([-−]?\d[\d,]*(?:\.\d+)?(?::\d\d)*)(?:\s?[^\s\d<|]{1,12})?<!--(.*?)-->", re.DOTALL)
 UNITS = r"%|samples/s|images/s|TFLOP/s|GB/s|GiB|GB|ms|s|seconds|minutes|times|points"
 UNSOURCED = re.compile(rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?\s?(?:{UNITS}))(?![\w/]|\*{{0,2}}<!--)")
+UNSOURCED_DECIMAL = re.compile(r"(?<![\w.,])(\d[\d,]*\.\d+)(?![\w.]|\*{0,2}<!--)")
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
 
@@ -145,7 +149,7 @@ def evaluate(source: str) -> float:
     file, _, terms = " ".join(source.split()).partition("#")
     first, *rest = re.split(r"\s+([*/+-])\s*(?=[#\d.-])", terms)
     value = lookup(file, first)
-    for symbol, term in itertools.batched(rest, 2) if hasattr(itertools, "batched") else zip(rest[::2], rest[1::2]):
+    for symbol, term in zip(rest[::2], rest[1::2], strict=True):
         value = OPERATORS[symbol](value, lookup(file, term[1:]) if term.startswith("#") else float(term))
     return value
 
@@ -174,16 +178,28 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
         if not is_rounded(quoted, value):
             faults.append(f"{quoted}<!--{source}-->: the value is {value:.6g}")
     assert faults == []
+    # A comment at the start of a line would end the paragraph.
+    assert re.findall(r"^\s*<!--(?! quoted from ).*", text, re.MULTILINE) == []
     comments = [source for source in COMMENT.findall(re.sub(r"`[^`]*`", "", text)) if ".json#" in source]
     assert sorted(comments) == sorted(source for _, source in found), "a comment without a number before it"
 
 
 @docs
+def test_figures_quoted_from_tables_stand_there(page: Path) -> None:
+    quoted = re.findall(r"([\d,.:]+)\*{0,2}<!-- (\S+\.md) -->", re.sub(r"`[^`]*`", "", without_blocks(page)))
+    assert [(number, file) for number, file in quoted if number not in (RESULTS / file).read_text().split()] == []
+
+
+@docs
 def test_figures_next_to_a_link_to_results_have_a_source(page: Path) -> None:
-    faults = []
-    for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", without_blocks(page))):
-        if re.search(r"\]\([^)]*benchmarks/results/[^)]*\.(json|md)\)", paragraph):
-            faults += UNSOURCED.findall(" ".join(paragraph.split()))
+    faults, links_before = [], False
+    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", without_blocks(page))):
+        links_to_results = bool(re.search(r"\]\([^)]*benchmarks/results/[^)]*\.(json|md)\)", block))
+        if links_to_results:
+            faults += UNSOURCED.findall(" ".join(block.split()))
+        elif links_before and block.startswith("|"):
+            faults += UNSOURCED_DECIMAL.findall(COMMENT.sub("<!-- -->", block))
+        links_before = links_to_results
     assert faults == []
 
 
@@ -248,11 +264,13 @@ def flags_of(program: str) -> frozenset[str]:
     if program in TRAINING:
         return frozenset(cli.build_parser()._option_string_actions)
     name = {"utils.simulation": "utils.simulation.simulate"}.get(program, program.removesuffix(".py"))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        printed: list[str] = []
-        patch.setattr("argparse.ArgumentParser._print_message", lambda _, message, file=None: printed.append(message))
-        importlib.import_module(name).main(["--help"])
-    return frozenset(re.findall(r"(?<![\w-])--?\w+", "".join(printed)))
+    main = importlib.import_module(name).main
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("sys.argv", [program, "--help"])
+        with pytest.raises(SystemExit):
+            main()
+    return frozenset(re.findall(r"(?<![\w-])--?\w+", printed.getvalue()))
 
 
 def program_in(words: list[str]) -> tuple[str, list[str]] | None:
@@ -289,7 +307,7 @@ def faults_in(words: list[str]) -> Iterator[str]:
         return
     given = [word.partition("=")[0] for word in arguments if re.match(r"--?\w", word) and not re.match(r"-\d", word)]
     yield from (f"{program} {flag}" for flag in given if flag not in flags_of(program))
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for flag, value in itertools.pairwise([*arguments, ""]):
         name, _, attached = flag.partition("=")
         if name == "--set":
             yield from unknown_key(attached or value)
@@ -299,7 +317,8 @@ def faults_in(words: list[str]) -> Iterator[str]:
 
 def unknown_key(setting: str) -> Iterator[str]:
     key = setting.partition("=")[0]
-    if key not in config.flatten(config.Config()) and key not in config.Config.model_fields:
+    placeholder = setting == "key=value"
+    if not placeholder and key not in config.flatten(config.Config()) and key not in config.Config.model_fields:
         yield f"--set {setting}"
 
 
@@ -317,7 +336,7 @@ def test_commands_exist_with_their_flags_configs_and_keys(page: Path) -> None:
 def test_keys_and_flags_in_the_text_exist(page: Path) -> None:
     known = set().union(*(flags_of(program) for program in (*TRAINING, *SCRIPTS)))
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks(page))]
-    settings = [value for span in spans for value in re.findall(r"--set (\S+=)", span)]
+    settings = [value for span in spans for value in re.findall(r"--set (\S+)", span)]
     assert [fault for setting in settings for fault in unknown_key(setting)] == []
     # Only this project's flags have underscores.
     flags = [flag for span in spans for flag in re.findall(r"(?<![\w-])--[a-z]+_\w+", span)]
