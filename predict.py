@@ -18,7 +18,7 @@ from utils import build, cli
 from utils import config as configs
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.launch import run_script
-from utils.distributed.signals import StopSignals
+from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 predict(options, world, signals)
 
 
-def predict(options: Options, world: World, signals: StopSignals) -> None:
+def predict(options: Options, world: World, signals: Signals) -> None:
     """Predicts the gas of the input and writes it. Every rank calls it."""
     with world.raise_together():
         check_target(Path(options.output), options.overwrite)

@@ -14,7 +14,7 @@ from utils import build, cli
 from utils import config as configs
 from utils.config import Config
 from utils.distributed.launch import run_script
-from utils.distributed.signals import NullSignals, StopSignals
+from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.profiling.memory import out_of_memory_for_users
@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         if options.preflight:
             build.run_preflight(options, config, step_class)
             return
-        signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
+        signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
         with signals, connect(config.device, config.timeouts) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 run(options, config.for_world(world.size), world, step_class, signals)
 
 
-def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: StopSignals) -> None:
+def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """Builds the parts of one training, or of one benchmark, and runs it. Every rank calls it."""
     step_class.check(world, config.noddp)
     notes = build.backends(config, world.device)

@@ -23,7 +23,7 @@ from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.sources import batch_like, open_box
 from utils.distributed.launch import Launch
-from utils.distributed.signals import StopSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World, choose_device
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation import results
@@ -55,10 +55,14 @@ DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pas
 
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
+    norm = config.network.norm
     options: dict[str, object]
+    # Variants are passed only if they are set: not every network has them.
+    variants: dict[str, object] = {"norm": None if norm == "none" else norm}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
-        options = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
+        options = {"shape": dataset.shape, "classes": dataset.classes}
+        variants["vocabulary"] = dataset.vocabulary
     else:
         options = {
             "crop": config.data_size,
@@ -67,12 +71,8 @@ def network(config: Config) -> nn.Module:
             "width": config.network.width,
             "scales": config.scales,
         }
-        # Passed only if they are set: not every network has them.
-        variants = {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
-        options |= {name: value for name, value in variants.items() if value}
-    norm = config.network.norm
-    if norm != "none":
-        options["norm"] = norm
+        variants |= {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
+    options |= {name: value for name, value in variants.items() if value}
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):
         part = "micro-batch" if config.accumulation_steps > 1 else "batch"
@@ -198,7 +198,7 @@ def trainer(
     made: EagerStep,
     sources: Loaders,
     world: World,
-    signals: StopSignals,
+    signals: Signals,
     callbacks: Callbacks,
     state: TrainState,
 ) -> Trainer:

@@ -1,7 +1,7 @@
-"""Stopping on a signal: batch systems warn before they kill, and a warned training saves and ends in order.
+"""Stop signals: a batch system warns a training before it kills it, and the training saves and exits.
 
-A signal reaches ranks at different moments. At each step's end they exchange what they wish for, and all stop, or save,
-after the same step.
+A signal reaches the ranks at different times. At the end of each step they exchange their requests, and all of them
+stop, or save, after the same step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,49 @@ from utils.errors import EXIT_INTERRUPTED, launched_rank
 
 log = logging.getLogger(__name__)
 
-# Slurm and torchrun both signal a rank that runs under both: so soon after the first, it is the same signal.
+# Slurm and torchrun both signal a rank that runs under both. A second one within this time is the same signal.
 SAME_SIGNAL_SECONDS = 1.0
-INTERRUPT_SECONDS = 15.0  # for what Ctrl-C has interrupted to end by itself, a save that is under way with it
+INTERRUPT_SECONDS = 15.0  # for a program to exit after Ctrl-C, including a save in progress
 PR_SET_PDEATHSIG = 1  # of prctl(2)
+Self = TypeVar("Self", bound="Signals")
 
 
 class Request(enum.IntEnum):
-    """What a rank wants to happen after this step; the greatest of all ranks' happens."""
+    """Request of a rank after a step. All ranks follow the largest one."""
 
-    GO_ON = 0
+    CONTINUE = 0
     SAVE = 1
     STOP = 2
 
 
-class StopSignals:
-    """Within it, SIGTERM and the signal named are remembered, as `received`; the same one again ends the process.
+class Signals(Protocol):
+    """Source of requests to stop. `received` is the name of the first signal."""
 
-    A thread waits for them: the main one may be stuck in a library, where Python runs no handler of its own. SIGINT
-    remains Python's KeyboardInterrupt, which may strike where a lock has just been taken that the way out asks for: the
-    thread sees to it that the process ends all the same.
+    received: str | None
+
+    def __enter__(self: Self) -> Self: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class NullSignals:
+    """Catches no signals: they keep their default effect."""
+
+    received: str | None = None
+
+    def __enter__(self) -> NullSignals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class StopSignals:
+    """Catches SIGTERM and the named signal as a request to stop; a second one of the same kind ends the process.
+
+    A thread waits for the signals, because the main thread may be blocked in a library, where Python runs no handlers.
+    SIGINT still raises KeyboardInterrupt. If that happens right after a lock was acquired that the exit needs, too, the
+    thread ends the process.
     """
 
     def __init__(self, name: str = "SIGUSR1") -> None:
@@ -56,13 +80,13 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        # The C-level handler writes the signal's number there at once, whatever thread it came to.
+        # The C-level handler writes the signal's number to the pipe at once, in whichever thread it runs.
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
         for number in self._numbers:
-            signal.siginterrupt(number, False)  # libraries' system calls go on after it
+            signal.siginterrupt(number, False)  # libraries' system calls are restarted after it
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            # The kernel sends SIGTERM when torchrun is gone, killed or by a signal that it does not pass on.
+            # The kernel sends SIGTERM when torchrun ends, possibly without passing a signal on.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
@@ -70,11 +94,11 @@ class StopSignals:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._previous.items():
-            # The same one may come once more while the process ends: it must not change the exit code.
-            now = signal.SIG_IGN if self.received else handler
-            signal.signal(number, now)  # type: ignore[arg-type] # what signal.signal itself returned
+            # The same signal may come again while the process exits, and must not change the exit code.
+            restored = signal.SIG_IGN if self.received else handler
+            signal.signal(number, restored)  # type: ignore[arg-type] # a return value of signal.signal
         signal.set_wakeup_fd(self._wakeup)
-        os.write(self._writer, bytes(1))  # closing it would not do: a forked child may hold it, too
+        os.write(self._writer, bytes(1))  # closing it is not enough: a forked child may hold it, too
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)
@@ -86,75 +110,66 @@ class StopSignals:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
             if not poll.poll(left):
                 if launched_rank() == 0:
-                    os.write(2, b"interrupted\n")  # sys.stderr has a lock, too
+                    os.write(2, b"interrupted\n")  # sys.stderr has a lock
                 os._exit(EXIT_INTERRUPTED)
             for number in os.read(self._reader, 64):
                 if number == 0:
                     return
                 if number in self._numbers:
-                    self._take(number)
+                    self._receive(number)
                 elif number == signal.SIGINT and deadline is None:
                     deadline = time.monotonic() + INTERRUPT_SECONDS
 
-    def _take(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
         if now - self._first.setdefault(number, now) > SAME_SIGNAL_SECONDS:
-            sys.stderr.write(f"{name} again: ends at once, without saving\n")
+            sys.stderr.write(f"{name} again: exiting at once, without saving\n")
             sys.stderr.flush()
             os._exit(128 + number)
         if self.received is None:
             self.received = name
-            log.info("%s: it will save what there is and stop; the same signal once more ends it at once", name)
-
-
-class NullSignals(StopSignals):
-    """Catches nothing: signals do what they do by themselves."""
-
-    def __enter__(self) -> StopSignals:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+            log.info("%s: saving and stopping; the same signal again exits at once", name)
 
 
 class StopCoordinator:
-    """The ranks' wishes, exchanged without making them wait: an answer is about the wishes of some steps before.
+    """Exchanges the ranks' requests without making them wait: an answer is about the requests some steps before.
 
-    Of the step before on few ranks; gloo hands a number around all ranks twice, one after another, and on many ranks
-    that takes the time of several steps.
+    On few ranks that is one step. Gloo's ring passes a number twice around all ranks, which on many ranks takes the
+    time of several steps.
     """
 
-    RANKS_A_STEP = 32
+    RANKS_PER_STEP = 32
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._every, self._calls, self._wish = max(1, world.size // self.RANKS_A_STEP), 0, Request.GO_ON
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._interval = max(1, world.size // self.RANKS_PER_STEP)  # in calls
+        self._calls, self._request = 0, Request.CONTINUE
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
-    def ask(self, wish: Request) -> Request:
-        """Every rank calls it at the same moments; the same answer on all of them."""
+    def exchange(self, request: Request) -> Request:
+        """Every rank calls it after the same steps and gets the same answer."""
         if self._world.size == 1:
-            return wish
-        self._wish, self._calls = max(self._wish, wish), self._calls + 1
-        if self._calls % self._every:
-            return Request.GO_ON
-        wish, self._wish = self._wish, Request.GO_ON
+            return request
+        self._request, self._calls = max(self._request, request), self._calls + 1
+        if self._calls % self._interval:
+            return Request.CONTINUE
         answer = self._answer()
         if answer is Request.STOP:
             return answer
-        wishes = torch.tensor(int(wish))
-        work = dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True)
+        requests = torch.tensor(int(self._request))
+        self._request = Request.CONTINUE
+        work = dist.all_reduce(requests, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        self._asked = (wishes, work)
+        self._pending = (requests, work)
         return answer
 
     def _answer(self) -> Request:
-        if self._asked is None:
-            return Request.GO_ON
-        (wishes, work), self._asked = self._asked, None
+        if self._pending is None:
+            return Request.CONTINUE
+        (requests, work), self._pending = self._pending, None
         work.wait()
-        return Request(int(wishes))
+        return Request(int(requests))
 
     def close(self) -> None:
-        """Waits for what is still under way; not after an error, when the others may never answer."""
+        """Waits for the exchange in progress; not after an error, because the other ranks may never answer."""
         self._answer()

@@ -15,7 +15,7 @@ import torch
 
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
-from utils.distributed.signals import StopSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.inference.channels import Channel
@@ -44,7 +44,7 @@ class PredictionFile:
     overwrite: bool
     attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
 
-    def write(self, predictor: SlidingWindowPredictor, world: World, signals: StopSignals) -> None:
+    def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
         """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
         writer: ResumableHDF5Writer | None = None
         with world.raise_together():
@@ -105,7 +105,7 @@ class PredictionFile:
         return writer
 
     def _write_slabs(
-        self, predictor: SlidingWindowPredictor, writer: ResumableHDF5Writer | None, world: World, signals: StopSignals
+        self, predictor: SlidingWindowPredictor, writer: ResumableHDF5Writer | None, world: World, signals: Signals
     ) -> None:
         started, starts = time.monotonic(), predictor.starts
         first = starts.index(world.gather_objects(writer.done if writer else 0)[0])
@@ -158,7 +158,7 @@ def _warn_about_scale(source: FieldReader) -> None:
         )
 
 
-def _stop_if_signalled(done: int, total: int, world: World, signals: StopSignals) -> None:
+def _stop_if_signalled(done: int, total: int, world: World, signals: Signals) -> None:
     received = [name for name in world.gather_objects(signals.received) if name is not None]
     if received and done < total:
         log.info("Stopping after plane %d of %d: %s; run the same command again to resume", done, total, received[0])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from utils.data import Batch, Loaders
-from utils.distributed.signals import Request, StopCoordinator, StopSignals
+from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.profiling.flops import training_flops
@@ -85,7 +85,7 @@ class Trainer:
         schedule: Callable[[int], float],
         world: World,
         options: TrainerOptions,
-        signals: StopSignals,
+        signals: Signals,
         callbacks: Callbacks,
         state: TrainState,
     ) -> None:
@@ -341,13 +341,13 @@ class Trainer:
 
     def _exchange_requests(self) -> Request:
         """Exchanges this rank's request with the others'. Saves and raises Stopped if one of them is to stop."""
-        request = Request.GO_ON
+        request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP
         elif self._save_timer.is_due():
             request = Request.SAVE
             self._save_timer.restart()
-        answer = self._coordinator.ask(request)
+        answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
             reason = self.signals.received or "a signal to another rank"
             self.logger.info(f"Stopping after step {self.state.step}: {reason}")
