@@ -7,7 +7,7 @@ A figure quoted from benchmarks/results is followed by an HTML comment with the 
     1.44<!-- ladder.json#rungs.3.SYNTHETIC.median / #rungs.0.SYNTHETIC.median --> times
 
 File names are relative to benchmarks/results. Numbers in a key are list indices; a part of a key that contains a dot is
-quoted. Further terms follow an operator (* / + -, from left to right): numbers, or `#` and another key of that file. The
+quoted. Further terms follow an operator (* / + -, from left to right): numbers, or `#` and another key of it. The
 figure must be the value rounded to the digits quoted; 1:05 is compared in seconds. `1,373<!-- quality.md -->` is a word
 of that file. Any other comment names another source (`<!-- published -->`) and is not compared. In a paragraph that
 links to a results file, every number with a unit of measurement needs a comment; in the table after such a paragraph,
