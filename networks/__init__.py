@@ -25,6 +25,8 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "reuters_cnn": ReutersCnn,
     "cifar_cnn": CifarCnn,
 }
+# What a network does not take if it lacks one of these options, for errors.
+SAMPLES = {"crop": "volumes", "shape": "labelled samples", "classes": "labelled samples", "vocabulary": "texts"}
 LOSSES: dict[str, type[Loss]] = {
     "l1": L1Loss,
     "cross_entropy": CrossEntropyLoss,
@@ -48,14 +50,12 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     network = _choose(NETWORKS, "network", name)
     if crop is not None:
         options["crop"] = crop
-    known = _options(network)
-    for option, samples in (("crop", "volumes"), ("classes", "labelled samples")):
-        if option in options and option not in known:
-            suitable = [other for other in NETWORKS if option in _options(NETWORKS[other])]
-            raise ValueError(f"network {name} does not take {samples}; choose one of {', '.join(suitable)}")
     for option in options:
-        if option not in known:
-            raise ValueError(f"network {name} has no option {option}; it has {', '.join(known)}")
+        suitable = [other for other, kind in NETWORKS.items() if option in _options(kind)]
+        if name not in suitable:
+            what = SAMPLES.get(option, f"option {option}")
+            remedy = f"choose one of {', '.join(suitable)}" if suitable else "remove it"
+            raise ValueError(f"network {name} does not take {what}; {remedy}")
     return network(**options)
 
 

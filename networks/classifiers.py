@@ -1,7 +1,7 @@
 """Small classifiers: a batch -> logits [N, classes].
 
-All have the same options: the `shape` of one sample, the number of `classes`, the size of the `vocabulary` (None unless
-samples are texts), and `norm`, see norms.py. They raise ValueError for samples or norms that they do not support.
+Options are the `shape` of one sample and the number of `classes`; for texts the size of the `vocabulary`; and `norm`,
+see norms.py. ValueError for samples of another shape.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from networks.norms import build_norm, ghost_batch
+from networks.norms import build_norm
 
 
 class MnistCnn(nn.Module):
     """Two 3x3 convolutions and two linear layers with dropout, for images [N, channels, height, width]."""
 
-    def __init__(
-        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
-    ) -> None:
+    def __init__(self, *, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
-        channels, height, width = _image("mnist_cnn", shape, 6, vocabulary)
-        _refuse_norm("mnist_cnn", norm)
+        channels, height, width = _image("mnist_cnn", shape, 6)
         self.conv1 = nn.Conv2d(channels, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.dropout1 = nn.Dropout(0.25)
@@ -39,12 +36,9 @@ class MnistCnn(nn.Module):
 class LeNet(nn.Module):
     """Convolutions alternating with average pooling, for images [N, channels, height, width] (LeCun et al. 1998)."""
 
-    def __init__(
-        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
-    ) -> None:
+    def __init__(self, *, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
-        channels, *sides = _image("lenet", shape, 14, vocabulary)
-        _refuse_norm("lenet", norm)
+        channels, *sides = _image("lenet", shape, 14)
         height, width = (((side - 2) // 2 - 4) // 2 for side in sides)
         self.conv1 = nn.Conv2d(channels, 20, 3)
         self.conv2 = nn.Conv2d(20, 50, 5)
@@ -60,9 +54,7 @@ class LeNet(nn.Module):
 class ReutersCnn(nn.Module):
     """Convolutions over the words of a text, for word indices [N, length] below `vocabulary`."""
 
-    def __init__(
-        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
-    ) -> None:
+    def __init__(self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None) -> None:
         super().__init__()
         if len(shape) != 1 or vocabulary is None:
             raise ValueError(
@@ -72,7 +64,6 @@ class ReutersCnn(nn.Module):
         (length,) = shape
         if length < 12:
             raise ValueError(f"network reuters_cnn needs texts of at least 12 words, not {length}")
-        _refuse_norm("reuters_cnn", norm)
         self.embedding = nn.Embedding(vocabulary, 7)
         self.conv1 = nn.Conv1d(7, 64, 5)
         self.conv2 = nn.Conv1d(64, 32, 3)
@@ -93,16 +84,14 @@ class CifarCnn(nn.Module):
 
     BLOCKS = (32, 64, 128)  # channels
 
-    def __init__(
-        self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None, norm: str = "none"
-    ) -> None:
+    def __init__(self, *, shape: tuple[int, ...], classes: int, norm: str = "none") -> None:
         super().__init__()
-        before, height, width = _image("cifar_cnn", shape, 8, vocabulary)
+        before, height, width = _image("cifar_cnn", shape, 8)
         self.blocks = nn.Sequential()
         for channels in self.BLOCKS:
             for inputs in (before, channels):
                 self.blocks.append(nn.Conv2d(inputs, channels, 3, padding=1))
-                self.blocks.append(build_norm(norm, channels, dimensions=2))
+                self.blocks.append(build_norm(norm, channels))
                 self.blocks.append(nn.ReLU())
             self.blocks.append(nn.MaxPool2d(2))
             before = channels
@@ -113,26 +102,15 @@ class CifarCnn(nn.Module):
         return self.dense2(F.relu(self.dense1(self.blocks(images).flatten(1))))
 
 
-def _image(name: str, shape: tuple[int, ...], least: int, vocabulary: int | None) -> tuple[int, int, int]:
+def _image(name: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
     """Channels, height and width of the samples; ValueError if they are not images or smaller than `least`."""
-    if len(shape) != 3 or vocabulary is not None:
-        raise ValueError(
-            f"network {name} takes images, channels x height x width, not samples of shape {_text(shape)}"
-            + ("" if vocabulary is None else f" of {vocabulary} words; choose reuters_cnn")
-        )
+    if len(shape) != 3:
+        raise ValueError(f"network {name} takes images, channels x height x width, not samples of shape {_text(shape)}")
     channels, height, width = shape
     if min(height, width) < least:
         raise ValueError(f"network {name} needs images of at least {least} x {least}, not {height} x {width}")
     return channels, height, width
 
 
-def _refuse_norm(name: str, norm: str) -> None:
-    ghost_batch(norm)  # raises ValueError for an unknown norm
-    if norm != "none":
-        raise ValueError(
-            f"network {name} does not support norm {norm}; set network.norm to none, or use network cifar_cnn"
-        )
-
-
 def _text(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "()"
+    return " x ".join(map(str, shape))

@@ -28,37 +28,21 @@ def initialise(
         raise ValueError(f"unknown conv_init {conv_init}; known: {', '.join(KINDS)}")
     for module in network.modules():
         if isinstance(module, nn.Embedding):
-            _draw_embedding(module.weight, generator, conv_init, scale)
+            if conv_init == "glorot":
+                module.weight.uniform_(-0.05, 0.05, generator=generator)
+            else:
+                module.weight.normal_(0.0, scale if conv_init == "normal" else 1.0, generator=generator)
         elif isinstance(module, LAYERS):
-            _draw_layer(module.weight, module.bias, generator, conv_init, scale, bias)
-
-
-def _draw_embedding(weight: torch.Tensor, generator: torch.Generator, conv_init: str, scale: float) -> None:
-    if conv_init == "glorot":
-        weight.uniform_(-0.05, 0.05, generator=generator)
-    else:
-        weight.normal_(0.0, scale if conv_init == "normal" else 1.0, generator=generator)
-
-
-def _draw_layer(
-    weight: torch.Tensor,
-    biases: torch.Tensor | None,
-    generator: torch.Generator,
-    conv_init: str,
-    scale: float,
-    bias: float,
-) -> None:
-    bound = weight[0].numel() ** -0.5
-    if conv_init == "normal":
-        weight.normal_(0.0, scale, generator=generator)
-    elif conv_init == "default":
-        weight.uniform_(-bound, bound, generator=generator)
-    else:
-        # The first two axes are inputs and outputs, in either order. The others are the kernel.
-        limit = math.sqrt(6 / ((weight.shape[0] + weight.shape[1]) * weight[0, 0].numel()))
-        weight.uniform_(-limit, limit, generator=generator)
-    if biases is not None:
-        if conv_init == "default":
-            biases.uniform_(-bound, bound, generator=generator)
-        else:
-            biases.fill_(bias)
+            weight, biases = module.weight, module.bias
+            bound = weight[0].numel() ** -0.5
+            if conv_init == "glorot":
+                # The first two axes are inputs and outputs, in either order. The others are the kernel.
+                bound = math.sqrt(6 / ((weight.shape[0] + weight.shape[1]) * weight[0, 0].numel()))
+            if conv_init == "normal":
+                weight.normal_(0.0, scale, generator=generator)
+            else:
+                weight.uniform_(-bound, bound, generator=generator)
+            if biases is not None and conv_init == "default":
+                biases.uniform_(-bound, bound, generator=generator)
+            elif biases is not None:
+                biases.fill_(bias)

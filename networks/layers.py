@@ -78,23 +78,27 @@ def _rounds_to_bfloat16(device: str) -> bool:
 # --- the custom operator ----------------------------------------------------------------------------------------------
 # torch.compile does not support autograd functions where it splits the graph at DDP's buckets.
 
-_GEOMETRY = "int[] stride, int[] padding, bool transposed"
 
-
-def _plain(
-    x: torch.Tensor, weight: torch.Tensor, stride: list[int], padding: list[int], transposed: bool
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    precise_x: torch.Tensor,
+    precise_weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    transposed: bool,
 ) -> torch.Tensor:
     ones, zeros = [1] * len(stride), [0] * len(stride)
-    result = torch.ops.aten.convolution(x, weight, None, stride, padding, ones, transposed, zeros, 1)
+    result = torch.ops.aten.convolution(precise_x, precise_weight, None, stride, padding, ones, transposed, zeros, 1)
     return result.float()
 
 
-def _gradients(
+def _backward(
     gradient: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ones, zeros = [1] * len(stride), [0] * len(stride)
@@ -104,27 +108,11 @@ def _gradients(
     return x_gradient, weight_gradient
 
 
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor, *geometry: Any
-) -> torch.Tensor:
-    return _plain(precise_x, precise_weight, *geometry)
-
-
-_convolve = custom_op(
-    "networks::convolve_to_float32",
-    _forward,
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor weight, Tensor precise_x, Tensor precise_weight, {_GEOMETRY}) -> Tensor",
-)
-_backward = custom_op(
-    "networks::convolve_to_float32_backward",
-    _gradients,
-    mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor weight, {_GEOMETRY}) -> (Tensor, Tensor)",
-)
+_convolve = custom_op("networks::convolve_to_float32", _forward, mutates_args=())
+_convolve_backward = custom_op("networks::convolve_to_float32_backward", _backward, mutates_args=())
 # The same code computes shapes from tensors without data.
 _convolve.register_fake(_forward)
-_backward.register_fake(_gradients)
+_convolve_backward.register_fake(_backward)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -133,7 +121,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return (*_backward(gradient, *ctx.saved_tensors, *ctx.geometry), *(None,) * 5)
+    return (*_convolve_backward(gradient, *ctx.saved_tensors, *ctx.geometry), *(None,) * 5)
 
 
 _convolve.register_autograd(_differentiate, setup_context=_save_inputs)

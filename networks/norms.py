@@ -20,11 +20,10 @@ aten = torch.ops.aten
 
 KNOWN = "none, batch, sync_batch, ghost(n) with n ≥ 1 samples, and group"
 MAX_GROUPS = 32
-BATCH_NORMS: dict[int, type[_BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
-def build_norm(spec: str, channels: int, dimensions: int) -> nn.Module:
-    """The norm `spec` for activations of `channels` channels and 1 to 3 dimensions; ValueError for an unknown one.
+def build_norm(spec: str, channels: int) -> nn.Module:
+    """The norm `spec` for activations of `channels` channels; ValueError for an unknown one.
 
     none        no normalisation
     batch       each channel over a rank's batch (Ioffe & Szegedy 2015, arXiv:1502.03167)
@@ -37,7 +36,7 @@ def build_norm(spec: str, channels: int, dimensions: int) -> nn.Module:
     if samples is not None:
         return GhostBatchNorm(channels, samples)
     if spec == "batch":
-        return BATCH_NORMS[dimensions](channels)
+        return BatchNorm(channels)
     if spec == "sync_batch":
         return SyncBatchNorm(channels)
     if spec == "group":
@@ -65,8 +64,14 @@ class GroupNorm(nn.GroupNorm):
         return super().forward(input).to(input.dtype)
 
 
-class _CustomBatchNorm(_BatchNorm):
-    """A batch norm for activations of any dimensions; subclasses compute the statistics."""
+class BatchNorm(_BatchNorm):
+    """Batch norm for activations with any number of axes; subclasses compute other statistics."""
+
+    # torch's batch norms may lack them, these do not.
+    running_mean: torch.Tensor
+    running_var: torch.Tensor
+    num_batches_tracked: torch.Tensor
+    momentum: float
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -74,17 +79,12 @@ class _CustomBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        # For mypy: torch's batch norms may have no statistics.
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        assert self.momentum is not None
         self.running_mean.lerp_(mean, self.momentum)
         self.running_var.lerp_(variance, self.momentum)
         self.num_batches_tracked.add_(1)
 
 
-class GhostBatchNorm(_CustomBatchNorm):
+class GhostBatchNorm(BatchNorm):
     """Batch norm over groups of `samples` samples; in training, ValueError for a batch that is not a multiple of it.
 
     Sample i belongs to group i modulo the number of groups. In contiguous memory a view then turns the groups into
@@ -122,7 +122,7 @@ class GhostBatchNorm(_CustomBatchNorm):
         return f"{super().extra_repr()}, samples={self.samples}"
 
 
-class SyncBatchNorm(_CustomBatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm over the batches of all ranks, whose sizes may differ. With one rank it is batch norm.
 
     In training every rank must call it, forward and backward. Unlike `nn.SyncBatchNorm` it also runs on CPUs, and the
@@ -141,7 +141,8 @@ class SyncBatchNorm(_CustomBatchNorm):
 # --- batch norm across ranks as a custom operator, which torch.compile does not look into -----------------------------
 
 
-def _forward(
+@custom_op("networks::synchronised_batch_norm", mutates_args=())
+def _synchronised(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result; mean and biased variance [C] over all ranks; the number of values per channel [1]."""
@@ -159,7 +160,8 @@ def _forward(
     return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps), mean, variance, count
 
 
-def _backward(
+@custom_op("networks::synchronised_batch_norm_backward", mutates_args=())
+def _synchronised_backward(
     gradient: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -195,21 +197,6 @@ def _backward(
 
 def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
-
-
-_synchronised = custom_op(
-    "networks::synchronised_batch_norm",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-_synchronised_backward = custom_op(
-    "networks::synchronised_batch_norm_backward",
-    _backward,
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor x, Tensor weight, Tensor mean, Tensor variance, Tensor count, float eps)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 
 
 @_synchronised.register_fake

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -54,23 +54,20 @@ class PhysicalNetwork(nn.Module):
             self.register_buffer(f"{name}_center", _column([channel.center for channel in channels]))
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        linear = torch.cat(
-            [
-                part.clamp(min=self.density_floor).log() if is_log else part
-                for part, is_log in zip(fields.split(1, dim=1), self.input_is_log, strict=True)
-            ],
-            dim=1,
-        )
+        linear = _map_channels(lambda density: density.clamp(min=self.density_floor).log(), fields, self.input_is_log)
         predicted = self.network((linear - self.input_center) / self.input_scale)
-        linear = predicted * self.target_scale + self.target_center
-        # Per channel: an exponential of a velocity overflows, and makes gradients NaN even if torch.where discards it.
-        return torch.cat(
-            [
-                part.exp() if is_log else part
-                for part, is_log in zip(linear.split(1, dim=1), self.target_is_log, strict=True)
-            ],
-            dim=1,
-        )
+        return _map_channels(torch.exp, predicted * self.target_scale + self.target_center, self.target_is_log)
+
+
+def _map_channels(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, selected: Sequence[bool]
+) -> torch.Tensor:
+    """Applies the function to the selected channels of x.
+
+    Not to all: an exponential of a velocity overflows, and makes gradients NaN even if torch.where discards it.
+    """
+    channels = zip(x.split(1, dim=1), selected, strict=True)
+    return torch.cat([function(channel) if is_selected else channel for channel, is_selected in channels], dim=1)
 
 
 def _column(numbers: Sequence[float]) -> torch.Tensor:

@@ -108,7 +108,7 @@ class UNet(nn.Module):
 
     def _add_norm(self, name: str, channels: int) -> None:
         if self.norm != "none":
-            self.add_module(f"{name}_norm", build_norm(self.norm, channels, dimensions=3))
+            self.add_module(f"{name}_norm", build_norm(self.norm, channels))
 
     def _normalise(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x)

@@ -67,11 +67,11 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def test_names_are_parsed_and_errors_list_the_known_ones() -> None:
     assert ghost_batch("ghost(32)") == 32
     assert [ghost_batch(spec) for spec in ("none", "batch", "sync_batch", "group")] == [None] * 4
-    norm, x = build_norm("none", CHANNELS, 2), activations(2, CHANNELS, 3, 3)
+    norm, x = build_norm("none", CHANNELS), activations(2, CHANNELS, 3, 3)
     assert norm(x) is x
     assert not norm.state_dict()
     for spec in ("foo", "ghost", "ghost(0)", "ghost(-2)", "ghost(n)", "ghost(2", "ghost(2.0)", ""):
-        for refused in (lambda spec=spec: build_norm(spec, 4, 2), lambda spec=spec: ghost_batch(spec)):
+        for refused in (lambda spec=spec: build_norm(spec, 4), lambda spec=spec: ghost_batch(spec)):
             with pytest.raises(ValueError, match=r"known: none, batch, sync_batch, ghost\(n\) .* group") as error:
                 refused()
             assert f"unknown norm {spec};" in str(error.value)
@@ -80,7 +80,7 @@ def test_names_are_parsed_and_errors_list_the_known_ones() -> None:
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)"])
 def test_batch_norms_load_each_others_state(spec: str) -> None:
     for dimensions in (1, 2, 3):
-        norm, other = build_norm(spec, CHANNELS, dimensions), with_weights(PLAIN[dimensions](CHANNELS))
+        norm, other = build_norm(spec, CHANNELS), with_weights(PLAIN[dimensions](CHANNELS))
         started, fresh = norm.state_dict(), PLAIN[dimensions](CHANNELS).state_dict()
         assert list(started) == list(fresh)
         assert all(torch.equal(started[name], value) for name, value in fresh.items())
@@ -97,7 +97,7 @@ def test_batch_norms_load_each_others_state(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(4)"])
 def test_one_rank_with_one_group_gives_batch_norm_bit_for_bit(spec: str) -> None:
     for cells in CELLS:
-        norm = with_weights(build_norm(spec, CHANNELS, len(cells)))
+        norm = with_weights(build_norm(spec, CHANNELS))
         plain = with_weights(PLAIN[len(cells)](CHANNELS))
         x = activations(4, CHANNELS, *cells, dtype=torch.float32)
         got, expected = results(norm, x), results(plain, x)
@@ -132,7 +132,7 @@ def test_each_ghost_batch_is_normalised_separately(samples: int) -> None:
     """Also for activations without a grid."""
     for cells in ((), *CELLS):
         plain = PLAIN[max(len(cells), 1)]
-        norm = with_weights(build_norm(f"ghost({samples})", CHANNELS, max(len(cells), 1)).double())
+        norm = with_weights(build_norm(f"ghost({samples})", CHANNELS).double())
         x = activations(12, CHANNELS, *cells)
         expected = separate_batch_norms(with_weights(plain(CHANNELS).double()), x, samples)
         assert_close(results(norm, x), expected, 1e-12)
@@ -144,7 +144,7 @@ def test_each_ghost_batch_is_normalised_separately(samples: int) -> None:
 def test_channels_last_changes_neither_results_nor_layout(spec: str) -> None:
     for cells, form in (((3, 4), torch.channels_last), ((2, 3, 4), torch.channels_last_3d)):
         x = activations(4, CHANNELS, *cells)
-        first, second = (with_weights(build_norm(spec, CHANNELS, len(cells)).double()) for _ in range(2))
+        first, second = (with_weights(build_norm(spec, CHANNELS).double()) for _ in range(2))
         got = results(second, x.contiguous(memory_format=form))
         assert_close(got, results(first, x), 1e-12)
         if spec != "group":  # torch chooses the layout of its group norm
@@ -152,7 +152,7 @@ def test_channels_last_changes_neither_results_nor_layout(spec: str) -> None:
 
 
 def test_invalid_batches_are_refused() -> None:
-    norm = build_norm("ghost(4)", CHANNELS, 2)
+    norm = build_norm("ghost(4)", CHANNELS)
     for size in (1, 6):
         with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is not a multiple of 4"):
             norm(activations(size, CHANNELS, 3, 3, dtype=torch.float32))
@@ -167,7 +167,7 @@ def test_invalid_batches_are_refused() -> None:
 @pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 32), (48, 24), (6, 6), (33, 11), (37, 1)])
 def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, groups: int) -> None:
     for cells in CELLS:
-        norm = with_weights(build_norm("group", channels, len(cells)).double())
+        norm = with_weights(build_norm("group", channels).double())
         plain = with_weights(nn.GroupNorm(groups, channels).double())
         x = activations(2, channels, *cells)
         assert list(norm.state_dict()) == list(plain.state_dict())
@@ -178,7 +178,7 @@ def test_group_norm_is_torchs_with_the_most_groups_up_to_32(channels: int, group
 def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
     """Around 100 ± 1 a bfloat16 mean has an error of up to 0.25, a variance a larger one. Results are rounded once."""
     x = (100 + activations(4, CHANNELS, 8, 8, dtype=torch.float32) / 10).bfloat16()
-    norm, plain = (with_weights(build_norm(spec, CHANNELS, 2)) for _ in range(2))
+    norm, plain = (with_weights(build_norm(spec, CHANNELS)) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
         got = results(norm, x)
     expected = results(plain.double(), x.double())
@@ -200,18 +200,18 @@ def sync_on_ranks(world: World) -> bytes:
     for cells in ((), *CELLS):
         for case, parts in PARTS.items():
             for dtype in (torch.float32, torch.float64):
-                norm = with_weights(build_norm("sync_batch", CHANNELS, max(len(cells), 1)).to(dtype))
+                norm = with_weights(build_norm("sync_batch", CHANNELS).to(dtype))
                 found[f"{case} {len(cells)} {dtype}"] = part_results(norm, cells, parts, world.rank, dtype)
-    norm = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    norm = with_weights(build_norm("sync_batch", CHANNELS))
     form = torch.channels_last
     found["bfloat16"] = part_results(norm, (3, 4), PARTS["equal"], world.rank, torch.bfloat16, form)
-    compiled = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    compiled = with_weights(build_norm("sync_batch", CHANNELS))
     compiled.compile(backend="aot_eager", fullgraph=True)
     found["compiled"] = part_results(compiled, (3, 4), PARTS["equal"], world.rank, torch.float32)
-    norm = with_weights(build_norm("sync_batch", CHANNELS, 2))
+    norm = with_weights(build_norm("sync_batch", CHANNELS))
     far = norm(far_from_zero().chunk(2)[world.rank])
     found["far"] = {"output": far.detach(), "running_var": norm.running_var.clone()}
-    norm = with_weights(build_norm("sync_batch", CHANNELS, 2)).eval()
+    norm = with_weights(build_norm("sync_batch", CHANNELS)).eval()
     if world.rank == 0:  # only rank 0: in evaluation mode no rank waits for others
         found["evaluation"] = {"output": norm(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).detach()}
     # Bytes, because tensors would be sent as shared memory that ends with the process.
