@@ -17,21 +17,22 @@ import pytest
 import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
 
-from utils.distributed import signals as stopping
+from utils.distributed import signals as signals_module
+from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals, Request, StopCoordinator, StopSignals
-from utils.distributed.world import Launch, World
+from utils.distributed.world import World
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER
 
-LONG = "--num_epochs=100000"  # until it is asked to stop
-EPOCHS = 40  # a second or two
-# Signals that come soon after the first are the same one; on a busy machine "soon" must not be a second.
+LONG = "--num_epochs=100000"  # runs until a signal stops it
+EPOCHS = 40  # one or two seconds
+# A signal within a second after the first one is the same signal; a busy machine may need longer.
 PATIENT = """
-from utils.distributed import world as distributed
-from utils.distributed import signals as stopping
-stopping.SAME_SIGNAL_SECONDS = 1e6
+from utils.distributed import signals
+from utils.distributed.launch import run_script
+signals.SAME_SIGNAL_SECONDS = 1e6
 import train
-distributed.run_script(train.main)
+run_script(train.main)
 """
 
 
@@ -40,15 +41,15 @@ Start = Callable[..., Program]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """start(arguments of Python, **environment) -> Program; all are killed at the end of the test."""
+    """start(arguments of Python, **environment) -> Program; the test's end kills all programs."""
     programs: list[Program] = []
 
-    def started(arguments: Sequence[str], **variables: str) -> Program:
+    def start_program(arguments: Sequence[str], **variables: str) -> Program:
         output = tmp_path / f"program {len(programs)}"
         programs.append(Program(arguments, output, environment={**os.environ, **variables}))
         return programs[-1]
 
-    yield started
+    yield start_program
     for program in programs:
         program.kill()
 
@@ -82,7 +83,7 @@ def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
     saved = checkpoint.load(checkpoint.place(folder, int(step)))
     assert saved.state.step == int(step) == checkpoint.saved_steps(folder)[0]
-    assert not list(folder.glob(".*")), "nothing half-written is left"
+    assert not list(folder.glob(".*")), "no partial files"
     assert "Traceback" not in text
     return saved
 
@@ -102,8 +103,8 @@ def process_state() -> tuple[list[object], int]:
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR2"])
 def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    """A second one of the same kind, so soon, is the same one; a signal that is not named is not caught."""
-    monkeypatch.setattr(stopping, "SAME_SIGNAL_SECONDS", 1e6)
+    """A second signal of the same kind soon after counts as the same one; other signals are not caught."""
+    monkeypatch.setattr(signals_module, "SAME_SIGNAL_SECONDS", 1e6)
     other: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: other.append(number))
     _, threads = process_state()
@@ -119,7 +120,7 @@ def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch,
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_without_a_signal_the_process_is_left_as_it_was() -> None:
+def test_without_a_signal_the_process_state_is_restored() -> None:
     before = process_state()
     with StopSignals() as signals:
         assert process_state() != before
@@ -130,12 +131,12 @@ def test_without_a_signal_the_process_is_left_as_it_was() -> None:
 
 
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
-    """It must not fail with EINTR just when a training is to end in order."""
+    """It must not fail with EINTR while a training saves and exits."""
     libc = ctypes.CDLL(None, use_errno=True)
     reader, writer = os.pipe()
 
     def signal_and_answer() -> None:
-        time.sleep(0.2)  # for the call to begin; if it has not, the test proves less
+        time.sleep(0.2)  # until the call has begun; otherwise the test proves less
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: signals.received)
         os.write(writer, b"x")
@@ -149,35 +150,38 @@ def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
     os.close(writer)
 
 
-def ask(world: World, wishes: dict[int, Request]) -> list[int]:
-    """The answers to a rank that has these wishes at these steps."""
-    agreement, answers = StopCoordinator(world), []
+def exchange(world: World, requests: dict[int, Request]) -> list[int]:
+    """The answers to a rank with these requests {step: request}."""
+    coordinator, answers = StopCoordinator(world), []
     for step in range(20):
-        answers.append(int(agreement.ask(wishes.get(step, Request.GO_ON))))
+        answers.append(int(coordinator.exchange(requests.get(step, Request.CONTINUE))))
         if answers[-1] == Request.STOP:
             break
-    agreement.close()
+    coordinator.close()
     return answers
 
 
-def ask_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
-    """Answers, a sum by the same process group afterwards, and answers where ranks exchange every third step only."""
-    wishes: dict[int, dict[int, Request]] = {0: {2: Request.SAVE, 5: Request.SAVE}, world.size - 1: {5: Request.STOP}}
-    answers = ask(world, wishes.get(world.rank, {}))
+def exchange_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
+    """Answers, a sum over the same process group afterwards, and answers if ranks exchange every third step only."""
+    last = world.size - 1
+    requests = {0: {2: Request.SAVE, 5: Request.SAVE}, last: {5: Request.STOP}}
+    answers = exchange(world, requests.get(world.rank, {}))
     summed = int(world.sum(torch.ones(())))
-    StopCoordinator.RANKS_A_STEP = 1
-    stop = {9: Request.STOP} if world.rank == world.size - 1 else {}
-    return answers, summed, ask(world, {world.rank: Request.SAVE, **stop})
+    StopCoordinator.RANKS_PER_STEP = 1
+    stop = {9: Request.STOP} if world.rank == last else {}
+    return answers, summed, exchange(world, {world.rank: Request.SAVE, **stop})
 
 
 def test_all_ranks_have_the_same_answer_one_exchange_later() -> None:
     alone = World(Launch("single process"), torch.device("cpu"))
-    assert ask(alone, {2: Request.SAVE, 5: Request.STOP}) == [0, 0, 1, 0, 0, 2], "one rank waits for no other"
-    (answers, summed, sparse), *others = run_ranks(ask_on_ranks, 3)
+    answers = exchange(alone, {2: Request.SAVE, 5: Request.STOP})
+    assert answers == [0, 0, 1, 0, 0, 2], "a single rank waits for no other"
+    (answers, summed, sparse), *others = run_ranks(exchange_on_ranks, 3)
     assert others == [(answers, summed, sparse)] * 2
     assert answers == [0, 0, 0, 1, 0, 0, 2]
     assert summed == 3
-    assert sparse == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2], "many ranks exchange every few steps, and lose none"
+    expected = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]
+    assert sparse == expected, "many ranks exchange every few steps, and lose no request"
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -202,8 +206,8 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_signals_that_come_many_times_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """Slurm and torchrun both pass one on, and a preemption follows a warning; also while the training is ending."""
+def test_repeated_signals_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
+    """Slurm and torchrun both pass a signal on, a preemption follows a warning; also while the training exits."""
     script = tmp_path / "patient.py"
     script.write_text(PATIENT)
     program = start([str(script), *flags, LONG])
@@ -217,7 +221,7 @@ def test_signals_that_come_many_times_still_save(start: Start, flags: list[str],
 
 
 @pytest.mark.slow
-def test_a_signal_before_training_begins_does_no_harm(train: Start, tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_stops_cleanly(train: Start, tmp_path: Path) -> None:
     program = train(LONG)
     program.wait_for("Configuration test")
     program.signal(signal.SIGTERM)
@@ -229,10 +233,10 @@ def test_a_signal_before_training_begins_does_no_harm(train: Start, tmp_path: Pa
 
 STUCK = """
 import os, signal, threading
-from utils.distributed import signals as stopping
+from utils.distributed import signals
 from utils.errors import one_line_errors
-stopping.INTERRUPT_SECONDS = 0.5
-with one_line_errors(), stopping.StopSignals():
+signals.INTERRUPT_SECONDS = 0.5
+with one_line_errors(), signals.StopSignals():
     lock = threading.Lock()
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -243,8 +247,8 @@ with one_line_errors(), stopping.StopSignals():
 """
 
 
-def test_ctrl_c_ends_a_program_that_is_stuck_on_its_way_out(start: Start, tmp_path: Path) -> None:
-    """An interrupt between a lock's acquisition and the block that releases it left a training waiting for ever."""
+def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_path: Path) -> None:
+    """An interrupt right after a lock was acquired, before the block that releases it, blocked a training forever."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     program = start([str(script)])
@@ -262,7 +266,7 @@ def test_ctrl_c_ends_a_training_without_saving(train: Start, tmp_path: Path) -> 
     all_are_complete(checkpoints(tmp_path))
 
 
-def test_a_benchmark_dies_of_a_signal(start: Start, flags: list[str], tmp_path: Path) -> None:
+def test_a_signal_ends_a_benchmark_at_once(start: Start, flags: list[str], tmp_path: Path) -> None:
     settings = tmp_path / "conf.yaml"
     settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
     variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
@@ -276,7 +280,7 @@ def test_a_benchmark_dies_of_a_signal(start: Start, flags: list[str], tmp_path: 
 # --- several ranks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: list[Program], tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(two_ranks: list[Program], tmp_path: Path) -> None:
     two_ranks[1].signal(signal.SIGTERM)
     assert [rank.end().returncode for rank in two_ranks] == [75, 75]
     saved = saved_at_the_stop(two_ranks[0].text, checkpoints(tmp_path, 2))
@@ -285,19 +289,17 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks: list[Prog
     assert "Stopping" not in two_ranks[1].text
 
 
-def test_the_same_signal_again_ends_even_a_rank_that_waits_for_another(
-    two_ranks: list[Program], tmp_path: Path
-) -> None:
-    """Rank 1 is suspended, so rank 0's main thread waits in a collective, where Python runs no handler."""
+def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: list[Program], tmp_path: Path) -> None:
+    """Rank 1 is suspended, so the main thread of rank 0 waits in a collective, where Python runs no handlers."""
     waiting, suspended = two_ranks
     suspended.signal(signal.SIGSTOP)
     waiting.signal(signal.SIGTERM)
-    waiting.wait_for("SIGTERM: it will save what there is and stop")
-    while waiting.process.exitcode is None:  # one that follows within a second is the same signal
+    waiting.wait_for("SIGTERM: saving and stopping")
+    while waiting.process.exitcode is None:  # within a second it counts as the same signal
         waiting.signal(signal.SIGTERM)
         time.sleep(0.1)
     assert waiting.end().returncode == 128 + signal.SIGTERM
-    assert waiting.text.endswith("SIGTERM again: ends at once, without saving\n")
+    assert waiting.text.endswith("SIGTERM again: exiting at once, without saving\n")
     assert "Stopping" not in waiting.text
     all_are_complete(checkpoints(tmp_path, 2))
 
@@ -306,7 +308,7 @@ def test_the_same_signal_again_ends_even_a_rank_that_waits_for_another(
 
 
 class Torchrun:
-    """torchrun with two ranks of train.py; `options` are its own."""
+    """torchrun with two ranks of train.py; `options` are those of torchrun."""
 
     def __init__(self, folder: Path, options: Sequence[str], *arguments: str) -> None:
         self.output = folder / "torchrun.out"
@@ -325,7 +327,7 @@ class Torchrun:
         return self.output.read_text()
 
     def ranks(self, pattern: str) -> list[int]:
-        """Their process ids, once the output has the pattern."""
+        """The process ids of the ranks, as soon as the output matches the pattern."""
         pid, running = self.process.pid, self.process.poll
         wait_until(lambda: re.search(pattern, self.text), what=lambda: self.text, alive=lambda: running() is None)
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -342,7 +344,7 @@ def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Callable[..., Torchru
 
     yield launch
     for program in started:
-        program.process.kill()  # and its ranks end
+        program.process.kill()  # its ranks receive SIGTERM
 
 
 def has_ended(pid: int) -> bool:
@@ -355,10 +357,10 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_save_and_stop_when_torchrun_is_asked_to_end_or_is_gone(
+def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
     torchrun: Callable[..., Torchrun], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """It passes SIGTERM on and ends with exit code 1; ranks whose torchrun was killed once trained on."""
+    """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed."""
     program = torchrun([], LONG)
     ranks = program.ranks("epoch 2/")
     program.process.send_signal(number)
@@ -369,8 +371,8 @@ def test_ranks_save_and_stop_when_torchrun_is_asked_to_end_or_is_gone(
 
 
 @pytest.mark.slow
-def test_torchrun_starts_ranks_again_and_they_resume(torchrun: Callable[..., Torchrun], tmp_path: Path) -> None:
-    """One is killed; the other ends by itself or by torchrun; both resume from the newest checkpoint."""
+def test_ranks_that_torchrun_restarts_resume(torchrun: Callable[..., Torchrun], tmp_path: Path) -> None:
+    """One rank is killed; the other exits by itself or by torchrun; both resume from the newest checkpoint."""
     program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")
     os.kill(program.ranks("epoch 3/")[-1], signal.SIGKILL)
     assert program.process.wait(GENEROUS) == 0, program.text
