@@ -12,13 +12,12 @@ once. Each sum over cells is split among a fixed number of programs, whose parti
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-
-from networks.kernels import build_kernels
 
 NEGATIVE_SLOPE = 0.01
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,7 +40,7 @@ def bias_activation_twice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`bias_activation` for two uses of its result, whose gradients the backward kernel adds."""
     if _fusible(x):
-        return _BiasActivation.apply(x, bias, activation)
+        return _BiasActivation.apply(x, bias, None, activation)
     # A float32 bias makes the sum float32, under autocast too.
     total = x + bias.view(-1, 1, 1, 1)
     if activation == "leaky_relu":
@@ -55,7 +54,7 @@ def bias_activation_twice(
 def bias_relu_cat(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
     """cat([relu(x + bias), skip], 1) in x's dtype."""
     if _fusible(x, skip):
-        return _BiasReluCat.apply(x, bias, skip)
+        return _BiasActivation.apply(x, bias, skip, "relu")[0]
     return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1)
 
 
@@ -90,110 +89,75 @@ def _on_gpu(x: torch.Tensor) -> bool:
 
 
 class _BiasActivation(torch.autograd.Function):
-    """Allocates its result, so that x is unchanged, and freed if nothing else refers to it."""
+    """activation(x + bias), concatenated with `skip` if that is given; returned twice, for two uses.
+
+    Allocates its result, so that x is unchanged, and freed if nothing else refers to it. The gradient of `skip` is a
+    strided view of the result's gradient, not a copy.
+    """
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, bias: torch.Tensor, activation: Activation
+        ctx: Context, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y = torch.empty_like(x)
-        _activation(y, x, bias, activation)
+        channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
+        shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+        cells, width = x.numel() // channels, max(channels, skip_channels)
+        tile = _Tile.of(width)
+        _launch(
+            _kernels().bias_activation,
+            tile.count(cells),
+            y,
+            x,
+            bias,
+            x if skip is None else skip,
+            cells,
+            channels + skip_channels,
+            ACTIVATION=activation,
+            NEGATIVE_SLOPE=NEGATIVE_SLOPE,
+            CHANNELS=channels,
+            SKIP_CHANNELS=skip_channels,
+            WIDTH=width,
+            LANES=tile.lanes,
+            ROWS=tile.rows,
+        )
         ctx.save_for_backward(y)
-        ctx.activation, ctx.bias_dtype = activation, bias.dtype
+        ctx.channels, ctx.activation, ctx.bias_dtype = channels, activation, bias.dtype
         # A result that the loss does not depend on gets None as its gradient instead of zeros.
         ctx.set_materialize_grads(False)
         return y, y.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Context, *gradients: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (y,) = ctx.saved_tensors
+    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        channels, (y,) = ctx.channels, ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return None, None, None
-        x_gradient, bias_gradient = _activation_backward(y, given, ctx.activation)
-        return x_gradient, bias_gradient.to(ctx.bias_dtype), None
-
-
-class _BiasReluCat(torch.autograd.Function):
-    """The gradient of the skip connection is a strided view of the result's gradient, not a copy."""
-
-    @staticmethod
-    def forward(ctx: Context, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        shape = (x.shape[0], x.shape[1] + skip.shape[1], *x.shape[2:])
-        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
-        _activation(y, x, bias, "relu", skip)
-        ctx.save_for_backward(y)
-        ctx.channels, ctx.bias_dtype = x.shape[1], bias.dtype
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        (y,) = ctx.saved_tensors
-        channels = ctx.channels
-        x_gradient, bias_gradient = _activation_backward(y[:, :channels], [gradient[:, :channels]], "relu")
-        return x_gradient, bias_gradient.to(ctx.bias_dtype), gradient[:, channels:]
-
-
-def _activation(
-    y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: Activation, skip: torch.Tensor | None = None
-) -> None:
-    """Writes activation(x + bias) to the first channels of y, and skip to the others."""
-    channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
-    cells, width = x.numel() // channels, max(channels, skip_channels)
-    tile = _Tile.of(width)
-    _launch(
-        _kernels().bias_activation,
-        tile.count(cells),
-        y,
-        x,
-        bias,
-        x if skip is None else skip,
-        cells,
-        channels + skip_channels,
-        ACTIVATION=activation,
-        NEGATIVE_SLOPE=NEGATIVE_SLOPE,
-        CHANNELS=channels,
-        SKIP_CHANNELS=skip_channels,
-        WIDTH=width,
-        LANES=tile.lanes,
-        ROWS=tile.rows,
-    )
-
-
-def _activation_backward(
-    y: torch.Tensor, gradients: list[torch.Tensor], activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x (in y's dtype) and of the bias, from the results y and the gradients of their one or two uses."""
-    channels = y.shape[1]
-    cells = y.numel() // channels
-    tile = _Tile.of(channels)
-    programs = min(tile.count(cells), PROGRAMS)
-    x_gradient = torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
-    partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
-    (first, first_stride), (second, second_stride) = _by_cells(gradients[0]), _by_cells(gradients[-1])
-    _launch(
-        _kernels().activation_backward,
-        programs,
-        x_gradient,
-        partial,
-        *_by_cells(y),
-        first,
-        first_stride,
-        second,
-        second_stride,
-        cells,
-        TWICE=len(gradients) == 2,
-        ACTIVATION=activation,
-        NEGATIVE_SLOPE=NEGATIVE_SLOPE,
-        CHANNELS=channels,
-        LANES=tile.lanes,
-        ROWS=tile.rows,
-    )
-    return x_gradient, partial.sum(0)
+            return None, None, None, None
+        cells = y.numel() // y.shape[1]
+        tile = _Tile.of(channels)
+        programs = min(tile.count(cells), PROGRAMS)
+        shape = (y.shape[0], channels, *y.shape[2:])
+        x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
+        partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
+        _launch(
+            _kernels().activation_backward,
+            programs,
+            x_gradient,
+            partial,
+            *_by_cells(y[:, :channels]),
+            *_by_cells(given[0][:, :channels]),
+            *_by_cells(given[-1][:, :channels]),
+            cells,
+            TWICE=len(given) == 2,
+            ACTIVATION=ctx.activation,
+            NEGATIVE_SLOPE=NEGATIVE_SLOPE,
+            CHANNELS=channels,
+            LANES=tile.lanes,
+            ROWS=tile.rows,
+        )
+        skip_gradient = given[0][:, channels:] if channels < y.shape[1] else None
+        return x_gradient, partial.sum(0).to(ctx.bias_dtype), skip_gradient, None
 
 
 class _L1(torch.autograd.Function):
@@ -229,8 +193,11 @@ class _L1(torch.autograd.Function):
 
 @functools.cache
 def _kernels() -> Any:
-    """The Kernels, or None without Triton."""
-    return build_kernels()
+    """The module of the kernels, or None without Triton."""
+    try:
+        return importlib.import_module("networks.kernels")
+    except ImportError:
+        return None
 
 
 # --- launching -----------------------------------------------------------------------------------------------------

@@ -1,172 +1,128 @@
-"""The Triton kernels of fused.py, one function per kernel.
+"""The Triton kernels of fused.py, which imports this module when it needs the first kernel.
 
-Triton is imported when the first kernel is needed: it comes with CUDA builds of torch only. Indices of cells and
-elements are int64: 128 channels of 32³ cells exceed 2^31 elements from batch size 512 on. NaN passes through all
-kernels, so that a training that diverges can be noticed. tanh is computed as by tanhf of Moshier's Cephes library,
-because Triton does not have it on every target.
+Triton comes with CUDA builds of torch only. Indices of cells and elements are int64: 128 channels of 32³ cells exceed
+2^31 elements from batch size 512 on. NaN passes through all kernels, so that a training that diverges can be noticed.
+tanh is computed as by tanhf of Moshier's Cephes library, because Triton does not have it on every target.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
-
-
-class Kernels(NamedTuple):
-    """Triton's functions, to be launched by fused.py."""
-
-    bias_activation: Any
-    activation_backward: Any
-    l1: Any
-    l1_backward: Any
+import triton
+import triton.language as tl
 
 
-def build_kernels() -> Kernels | None:
-    """The kernels, or None without Triton."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return None
-    return Kernels(_bias_activation(), _activation_backward(), _l1(), _l1_backward())
-
-
-def _bias_activation() -> Any:
+@triton.jit
+def bias_activation(  # type: ignore[no-untyped-def]
+    y,
+    x,
+    bias,
+    skip,
+    cells,
+    y_stride,
+    ACTIVATION: tl.constexpr,
+    NEGATIVE_SLOPE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SKIP_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Writes activation(x + bias) to the first CHANNELS channels of y, and skip to the SKIP_CHANNELS after them."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def bias_activation(  # type: ignore[no-untyped-def]
-        y,
-        x,
-        bias,
-        skip,
-        cells,
-        y_stride,
-        ACTIVATION: tl.constexpr,
-        NEGATIVE_SLOPE: tl.constexpr,
-        CHANNELS: tl.constexpr,
-        SKIP_CHANNELS: tl.constexpr,
-        WIDTH: tl.constexpr,
-        LANES: tl.constexpr,
-        ROWS: tl.constexpr,
-    ):
-        PACKED: tl.constexpr = LANES // WIDTH
-        lane = tl.arange(0, LANES)[None, :]
-        channel = lane % WIDTH
-        cell = tl.program_id(0).to(tl.int64) * (ROWS * PACKED)
-        cell += tl.arange(0, ROWS)[:, None] * PACKED + lane // WIDTH
-        used = (cell < cells) & (lane < PACKED * WIDTH)
-        inside = used & (channel < CHANNELS)
-        values = tl.load(x + cell * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
-        values += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)
-        if ACTIVATION == "leaky_relu":
-            values = tl.where(values > 0, values, NEGATIVE_SLOPE * values)
-        elif ACTIVATION == "relu":
-            values = tl.where(values <= 0, 0.0, values)
-        else:
-            square = values * values
-            series = -5.70498872745e-3 * square + 2.06390887954e-2
-            series = series * square - 5.37397155531e-2
-            series = series * square + 1.33314422036e-1
-            series = series * square - 3.33332819422e-1
-            far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(values)) + 1.0)
-            far = tl.where(values < 0, -far, far)
-            values = tl.where(tl.abs(values) < 0.625, series * square * values + values, far)
-        tl.store(y + cell * y_stride + channel, values.to(y.dtype.element_ty), mask=inside)
-        if SKIP_CHANNELS > 0:
-            inside = used & (channel < SKIP_CHANNELS)
-            copied = tl.load(skip + cell * SKIP_CHANNELS + channel, mask=inside, other=0.0)
-            tl.store(y + cell * y_stride + (channel + CHANNELS), copied, mask=inside)
-
-    return bias_activation
+    PACKED: tl.constexpr = LANES // WIDTH
+    lane = tl.arange(0, LANES)[None, :]
+    channel = lane % WIDTH
+    cell = tl.program_id(0).to(tl.int64) * (ROWS * PACKED)
+    cell += tl.arange(0, ROWS)[:, None] * PACKED + lane // WIDTH
+    used = (cell < cells) & (lane < PACKED * WIDTH)
+    inside = used & (channel < CHANNELS)
+    values = tl.load(x + cell * CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
+    values += tl.load(bias + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+    if ACTIVATION == "leaky_relu":
+        values = tl.where(values > 0, values, NEGATIVE_SLOPE * values)
+    elif ACTIVATION == "relu":
+        values = tl.where(values <= 0, 0.0, values)
+    else:
+        square = values * values
+        series = -5.70498872745e-3 * square + 2.06390887954e-2
+        series = series * square - 5.37397155531e-2
+        series = series * square + 1.33314422036e-1
+        series = series * square - 3.33332819422e-1
+        far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(values)) + 1.0)
+        far = tl.where(values < 0, -far, far)
+        values = tl.where(tl.abs(values) < 0.625, series * square * values + values, far)
+    tl.store(y + cell * y_stride + channel, values.to(y.dtype.element_ty), mask=inside)
+    if SKIP_CHANNELS > 0:
+        inside = used & (channel < SKIP_CHANNELS)
+        copied = tl.load(skip + cell * SKIP_CHANNELS + channel, mask=inside, other=0.0)
+        tl.store(y + cell * y_stride + (channel + CHANNELS), copied, mask=inside)
 
 
-def _activation_backward() -> Any:
+@triton.jit
+def activation_backward(  # type: ignore[no-untyped-def]
+    x_gradient,
+    partial,
+    y,
+    y_stride,
+    first,
+    first_stride,
+    second,
+    second_stride,
+    cells,
+    TWICE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NEGATIVE_SLOPE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Writes the gradient of x, and per program a partial sum of the gradient of the bias, [PACKED, CHANNELS]."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def activation_backward(  # type: ignore[no-untyped-def]
-        x_gradient,
-        partial,
-        y,
-        y_stride,
-        first,
-        first_stride,
-        second,
-        second_stride,
-        cells,
-        TWICE: tl.constexpr,
-        ACTIVATION: tl.constexpr,
-        NEGATIVE_SLOPE: tl.constexpr,
-        CHANNELS: tl.constexpr,
-        LANES: tl.constexpr,
-        ROWS: tl.constexpr,
-    ):
-        PACKED: tl.constexpr = LANES // CHANNELS
-        lane = tl.arange(0, LANES)[None, :]
-        channel = lane % CHANNELS
-        inner = tl.arange(0, ROWS)[:, None] * PACKED + lane // CHANNELS
-        total = tl.full([ROWS, LANES], 0.0, tl.float32)
-        start = tl.program_id(0).to(tl.int64) * (ROWS * PACKED)
-        while start < cells:
-            cell = start + inner
-            inside = (cell < cells) & (lane < PACKED * CHANNELS)
-            gradient = tl.load(first + cell * first_stride + channel, mask=inside, other=0.0).to(tl.float32)
-            if TWICE:
-                gradient += tl.load(second + cell * second_stride + channel, mask=inside, other=0.0).to(tl.float32)
-            value = tl.load(y + cell * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
-            if ACTIVATION == "leaky_relu":
-                gradient = tl.where(value > 0, gradient, NEGATIVE_SLOPE * gradient)
-            elif ACTIVATION == "relu":
-                gradient = tl.where(value <= 0, 0.0, gradient)
-            else:
-                gradient = gradient * (1.0 - value * value)
-            place = x_gradient + cell * CHANNELS + channel
-            tl.store(place, gradient.to(x_gradient.dtype.element_ty), mask=inside)
-            total += gradient
-            start += tl.num_programs(0) * (ROWS * PACKED)
-        share = partial + tl.program_id(0) * (PACKED * CHANNELS)
-        tl.store(share + lane, tl.sum(total, 0)[None, :], mask=lane < PACKED * CHANNELS)
-
-    return activation_backward
+    PACKED: tl.constexpr = LANES // CHANNELS
+    lane = tl.arange(0, LANES)[None, :]
+    channel = lane % CHANNELS
+    inner = tl.arange(0, ROWS)[:, None] * PACKED + lane // CHANNELS
+    total = tl.full([ROWS, LANES], 0.0, tl.float32)
+    start = tl.program_id(0).to(tl.int64) * (ROWS * PACKED)
+    while start < cells:
+        cell = start + inner
+        inside = (cell < cells) & (lane < PACKED * CHANNELS)
+        gradient = tl.load(first + cell * first_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        if TWICE:
+            gradient += tl.load(second + cell * second_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(y + cell * y_stride + channel, mask=inside, other=0.0).to(tl.float32)
+        if ACTIVATION == "leaky_relu":
+            gradient = tl.where(value > 0, gradient, NEGATIVE_SLOPE * gradient)
+        elif ACTIVATION == "relu":
+            gradient = tl.where(value <= 0, 0.0, gradient)
+        else:
+            gradient = gradient * (1.0 - value * value)
+        place = x_gradient + cell * CHANNELS + channel
+        tl.store(place, gradient.to(x_gradient.dtype.element_ty), mask=inside)
+        total += gradient
+        start += tl.num_programs(0) * (ROWS * PACKED)
+    share = partial + tl.program_id(0) * (PACKED * CHANNELS)
+    tl.store(share + lane, tl.sum(total, 0)[None, :], mask=lane < PACKED * CHANNELS)
 
 
-def _l1() -> Any:
+@triton.jit
+def l1(partial, outputs, targets, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes a partial sum of |outputs - targets| per program."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def l1(partial, outputs, targets, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        total = tl.full([TILE], 0.0, tl.float32)
-        start = tl.program_id(0).to(tl.int64) * TILE
-        while start < count:
-            place = start + tl.arange(0, TILE)
-            inside = place < count
-            output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
-            total += tl.abs(output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32))
-            start += tl.num_programs(0) * TILE
-        tl.store(partial + tl.program_id(0), tl.sum(total, 0))
-
-    return l1
-
-
-def _l1_backward() -> Any:
-    """Writes the gradient of mean |outputs - targets|, times the gradient of that mean."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def l1_backward(outputs_gradient, outputs, targets, gradient, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    total = tl.full([TILE], 0.0, tl.float32)
+    start = tl.program_id(0).to(tl.int64) * TILE
+    while start < count:
+        place = start + tl.arange(0, TILE)
         inside = place < count
         output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
-        difference = output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32)
-        share = tl.load(gradient).to(tl.float32) / count
-        # 0 * share is 0, or NaN if the loss is. The comparisons alone would treat a NaN as no difference.
-        signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0 * share))
-        tl.store(outputs_gradient + place, signed.to(outputs_gradient.dtype.element_ty), mask=inside)
+        total += tl.abs(output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32))
+        start += tl.num_programs(0) * TILE
+    tl.store(partial + tl.program_id(0), tl.sum(total, 0))
 
-    return l1_backward
+
+@triton.jit
+def l1_backward(outputs_gradient, outputs, targets, gradient, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the gradient of mean |outputs - targets|, times the gradient of that mean."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < count
+    output = tl.load(outputs + place, mask=inside, other=0.0).to(tl.float32)
+    difference = output - tl.load(targets + place, mask=inside, other=0.0).to(tl.float32)
+    share = tl.load(gradient).to(tl.float32) / count
+    # 0 * share is 0, or NaN if the loss is. The comparisons alone would treat a NaN as no difference.
+    signed = tl.where(difference > 0, share, tl.where(difference < 0, -share, 0.0 * share))
+    tl.store(outputs_gradient + place, signed.to(outputs_gradient.dtype.element_ty), mask=inside)

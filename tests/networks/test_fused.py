@@ -46,6 +46,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+def import_kernels_again() -> None:
+    """Triton decides whether to compile or to interpret a kernel when the module is imported."""
+    pointwise._kernels.cache_clear()
+    sys.modules.pop("networks.kernels", None)
+
+
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
     """Kernels run in Triton's interpreter, with several tiles and few programs."""
@@ -57,9 +63,9 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterato
     monkeypatch.setattr(pointwise, "LANES", 64)
     monkeypatch.setattr(pointwise, "TILE", 256)
     monkeypatch.setattr(pointwise, "PROGRAMS", 3)
-    pointwise._kernels.cache_clear()
+    import_kernels_again()
     yield launched
-    pointwise._kernels.cache_clear()
+    import_kernels_again()
 
 
 class Kernels(NamedTuple):
@@ -76,7 +82,7 @@ class Kernels(NamedTuple):
 def on_device(launched: list[str]) -> Iterator[list[str]]:
     """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
     pytest.importorskip("triton")
-    pointwise._kernels.cache_clear()
+    import_kernels_again()
     tf32 = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     yield launched
@@ -319,7 +325,7 @@ def test_without_kernels_torch_operations_give_the_same(
         patch.setattr(pointwise, "_on_gpu", lambda x: x.is_cuda)
         got["on the CPU"] = call_all(x, bias)
     monkeypatch.setitem(sys.modules, "triton", None)
-    pointwise._kernels.cache_clear()
+    import_kernels_again()
     got["no triton"] = call_all(x, bias)
     assert interpreter == []
     for case, parts in got.items():
