@@ -122,14 +122,6 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-def test_fused_adam_is_refused_where_torch_has_none_and_adam_is_not() -> None:
-    assert KINDS["fused_adam"](start()).defaults["fused"]
-    elsewhere = [nn.Parameter(torch.zeros(2, device="meta"))]
-    assert not KINDS["adam"](elsewhere).defaults["fused"]
-    with pytest.raises(ValueError, match=r"^torch has no fused Adam for torch.float32 on meta; set optimizer.name to "):
-        KINDS["fused_adam"](elsewhere)
-
-
 @pytest.mark.parametrize("name", ["adam", "apex_adam"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:

@@ -1,9 +1,8 @@
 """Optimizers by name.
 
 To add one, write a builder with the signature of `Builder` (in a module of its own if the optimizer is new, as lamb.py)
-and add a line to OPTIMIZERS. The tests of tests/optim and tests/steps then cover it. A builder passes `capturable` on
-and makes the learning rate with `_learning_rate`. The optimizer must skip an update on the device if it can; `update`
-explains how.
+and add a line to OPTIMIZERS. The tests of tests/optim and tests/steps then cover it. If the learning rate is a tensor,
+the optimizer must be capturable. It must skip an update on the device if it can; `update` explains how.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from utils.optim.lamb import Lamb
 log = logging.getLogger(__name__)
 
 Parameters = dict[str, torch.nn.Parameter]
-Builder = Callable[[OptimizerConfig, Parameters, float, bool], torch.optim.Optimizer]  # options, …, lr, capturable
+LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
+Builder = Callable[[OptimizerConfig, Parameters, LearningRate], torch.optim.Optimizer]
 
 
 def build_optimizer(
@@ -37,8 +37,11 @@ def build_optimizer(
     """
     if options.name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}")
-    optimizer = OPTIMIZERS[options.name](options, dict(named_parameters), lr, capturable)
-    log.info("Optimizer: %s", _describe(optimizer))
+    parameters = dict(named_parameters)
+    device = next(iter(parameters.values())).device
+    learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
+    optimizer = OPTIMIZERS[options.name](options, parameters, learning_rate)
+    log.info("Optimizer: %s", type(optimizer).__name__)
     return optimizer
 
 
@@ -86,48 +89,31 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
-    """torch's Adam (Kingma & Ba 2015), as one fused kernel if this build and device have it."""
+def _adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    """torch's Adam (Kingma & Ba 2015), as one fused kernel."""
     return torch.optim.Adam(
-        parameters.values(),
-        lr=_learning_rate(parameters, lr, capturable),
-        capturable=capturable,
-        fused=_has_fused(parameters),
-        **_adam_options(options),
+        parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
     )
 
 
-def _fused_adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
-    """torch's fused Adam; ValueError if there is none for these parameters."""
-    if not _has_fused(parameters):
-        kinds = sorted({f"{parameter.dtype} on {parameter.device.type}" for parameter in parameters.values()})
-        raise ValueError(f"torch has no fused Adam for {', '.join(kinds)}; set optimizer.name to adam")
-    return _adam(options, parameters, lr, capturable)
-
-
-def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
-    if capturable:
+    if _is_capturable(lr):
         log.info("apex's fused Adam cannot skip an update inside a CUDA graph: using torch's")
-        return _adam(options, parameters, lr, capturable)
+        return _adam(options, parameters, lr)
     try:
         from apex.optimizers import FusedAdam
     except ImportError:
         log.info("apex is not installed: using torch's fused Adam")
-        return _adam(options, parameters, lr, capturable)
+        return _adam(options, parameters, lr)
     log.info("apex's fused Adam: the host waits for the device in each step, to skip non-finite updates")
     return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
 
 
-def _sgd(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(
-        parameters.values(),
-        lr=_learning_rate(parameters, lr, capturable),
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-        fused=_has_fused(parameters),
-    )
-    if options.momentum:
+def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    momentum, decay = options.momentum, options.weight_decay
+    optimizer = torch.optim.SGD(parameters.values(), lr=lr, momentum=momentum, weight_decay=decay, fused=True)
+    if momentum:
         # A momentum of zero equals none. But if the very first update is skipped, torch's fused kernel would continue
         # from uninitialised memory.
         for parameter in parameters.values():
@@ -136,10 +122,10 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: float, capturable
 
 
 class NAdam(torch.optim.NAdam):
-    """torch's NAdam, which here skips an update on the device, as torch's fused optimizers do.
+    """torch's NAdam that skips an update on the device, as torch's fused optimizers do.
 
-    torch has no kernel for that: the update is made, and then undone from copies of everything it has changed. Until
-    the end of the step, the copies need as much memory as parameters and state.
+    torch has no kernel for that: the update is made, then undone from copies of everything that it changed. Until the
+    end of the step, the copies need as much memory as parameters and state.
     """
 
     _step_supports_amp_scaling = True
@@ -170,22 +156,17 @@ class NAdam(torch.optim.NAdam):
             torch.where(found_inf > 0, old, tensor, out=tensor)
 
 
-def _nadam(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
+def _nadam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """Adam with Nesterov momentum (Dozat 2016), its momentum warmed up as in torch and Keras (decay 0.004)."""
-    # To decide on the device, the step counts must be there; torch allows that on CUDA alone, and warns about it.
-    on_device = all(parameter.is_cuda for parameter in parameters.values())
-    if on_device:
+    # An update can be skipped on the device if the step counts are there; torch allows that on CUDA only, and warns.
+    on_cuda = all(parameter.is_cuda for parameter in parameters.values())
+    if on_cuda:
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
-    return NAdam(
-        parameters.values(),
-        lr=_learning_rate(parameters, lr, capturable),
-        capturable=on_device,
-        **_adam_options(options),
-    )
+    return NAdam(parameters.values(), lr=lr, capturable=on_cuda, **_adam_options(options))
 
 
-def _lamb(options: OptimizerConfig, parameters: Parameters, lr: float, capturable: bool) -> torch.optim.Optimizer:
-    return Lamb(parameters.items(), lr=_learning_rate(parameters, lr, capturable), **_adam_options(options))
+def _lamb(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    return Lamb(parameters.items(), lr=lr, **_adam_options(options))
 
 
 def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
@@ -194,26 +175,12 @@ def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (first, second), "eps": options.eps, "weight_decay": options.weight_decay}
 
 
-def _learning_rate(parameters: Parameters, lr: float, capturable: bool) -> float | torch.Tensor:
-    device = next(iter(parameters.values())).device
-    return torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
-
-
-def _has_fused(parameters: Parameters) -> bool:
-    return all(
-        parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda") for parameter in parameters.values()
-    )
-
-
-def _describe(optimizer: torch.optim.Optimizer) -> str:
-    owner = type(optimizer).__module__.split(".")[0]
-    fused = " (fused)" if optimizer.defaults.get("fused") else ""
-    return f"{'' if owner == 'utils' else owner + ' '}{type(optimizer).__name__}{fused}"
+def _is_capturable(lr: LearningRate) -> bool:
+    return isinstance(lr, torch.Tensor)
 
 
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
-    "fused_adam": _fused_adam,
     "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,

@@ -56,14 +56,6 @@ class StepSchedule(Schedule):
         return self.peak * self.factor ** sum(step >= drop for drop in self.drops)
 
 
-@dataclass(frozen=True)
-class ConstantSchedule(Schedule):
-    """Constant `peak`."""
-
-    def after_warmup(self, step: int) -> float:
-        return self.peak
-
-
 def lr_scale(scaling: str, batch: int, base_batch: int) -> float:
     """Factor of the learning rate at `batch`, relative to `base_batch`; scaling is none, sqrt or linear."""
     ratio = batch / base_batch
@@ -87,7 +79,7 @@ def _step(config: Config, peak: float) -> Schedule:
 
 
 def _constant(config: Config, peak: float) -> Schedule:
-    return ConstantSchedule(peak, config.warmup_steps)
+    return StepSchedule(peak, config.warmup_steps, factor=1.0, drops=())
 
 
 SCHEDULES: dict[str, Callable[[Config, float], Schedule]] = {
