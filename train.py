@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
     with one_line_errors():
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)
-        if options.preflight:
+        if options.preflight is not None:
             build.run_preflight(options, config, step_class)
             return
         signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)

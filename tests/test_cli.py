@@ -108,9 +108,10 @@ def test_defaults_and_flags_with_optional_values() -> None:
         assert (options.resume, options.init_from, options.overrides) == (resume, "a/weights.pt", {})
     plain = cli.parse([])
     assert (plain.yaml_config, plain.config, plain.run_num) == ("./config/UNet.yaml", "base", "00")
+    assert plain.preflight is None
     plain, eight = cli.parse(["--preflight"]), cli.parse(["--preflight", "8", "--config=short"])
-    assert (plain.preflight, plain.preflight_ranks) == (True, None)
-    assert (eight.preflight, eight.preflight_ranks, eight.config) == (True, 8, "short")
+    assert plain.preflight == 0
+    assert (eight.preflight, eight.config) == (8, "short")
 
 
 def test_help_lists_every_flag_and_every_loader_and_is_printed_only_by_rank_0(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from utils.config import REMOVED_KEYS, RENAMED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import REPLACED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
 from utils.errors import UserError
 
 
@@ -27,7 +27,7 @@ def test_yaml_values_are_parsed_as_yaml_1_2() -> None:
     """1e-4 is a number; on, yes and 1:30 are strings; None is null."""
     numbers = {"1e-4": 1e-4, "2.E-4": 2e-4, "+1E3": 1000.0, "0.": 0.0, ".5": 0.5, "-1.5": -1.5, ".inf": math.inf}
     numbers |= {"7": 7, "-3": -3, "0": 0}
-    constants = {"True": True, "false": False, "None": None, "null": None, "~": None, "": None, "'None'": None}
+    constants = {"True": True, "false": False, "None": None, "null": None, "~": None, "": None, "'None'": "None"}
     words = ["on", "yes", "no", "OFF", "y", "1:30", "1_000", "010", "0x10", "2024-01-31", "1e", "e5", "."]
     others = {
         "'1e-4'": "1e-4",
@@ -68,6 +68,7 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
     """Includes strings that look like numbers, and numbers as PyYAML writes them, such as 1.0e-10."""
     values: dict[str, Any] = {
         "expdir": "None-such: 'quoted' # words",
+        "val_path_npy_data": "None",
         "train_path": "1e-4",
         "val_path": "010",
         "seed": 2**40,
@@ -79,21 +80,22 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
     config = validate(values, "test")
     for name in ("run one", "1e4", "2"):
         assert load(write(tmp_path, to_yaml(config, name)), name) == config
+    del values["val_path_npy_data"]
     values["train_path"] = "data"  # PyYAML reads 1e-4 as a string and does not quote it
     assert load(write(tmp_path, yaml.safe_dump({"test": values})), "test") == validate(values, "test")
 
 
 def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> None:
-    """Search order: the given file, a file named like the config, the only other file that contains it."""
+    """The given file comes first; of the others, only one may contain the config."""
     path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
     (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}\ndigits: {seed: 6}")
     (tmp_path / "test.yaml").write_text("test: {seed: 4}\nboth: {seed: 7}")
-    (tmp_path / "other.yaml").write_text("tuned: {seed: 8}\nboth: {seed: 9}")
+    (tmp_path / "other.yaml").write_text("test: {seed: 8}\nboth: {seed: 9}")
     assert load(path, "test").seed == 2
     assert load(path, "tuned").seed == 3
     assert load(path, "tuned", {"seed": 5, "lr_schedule.start_lr": 1.0}).seed == 5
     assert load(path, "digits").seed == 6
-    assert load(str(tmp_path / "tuned.yaml"), "test").seed == 4
+    assert load(str(tmp_path / "test.yaml"), "test").seed == 4
     with pytest.raises(
         UserError, match=r"^config both is in .*other.yaml and in .*test.yaml; choose one with --yaml_config"
     ):
@@ -111,10 +113,6 @@ def test_error_for_an_unknown_config_lists_the_known_ones(tmp_path: Path) -> Non
         with pytest.raises(UserError, match=says) as caught:
             load(path, name)
         assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
-    with pytest.raises(UserError, match=r"^no config compose in .*, nor in .*compose\.yaml, which holds services$"):
-        load(path, "compose")
-    with pytest.raises(UserError, match=r"^cannot read .*broken\.yaml: "):
-        load(path, "broken")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +124,6 @@ def test_error_for_an_unknown_config_lists_the_known_ones(tmp_path: Path) -> Non
         ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
         ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
         ("test: {seed: !!int word}", "cannot read .*invalid literal"),
-        ("test: &loop {seed: *loop}", "cannot read .*recursion"),
     ],
 )
 def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
@@ -138,11 +135,14 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, say
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00")
-    for path, reason in ((tmp_path / "none.yaml", "No such file"), (binary, "utf-8")):
-        with pytest.raises(UserError, match=f"^cannot read yaml_config {re.escape(str(path))}: .*{reason}"):
-            read_file(str(path))
+    path = tmp_path / "none.yaml"
+    with pytest.raises(
+        UserError, match=f"^cannot read yaml_config {re.escape(str(path))}: No such file .*--yaml_config"
+    ):
+        read_file(str(path))
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=f"^cannot read {re.escape(str(path))}: .*"):
+        read_file(str(path))
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -178,14 +178,10 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def test_renamed_and_removed_keys_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert RENAMED_KEYS
-    monkeypatch.setitem(REMOVED_KEYS, "network.old", "use network.new")
-    messages = {old: f"it is now called {new}" for old, new in RENAMED_KEYS.items()}
-    messages |= {old: f"it was removed: {remedy}" for old, remedy in REMOVED_KEYS.items()}
-    for key, message in messages.items():
-        with pytest.raises(UserError, match=re.escape(f"unknown key {key}; {message}")):
-            validate(nested(key, 1), "c")
+@pytest.mark.parametrize(("key", "remedy"), REPLACED_KEYS.items())
+def test_keys_of_earlier_versions_are_refused_with_a_remedy(key: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"unknown key {key}; {remedy}")):
+        validate(nested(key, 1), "c")
 
 
 def test_numbers_and_booleans_accept_no_other_types() -> None:

@@ -17,17 +17,20 @@ from utils.errors import UserError, launched_rank
 
 @dataclass(frozen=True)
 class Options:
-    """The parsed command line; `overrides` maps dotted config keys to values."""
+    """The parsed command line.
+
+    overrides: values of dotted config keys.
+    preflight: number of ranks to check the run for; 0: the launched number; None: no preflight.
+    """
 
     yaml_config: str
     config: str
     run_num: str
     overrides: dict[str, Any]
-    preflight: bool
-    preflight_ranks: int | None
-    resume: str = "auto"
-    init_from: str | None = None
-    plot: str | None = None
+    preflight: int | None
+    resume: str
+    init_from: str | None
+    plot: str | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -103,9 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
     for name, text in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=text)
+        parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
     for name, (kind, text) in VALUES.items():
-        parser.add_argument(f"--{name}", type=kind, help=text.format(loaders=", ".join(LOADERS)))
+        text = text.format(loaders=", ".join(LOADERS))
+        parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
     parser.add_argument(
         "--set",
         action="append",
@@ -145,24 +149,15 @@ def read_changes(texts: Sequence[str]) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
-    overrides: dict[str, Any] = {}
-    for name in (*VALUES, *SWITCHES):
-        value = getattr(arguments, name)
-        if value is not None:
-            overrides[KEYS.get(name, name)] = value
-    overrides.update(read_changes(arguments.set))
+    given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
+    overrides = {KEYS.get(name, name): value for name, value in given.items()} | read_changes(arguments.set)
     if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
         raise UserError(f"--run_num {arguments.run_num!r} must be a plain name, because it is the last part of a path")
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     return Options(
-        arguments.yaml_config,
-        arguments.config or default_name(arguments.yaml_config),
-        arguments.run_num,
-        overrides,
-        arguments.preflight is not None,
-        arguments.preflight or None,
-        arguments.resume,
-        arguments.init_from,
-        arguments.plot,
+        yaml_config=arguments.yaml_config,
+        config=arguments.config or default_name(arguments.yaml_config),
+        overrides=overrides,
+        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
     )

@@ -14,36 +14,27 @@ from pydantic import ValidationError
 
 from utils.config.schema import Config
 from utils.config.yaml_values import dump, parse_value
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 
-# Keys of configs that earlier versions wrote: the new name, or what to do instead of a removed key.
-RENAMED_KEYS = {
-    "noise_scale": "log_noise_scale",
-    "network.rewritten": "network.space_to_depth",
-    "loss_weights": "channel_weights",
-    "max_skipped_updates": "max_consecutive_skips",
-    "evaluation.tile": "evaluation.window",
-    "evaluation.step": "evaluation.overlap (= window - step)",
-}
-REMOVED_KEYS = {
-    "compiler": "enable_jit uses torch.compile",
+# Keys of configs that earlier versions wrote, and what to use instead.
+REPLACED_KEYS = {
+    "noise_scale": "it is now called log_noise_scale",
+    "network.rewritten": "it is now called network.space_to_depth",
+    "loss_weights": "it is now called channel_weights",
+    "max_skipped_updates": "it is now called max_consecutive_skips",
+    "evaluation.tile": "it is now called evaluation.window",
+    "evaluation.step": "set evaluation.overlap, which is window - step",
     "evaluation.budget": "set evaluation.every_epochs",
+    "compiler": "enable_jit uses torch.compile",
 }
 
 
 def read_file(path: str) -> dict[str, dict[str, Any]]:
     """The named configs of a YAML file, as plain dicts."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"cannot read yaml_config {path}: {reason}; run from the repository's root, or set --yaml_config"
-        ) from None
+    with os_errors_for_users(f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"):
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
     configs = parse_value(text, path)
-    if not isinstance(configs, dict) or not all(
-        isinstance(name, str) and isinstance(value, dict) for name, value in configs.items()
-    ):
+    if not isinstance(configs, dict) or not all(isinstance(values, dict) for values in configs.values()):
         raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
     return configs
 
@@ -103,22 +94,17 @@ def to_yaml(config: Config, name: str) -> str:
 
 
 def _find(path: str, name: str) -> dict[str, Any]:
-    """The values of config `name` in the file, or else in another YAML file of its directory."""
+    """The values of config `name` in the file, or else in the only other YAML file of its directory that has it."""
     configs = read_file(path)
     if name in configs:
         return configs[name]
-    others = [file for file in sorted(Path(path).parent.glob("*.yaml")) if file.name != Path(path).name]
-    names_of = {str(file): names(str(file)) for file in others}
-    matches = [file for file, known in names_of.items() if name in known]
-    matches = [file for file in matches if Path(file).stem == name] or matches
+    others = {str(file): names(str(file)) for file in sorted(Path(path).parent.glob("*.yaml")) if file != Path(path)}
+    matches = [file for file, known in others.items() if name in known]
     if len(matches) > 1:
         raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
     if matches:
         return read_file(matches[0])[name]
-    namesake = next((str(file) for file in others if file.stem == name), None)
-    if namesake is not None:
-        raise UserError(f"no config {name} in {path}, nor in {namesake}, which holds {', '.join(read_file(namesake))}")
-    known = [*configs, *(other for held in names_of.values() for other in held)]
+    known = [*configs, *(other for held in others.values() for other in held)]
     raise UserError(
         f"unknown config {name} in {path} and the other YAML files of its directory; known: "
         f"{', '.join(known)}{_nearest(name, known)}"
@@ -141,11 +127,8 @@ def _fault(fault: Any) -> str:
     path = [str(part) for part in fault["loc"]]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
-        if key in RENAMED_KEYS:
-            return f"unknown key {key}; it is now called {RENAMED_KEYS[key]}"
-        if key in REMOVED_KEYS:
-            return f"unknown key {key}; it was removed: {REMOVED_KEYS[key]}"
-        return f"unknown key {key}{_nearest(path[-1], _keys(path[:-1]))}"
+        remedy = REPLACED_KEYS.get(key)
+        return f"unknown key {key}{f'; {remedy}' if remedy else _nearest(path[-1], _keys(path[:-1]))}"
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] in ("too_long", "too_short"):  # These messages already contain the value.
         return f"{key}: {message}" if path else message

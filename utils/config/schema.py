@@ -232,7 +232,10 @@ class Config(Section):
         return requested if self.warms_up else 0
 
     def for_world(self, world_size: int) -> Config:
-        """The config with both batch sizes set for this many ranks; raises UserError if they do not divide evenly."""
+        """The config with both batch sizes set for this many ranks.
+
+        Raises UserError if they do not divide evenly, or if the epochs or the learning rate schedule do not fit them.
+        """
         if self.local_batch_size is not None:
             local, total = self.local_batch_size, self.local_batch_size * world_size
         else:
@@ -248,17 +251,14 @@ class Config(Section):
                 f"global_batch_size must be a multiple of ranks × accumulation_steps = "
                 f"{world_size * self.accumulation_steps}"
             )
-        resolved = self.model_copy(update={"local_batch_size": local, "global_batch_size": total})
-        resolved._check_steps()
-        return resolved
-
-    def _check_steps(self) -> None:
-        if self.steps_per_epoch == 0:
+        if self.Nsamples < total:
             raise UserError(
-                f"Nsamples {self.Nsamples} is less than global_batch_size {self.global_batch_size}, so an epoch "
-                f"has no step; raise Nsamples or lower the batch size"
+                f"Nsamples {self.Nsamples} is less than global_batch_size {total}, so an epoch has no step; raise "
+                f"Nsamples or lower the batch size"
             )
-        self._check_schedule()
+        resolved = self.model_copy(update={"local_batch_size": local, "global_batch_size": total})
+        resolved._check_schedule()
+        return resolved
 
     def _check_schedule(self) -> None:
         schedule = self.lr_schedule

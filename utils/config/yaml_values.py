@@ -11,7 +11,7 @@ from utils.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's booleans and numbers; raises UserError for a duplicate key."""
+    """PyYAML's safe loader with YAML 1.2's booleans and numbers; refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -20,12 +20,18 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue  # The constructor refuses a list or a mapping as a key.
             if key.value in seen:
-                raise UserError(f"{self.name}, line {key.start_mark.line + 1}: duplicate key {key.value}; remove one")
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: duplicate key {key.value}; remove one")
             seen.add(key.value)
         return node
 
 
-_FLOAT, _BOOL, _INT, _DATE = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "bool", "int", "timestamp"))
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; also quotes strings that this module's loader would read as something else."""
+
+
+_FLOAT, _BOOL, _INT, _DATE, _NULL = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("float", "bool", "int", "timestamp", "null")
+)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _BOOL, _INT, _DATE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -35,44 +41,21 @@ _Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("
 _FLOAT_PATTERN = re.compile(
     r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
-_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
-
-
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; also quotes strings that this module's loader would read as numbers."""
-
-
-_Dumper.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
+    _kind.add_implicit_resolver(_NULL, re.compile("^None$"), ["N"])
 
 
 def parse_value(text: str, name: str = "a value") -> Any:
-    """One YAML value; the string None means null, as in the original's configs. Errors mention `name`."""
+    """One YAML value; None without quotes means null, as in the original's configs. Errors mention `name`."""
     try:
-        return _none_words_to_null(_read(text, name))
-    except UserError:
-        raise
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        # PyYAML raises its own errors, and lets others through for a wrong tag (!!int word) and a value inside itself.
-        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+        # PyYAML raises its own errors, and passes on others for a wrong tag (!!int word) and for a value inside itself.
+        reason = str(error).replace('in "<unicode string>", ', "")
+        raise UserError(f"cannot read {name}: {' '.join(reason.split())}") from None
 
 
 def dump(values: dict[str, Any]) -> str:
     """A YAML text that `parse_value` reads back to the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
-
-
-def _read(text: str, name: str) -> Any:
-    loader = _Loader(text)
-    loader.name = name
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
-
-
-def _none_words_to_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _none_words_to_null(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_none_words_to_null(item) for item in value]
-    return None if value == "None" else value

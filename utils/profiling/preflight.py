@@ -49,7 +49,7 @@ def run(
     launch = read_launch()
     if launch.rank > 0:
         return
-    ranks = options.preflight_ranks or launch.world_size
+    ranks = options.preflight or launch.world_size
     config = config.for_world(ranks)
     with value_errors_for_users():
         check(config)
