@@ -276,7 +276,7 @@ def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for path in (options.data, options.valid_data):
         for file in npy_paths(path).values() if npy else [path]:
             drop_from_page_cache(str(file))
-    before, started = own_bytes(), time.perf_counter()
+    started = time.perf_counter()
     with build_loader(options, name) as loaders:
         common.synchronize(device)
         seconds = [time.perf_counter() - started]
@@ -291,15 +291,7 @@ def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "first epoch seconds": seconds[1],
             "later epoch seconds": min(seconds[2:]),
             "first epoch / later": seconds[1] / min(seconds[2:]),
-            "host bytes": own_bytes() - before,
         }
-
-
-def own_bytes() -> int:
-    """Bytes of this process's own memory and of shared memory it uses; mapped files belong to the page cache."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
 def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
