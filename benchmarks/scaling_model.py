@@ -48,7 +48,7 @@ class Model:
     layers: Layers
     gradients: Gradients
     local_batch: int
-    rate: float  # FLOP/s of a rank
+    rate: float  # FLOP/s per rank
     fixed_seconds: float = 0.0  # per step, independent of the batch
     input_seconds: float = 0.0  # per sample: time that input adds to the step
     jitter: float = 0.0  # standard deviation of a rank's step, as a fraction of it
