@@ -371,7 +371,7 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=network.width=8"], " does not fit this training: it"),
+        (["--set=network.width=8"], " does not fit this training: size mismatch for "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],
@@ -453,8 +453,12 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
     flip(damaged / WEIGHTS)
     for path, says, flags in (
         (source / TRAINING, f"cannot read {source / TRAINING}: training.pt holds no network", []),
-        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: its ", ["--set=network.width=8"]),
-        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it has no ", ["--set=network.scales=3"]),
+        (
+            source / WEIGHTS,
+            f"{source / WEIGHTS} does not fit this training: size mismatch for ",
+            ["--set=network.width=8"],
+        ),
+        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: ", []),
         (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is truncated, or not a PyTorch checkpoint", []),

@@ -82,11 +82,10 @@ class EagerStep:
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
-        options: StepOptions | None = None,
+        options: StepOptions,
         metrics: Sequence[Metric] = (),
     ) -> None:
-        self._options = options = options or StepOptions()
-        self._device, self._optimizer, self._metrics = world.device, optimizer, metrics
+        self._options, self._device, self._optimizer, self._metrics = options, world.device, optimizer, metrics
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, options.precision)
@@ -171,15 +170,10 @@ class EagerStep:
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Loads the network's weights alone; ValueError if they belong to another network."""
-        network = self._trained.network
-        own = network.state_dict()
-        for name in [*own, *weights]:
-            shape, loaded = (tuple(tensors[name].shape) if name in tensors else None for tensors in (own, weights))
-            if shape is None or loaded is None:
-                raise ValueError(f"{'it' if loaded is None else 'this network'} has no {name}")
-            if shape != loaded:
-                raise ValueError(f"its {name} has shape {loaded}, this network's has {shape}")
-        network.load_state_dict(weights)
+        try:
+            self._trained.network.load_state_dict(weights)
+        except RuntimeError as error:  # the first line of the message names the class, each further one a difference
+            raise ValueError(str(error).splitlines()[-1].strip("\t. ")) from None
         self._average.restart()
 
     @property
@@ -208,7 +202,11 @@ class EagerStep:
             lines.append("Gradients are exchanged after the backward pass (ddp: manual)")
         elif self._parallel is not None:
             sent_as = "float32" if self._options.gradient_compression == "none" else self._options.gradient_compression
-            lines.append(_describe_buckets(self._parallel, sent_as))
+            # PyTorch rebuilds the buckets after the first exchange, in the order in which the gradients arrived.
+            data: Any = self._parallel._get_ddp_logging_data()
+            sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+            megabytes = ", ".join(f"{int(size) / 1e6:.3g}" for size in sizes.split(", "))
+            lines.append(f"DistributedDataParallel: gradient buckets of {megabytes} MB, sent as {sent_as}")
         return lines
 
     @torch.no_grad()
@@ -298,15 +296,3 @@ def _data_parallel(
     if compressed or probe is not None:
         parallel.register_comm_hook(None, all_reduce)
     return parallel
-
-
-def _describe_buckets(parallel: DistributedDataParallel, sent_as: str) -> str:
-    # PyTorch rebuilds the buckets after the first exchange, in the order in which the gradients arrived.
-    data: Any = parallel._get_ddp_logging_data()
-    listed = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    sizes = [int(size) / 1e6 for size in listed.split(", ") if size]
-    noun = "bucket" if len(sizes) == 1 else "buckets"
-    return (
-        f"DistributedDataParallel: {len(sizes)} {noun} of gradients, {sum(sizes):.3g} MB: "
-        f"{', '.join(f'{size:.3g}' for size in sizes)} MB; sent as {sent_as}"
-    )

@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,10 +59,9 @@ class GraphStep(EagerStep):
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
-        options: StepOptions | None = None,
+        options: StepOptions,
         metrics: Sequence[Metric] = (),
     ) -> None:
-        options = options or StepOptions()
         self.check(world, options.noddp)
         if world.size > 1 and options.accumulation_steps == 1:
             # The probe would need a Python hook in the recorded gradient exchange, which is untested on several GPUs.
@@ -79,14 +78,18 @@ class GraphStep(EagerStep):
         self._graphs: dict[Hashable, RecordedStep] = {}
         self._buffers: set[tuple[int, int]] = set()  # addresses of inputs and targets
         self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._shapes: tuple[torch.Size, torch.Size] | None = None
+        self._shapes: list[list[int]] = []  # of inputs and targets
         self._eager_steps = 0
         # PyTorch warns of the eager steps before the first graph.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     @classmethod
     def check(cls, world: World, noddp: bool) -> None:
-        reason = obstacle(world, noddp)
+        reason = None
+        if world.device.type != "cuda":
+            reason = f"the run's device is {world.device.type}, and only CUDA devices have graphs"
+        elif world.size > 1 and not noddp and "nccl" not in dist.get_backend_config():
+            reason = "the ranks exchange gradients through gloo, which computes on the host; NCCL is needed"
         if reason is not None:
             raise UserError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}")
 
@@ -107,11 +110,6 @@ class GraphStep(EagerStep):
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         with self._on_stream():
             super().warm_up(inputs, targets)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        assert not self._graphs, "graphs hold the memory of the state before"
-        with self._on_stream():
-            super().load_state(state)
 
     def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
         """The graph for this batch's memory and the loader's pending work. Records it if there is none yet."""
@@ -162,15 +160,13 @@ class GraphStep(EagerStep):
         return RecordedStep(graph, loss, self.gradient_norm)
 
     def _check_shapes(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        shapes = (inputs.shape, targets.shape)
-        if self._shapes is None:
-            self._shapes = shapes
-        for name, shape, recorded in zip(("inputs", "targets"), shapes, self._shapes, strict=True):
-            if shape != recorded:
-                raise UserError(
-                    f"the {name} of a batch have shape {list(shape)}, but the CUDA graph was recorded with "
-                    f"{list(recorded)}; give all training batches the same shape, or {REMEDY}"
-                )
+        shapes = [list(inputs.shape), list(targets.shape)]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            raise UserError(
+                f"a batch has shapes {shapes}, but the CUDA graph was recorded with {self._shapes}; give all training "
+                f"batches the same shapes, or {REMEDY}"
+            )
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -180,12 +176,3 @@ class GraphStep(EagerStep):
         with torch.cuda.stream(self._stream):
             yield
         caller.wait_stream(self._stream)
-
-
-def obstacle(world: World, noddp: bool) -> str | None:
-    """The reason why this world cannot use CUDA graphs; None if it may."""
-    if world.device.type != "cuda":
-        return f"the run's device is {world.device.type}, and only CUDA devices have graphs"
-    if world.size > 1 and not noddp and "nccl" not in dist.get_backend_config():
-        return "the ranks exchange gradients through gloo, which computes on the host; NCCL is needed"
-    return None
