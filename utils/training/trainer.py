@@ -98,12 +98,9 @@ class Trainer:
         self._recorder = LossRecorder(options.log_interval, world)
         self._coordinator = StopCoordinator(world)
         self._save_timer = SaveTimer(options.checkpoint.every_minutes, world)
-        self._lr = 0.0
         self._teraflop_per_sample = 0.0
-        self._step_is_described = False
         self._first_step = state.step
-        self._earlier_seconds = state.seconds  # time that earlier processes trained
-        self._started = time.perf_counter()
+        self._started = time.perf_counter() - state.seconds  # as if this process had trained all steps
 
     def fit(self) -> FitResult:
         """Trains the remaining epochs.
@@ -111,8 +108,6 @@ class Trainer:
         Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row are skipped or the
         validation loss is not finite.
         """
-        self._started = time.perf_counter()
-        self._save_timer.restart()
         with closing(self.checkpointer), closing(self.profiler):
             if not self._is_complete():
                 self._prepare()
@@ -184,16 +179,16 @@ class Trainer:
                 self._save_or_stop(ends_epoch=state.batch == steps)
 
     def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
-        """One step: next batch, learning rate, update. The loss stays on the device."""
+        """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
         state, watchdog = self.state, self.world.watchdog
         self.profiler.before_step(state.step)
+        lr = self.schedule(state.step)
         watchdog.progress("data", state.step + 1)
         with annotate("data"), interval.waiting():
             inputs, targets = next(batches)
         watchdog.progress("step", state.step + 1)
-        self._lr = self.schedule(state.step)
         with annotate("step"):
-            loss = self.step(inputs, targets, self._lr)
+            loss = self.step(inputs, targets, lr)
         probe = self.step.probe
         self._recorder.record(loss, self.step.gradient_norm, None if probe is None else probe.square)
         state.batch += 1
@@ -271,10 +266,10 @@ class Trainer:
         records, state.unlogged = [StepRecord(*record) for record in state.unlogged], []
         losses = [record.loss for record in records if record.updated]
         state.losses += losses
-        if not self._step_is_described:
+        if interval.steps == state.step - self._first_step:  # this process's first interval
             for line in self.step.describe():
                 self.logger.info(line)
-            self._step_is_described = True
+        lr = self.schedule(state.step - 1)
         speed = interval.steps * self.options.global_batch_size / interval.seconds()
         scalars = {
             tags.STEP_LOSS: _mean(losses),
@@ -282,11 +277,11 @@ class Trainer:
             tags.STEP_SAMPLES_PER_SECOND: speed,
             tags.STEP_TFLOPS_PER_RANK: speed * self._teraflop_per_sample / self.world.size,
             tags.STEP_DATA_WAIT: interval.wait_fraction(),
-            tags.STEP_LEARNING_RATE: self._lr,
+            tags.STEP_LEARNING_RATE: lr,
         }
         self.logger.info(
             f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
-            f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {self._lr:.2e}, "
+            f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
             f"data wait {100 * scalars[tags.STEP_DATA_WAIT]:.0f} %, {format_duration(self._remaining_seconds())} left"
         )
@@ -297,9 +292,9 @@ class Trainer:
         self.logger.scalars(scalars, state.step)
 
     def _remaining_seconds(self) -> float:
-        """Estimate from the mean time per step of this process."""
-        remaining = self.options.num_epochs * len(self.loaders.train) - self.state.step
-        return remaining / (self.state.step - self._first_step) * (time.perf_counter() - self._started)
+        """Estimate from the mean time per step so far."""
+        steps = self.options.num_epochs * len(self.loaders.train)
+        return (steps / self.state.step - 1) * self._seconds()
 
     def _read_steps(self) -> None:
         """Reads the steps since the last read into `state.unlogged`; counts and logs skipped updates."""
@@ -310,7 +305,6 @@ class Trainer:
                 state.skipped_in_a_row = 0
                 if self._noise is not None:
                     self._noise.add(record.part_norm_squared, record.gradient_norm**2)
-                    state.noise = self._noise.sums
             else:
                 self._count_skipped_update(number, record)
 
@@ -369,7 +363,7 @@ class Trainer:
 
     def _seconds(self) -> float:
         """Duration of the training, including earlier processes."""
-        return self._earlier_seconds + time.perf_counter() - self._started
+        return time.perf_counter() - self._started
 
     def _result(self) -> FitResult:
         state = self.state
