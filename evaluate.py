@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from utils import build, cli
 from utils.config import Config
@@ -63,7 +64,7 @@ def evaluate(options: Options, world: World) -> None:
         config = trained.config if trained else Config()
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
         predictor = build.predictor(trained, fields.inputs, options, world) if trained else None
-    metadata = {"input": options.input, "cell": fields.inputs.cell}
+    metadata: dict[str, Any] = {"input": options.input}
     is_periodic = fields.periodic and not options.not_periodic
     if not is_periodic:
         metadata["note"] = NOT_PERIODIC
@@ -78,7 +79,7 @@ def evaluate(options: Options, world: World) -> None:
         log.info(line)
     if not is_periodic:
         log.warning(f"Note: {NOT_PERIODIC}")
-    report.write_report(Path(options.output), results, provenance(world), options.checkpoint, world)
+    report.write_report(Path(options.output), results, provenance(world), world)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -15,7 +15,7 @@ import pytest
 import evaluate
 import predict
 import train
-from utils.evaluation import plotting, report, results
+from utils.evaluation import figures, report, results
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,14 @@ def written(run: Path, box: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A report whose figures are not rendered; tests/evaluation/test_figures.py renders them."""
     output = tmp_path_factory.mktemp("reports") / "evaluation"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plotting, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
+        patch.setattr(figures, "encode_png", lambda figure: b"PNG" if figure.axes else b"")
         evaluate.main([f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu"])
     return output
 
 
 def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_draw", lambda folder, *_: (folder / "report.html").write_text("drawn"))
+    monkeypatch.setattr(figures, "PICTURES", {})
+    monkeypatch.setattr(report, "page", lambda *_: "a page")
 
 
 def test_the_results_are_those_of_the_predicted_file(

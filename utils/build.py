@@ -265,7 +265,7 @@ def _evaluation(
         num_epochs=config.num_epochs,
         folder=directory / results.FOLDER,
         logger=logger,
-        metadata={"input": volume.path, "cell": volume.cell, "run": str(directory)},
+        metadata={"input": volume.path, "run": str(directory)},
     )
 
 

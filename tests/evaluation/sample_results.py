@@ -17,17 +17,22 @@ from utils.inference.channels import input_channels, target_channels
 
 
 def sample_results(
-    box: int = 16, noise: float = 0.1, channels: tuple[int, int] = (4, 5), seed: int = 0, **metadata: Any
+    box: int = 16,
+    noise: float = 0.1,
+    channels: tuple[int, int] = (4, 5),
+    seed: int = 0,
+    cell: float | None = None,
+    **metadata: Any,
 ) -> Results:
     """Results for smooth random fields plus white noise: good on large scales, bad on small ones.
 
-    Units are unknown unless the numbers of channels are (4, 5); `metadata` may hold the size of a `cell` in Mpc/h.
+    Units are unknown unless the numbers of channels are (4, 5); `cell` is in Mpc/h.
     """
     rng = np.random.default_rng(seed)
     inputs, target = (0.4 * smooth_field(count, box, rng) for count in channels)
     predicted = target + noise * target.std() * rng.standard_normal(target.shape)
     transform, world = TransformConfig(), World(Launch("test"), torch.device("cpu"))
     targets, sources = target_channels(channels[1], transform), input_channels(channels[0], transform)
-    statistics = VolumeStatistics(targets, sources, (box, box, box), metadata.get("cell"), world)
-    statistics.add(0, inputs, torch.from_numpy(predicted), torch.from_numpy(target))
+    statistics = VolumeStatistics(targets, sources, (box, box, box), cell, world)
+    statistics.add(0, *(torch.from_numpy(field) for field in (inputs, predicted, target)))
     return statistics.results(metadata)

@@ -14,7 +14,7 @@ from processes import wait_until
 
 import train
 from utils.distributed.signals import StopSignals
-from utils.evaluation import callback, figures, plotting
+from utils.evaluation import figures
 from utils.evaluation.results import FOLDER, load_history
 from utils.evaluation.statistics import VolumeStatistics
 from utils.runs.logger import read_records
@@ -48,7 +48,7 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
-        patch.setattr(plotting, "encode_png", lambda figure: b"PNG")
+        patch.setattr(figures, "encode_png", lambda figure: b"PNG")
         return run(data_flags, tmp_path_factory.mktemp("runs"), EVERY_EPOCH, "--set=report_pictures=true")
 
 
@@ -65,7 +65,7 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, tmp_p
         assert f"Evaluation/{name}".encode() in events
     report = (trained / "report.html").read_text()
     assert report.startswith("<!DOCTYPE html>")
-    assert report.count("data:image/png;base64,") == 7
+    assert report.count("data:image/png;base64,") == 5
     assert "gas density" in (trained / "out.log").read_text()
     complete = trained / FOLDER / "step_00000008.npz"
     (tmp_path / complete.name).write_bytes(complete.read_bytes())
@@ -86,7 +86,7 @@ def test_training_ends_with_the_same_bits_as_without_evaluation(
 def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     trained: Path, data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callback.VolumeEvaluation, "_draw", lambda *_: None)
+    monkeypatch.setattr(figures, "PICTURES", {})
     add, enter, calls, signals = VolumeStatistics.add, StopSignals.__enter__, [], []
 
     def remember(self: StopSignals) -> StopSignals:
@@ -121,7 +121,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
 def test_every_second_epoch_and_the_last_are_evaluated(
     data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callback.VolumeEvaluation, "_draw", lambda *_: None)
+    monkeypatch.setattr(figures, "PICTURES", {})
     directory = run(data_flags, tmp_path, "--set=evaluation.every_epochs=2", "--num_epochs=3")
     assert epochs_of(directory / FOLDER) == [2, 3]
 

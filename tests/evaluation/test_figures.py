@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from sample_results import sample_results
 
-from utils.evaluation import figures, history_figures, plotting
+from utils.evaluation import figures, training_figures
 from utils.evaluation.results import Results
 
 BOX, CELL = 16, 0.5
@@ -68,23 +67,15 @@ def physical(values: np.ndarray) -> list[np.ndarray]:
     return [14 * values[0] / math.log(10), *(1000 * values[1:4]), 2.5 * values[4] + 5]
 
 
-def test_spectra_show_ratio_and_correlation_of_the_last_and_earlier_evaluations(
-    history: list[Results], found: Results
-) -> None:
-    above, below = figures.spectra(found, history[:-1]).axes
-    lines = {line.get_label(): line for line in above.lines}
-    dashed = [line for line in above.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
-    solid = below.lines[len(dashed) : len(dashed) + len(found.spectra)]
-    for (name, spectrum), line in zip(found.spectra.items(), solid, strict=True):
-        np.testing.assert_allclose(lines[name].get_xdata(), spectrum.k)
-        np.testing.assert_allclose(lines[name].get_ydata(), spectrum.predicted / spectrum.target)
+def test_spectra_show_ratio_and_correlation(found: Results) -> None:
+    above, below = figures.spectra(found).axes
+    ratios = {line.get_label(): line for line in above.lines}
+    correlations = [line for line in below.lines if len(line.get_xdata()) > 2]
+    for (name, spectrum), line in zip(found.spectra.items(), correlations, strict=True):
+        np.testing.assert_allclose(ratios[name].get_xdata(), spectrum.k)
+        np.testing.assert_allclose(ratios[name].get_ydata(), spectrum.predicted / spectrum.target)
         np.testing.assert_allclose(line.get_ydata(), spectrum.cross / np.sqrt(spectrum.predicted * spectrum.target))
-        low, high = above.get_ylim()
-        assert low < spectrum.ratio.min()
-        assert spectrum.ratio.max() < high
-    shown = list(itertools.product((history[0], history[3], history[6]), found.spectra))
-    for line, (earlier, name) in zip(dashed, shown, strict=True):
-        np.testing.assert_allclose(line.get_ydata(), earlier.spectra[name].ratio)
+        assert ratios[name].get_color() == line.get_color()
     assert below.get_xlabel() == "wavenumber k (h/Mpc)"
 
 
@@ -95,8 +86,9 @@ def test_spectra_without_power_are_drawn_with_gaps(found: Results) -> None:
     none = replace(spectrum, predicted=zero, cross=zero)
     figure = figures.spectra(replace(found, spectra={"density": none, "odd": spectrum}))
     nowhere = figures.spectra(replace(found, spectra={"density": replace(spectrum, target=zero * np.nan)}))
-    assert np.isnan(figure.axes[1].lines[0].get_ydata()).all()
+    assert any(np.isnan(line.get_ydata()).all() for line in figure.axes[1].lines)
     for each in (figure, nowhere):
+        FigureCanvasAgg(each).draw()  # as TensorBoard does
         assert np.isfinite([each.axes[0].get_ylim(), each.axes[1].get_ylim()]).all()
 
 
@@ -177,7 +169,7 @@ def test_channels_of_unknown_units_are_drawn_as_channel_values(unknown: Results)
     np.testing.assert_allclose(pixels(grid[2, 1]), unknown.slices["predicted"][1].T)
     assert grid[0, 1].texts[0].get_text() == "not in the input"
     assert bar_label(grid[2, 0]) == bar_label(grid[3, 0]) == "channel value"
-    assert figure.get_suptitle() == f"the plane at x = {BOX // 2} cells"
+    assert grid[3, 0].get_xlabel() == "y (cells)"
     assert panel(figures.distributions(unknown), "channel 1").get_xlabel() == "channel value"
 
 
@@ -194,66 +186,63 @@ def test_a_diverged_or_perfect_prediction_has_finite_colour_limits(found: Result
     assert np.ma.getmaskarray(pixels(grid[3, 0]))[0, 0]
 
 
-def test_slices_over_the_training_end_with_the_target(history: list[Results]) -> None:
-    grid = np.array([axes for axes in history_figures.slices_over_training(history).axes if axes.images]).reshape(2, 7)
-    epochs = [int(axes.get_title().removeprefix("epoch ")) for axes in grid[0, :6]]
-    assert (epochs[0], epochs[-1]) == (1, 8)
-    assert epochs == sorted(set(epochs))
-    for row, channel in ((0, 0), (1, 4)):
-        planes = [*(history[epoch - 1].slices["predicted"] for epoch in epochs), history[-1].slices["target"]]
-        for axes, plane in zip(grid[row], planes, strict=True):
-            np.testing.assert_allclose(pixels(axes), physical(plane)[channel].T, atol=1e-9)
-            assert limits(axes) == limits(grid[row, 6])
+# --- over a training -------------------------------------------------------------------------------------------------
 
 
-def test_evaluation_curves_show_errors_and_correlations(history: list[Results], found: Results) -> None:
-    panels = {axes.get_label(): axes for axes in history_figures.evaluation_curves(history).axes}
-    for name, key in (("L1", "l1"), ("R2", "r2")):
-        assert len(panels[name].lines) == 5
-        for number, line in enumerate(panels[name].lines):
+def test_evaluation_curves_show_errors_and_correlations(history: list[Results]) -> None:
+    panels = [axes for axes in training_figures.evaluation_curves(history).axes if axes.lines]
+    assert [axes.get_title() for axes in panels[:2]] == ["L1", "R²"]
+    for axes, key in zip(panels, ("l1", "r2"), strict=False):
+        for number, (line, channel) in enumerate(zip(axes.lines, history[0].channels, strict=True)):
+            assert line.get_label() == channel.name
             assert list(line.get_xdata()) == list(range(1, 9))
             np.testing.assert_allclose(line.get_ydata(), [getattr(each, key)[number] for each in history])
-    for number in range(3):
-        lines = {line.get_label(): line.get_ydata() for line in panels[f"r {number}"].lines}
+    for number, axes in enumerate(panels[2:]):
+        lines = {line.get_label(): line.get_ydata() for line in axes.lines}
         for name, spectrum in history[0].spectra.items():
             shell = spectrum.reference_shells[number]
             np.testing.assert_allclose(lines[name], [each.spectra[name].correlation[shell] for each in history])
-    # Evaluations that share an epoch are placed by step.
-    for metadata, label, points in (
-        ([{"epoch": 2, "step": 40}, {"epoch": 2, "step": 60}], "step", [40, 60]),
-        ([{"epoch": "best"}, {"epoch": "last"}], "evaluation", [1, 2]),
-    ):
-        axes = history_figures.evaluation_curves([replace(found, metadata=each) for each in metadata]).axes[0]
-        assert axes.get_xlabel() == label
-        assert list(axes.lines[0].get_xdata()) == points
 
 
 def test_one_bad_evaluation_does_not_flatten_the_curves(history: list[Results]) -> None:
     """An R² of -300 in the first epoch is cut off; if all are that bad, they are shown."""
     far = replace(history[0], r2=np.full(5, -300.0))
-    low, high = history_figures.evaluation_curves([far, *history[1:]]).axes[1].get_ylim()
+    low, high = training_figures.evaluation_curves([far, *history[1:]]).axes[1].get_ylim()
     assert low == -0.5
     assert high > 0.9
-    low, high = history_figures.evaluation_curves([far, replace(far, metadata={"epoch": 2})]).axes[1].get_ylim()
+    low, high = training_figures.evaluation_curves([far, replace(far, metadata={"epoch": 2})]).axes[1].get_ylim()
     assert low < -300 < high
-    lost = replace(far, l1=np.full(5, np.nan), r2=np.full(5, np.nan), spectra={})
-    FigureCanvasAgg(history_figures.evaluation_curves([lost])).draw()
+    lost = replace(far, l1=np.full(5, np.nan), r2=np.full(5, np.nan))
+    FigureCanvasAgg(training_figures.evaluation_curves([lost])).draw()
+
+
+def test_loss_curves_show_losses_and_metrics() -> None:
+    records = [
+        {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1},
+        {"step": 5, "Step/loss": 1.5},
+        {"step": 10, "Loss/train": 1.0, "Loss/valid": 1.1, "Accuracy/valid": 0.5, "Learning Rate": 0.1},
+    ]
+    losses, metrics = training_figures.loss_curves(records, "cross-entropy").axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in losses.lines}
+    assert lines == {
+        "training, per interval": ([5], [1.5]),
+        "training, per epoch": ([0, 10], [2.0, 1.0]),
+        "validation": ([0, 10], [2.1, 1.1]),
+    }
+    assert losses.get_ylabel() == "loss (cross-entropy)"
+    assert [(line.get_label(), *line.get_ydata()) for line in metrics.lines] == [("accuracy", 0.5)]
+    assert len(training_figures.loss_curves(records[:2], "mean absolute error").axes) == 1
 
 
 @pytest.mark.parametrize(
     "draw",
-    [*figures.PICTURES.values(), history_figures.slices_over_training, history_figures.evaluation_curves],
+    [*figures.PICTURES.values(), training_figures.evaluation_curves],
     ids=lambda draw: draw.__name__,
 )
 def test_every_figure_becomes_a_png(draw: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plotting, "DOTS_PER_INCH", 50)
-    found = sample_results(8, channels=(4, 5) if draw is figures.phase_diagram else (1, 2))
+    monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
+    found = sample_results(8, channels=(4, 5) if draw is figures.phase_diagram else (1, 2), epoch=1)
     figure = draw(found if draw in figures.PICTURES.values() else [found])
-    picture = Image.open(io.BytesIO(plotting.encode_png(figure)))
+    picture = Image.open(io.BytesIO(figures.encode_png(figure)))
     assert picture.format == "PNG"
     assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"
-
-
-def test_slices_over_the_training_of_one_channel() -> None:
-    figure = history_figures.slices_over_training([sample_results(8, channels=(1, 1))])
-    assert len([axes for axes in figure.axes if axes.images]) == 2, "one evaluation and the target"

@@ -105,7 +105,7 @@ def test_damaged_incomplete_and_unknown_files_are_refused(tmp_path: Path) -> Non
         content[:middle] + bytes(byte ^ 0x5A for byte in content[middle : middle + 64]) + content[middle + 64 :]
     )
     assert_refused(path, "64 damaged bytes")
-    for missing in ("text", "l1", "spectrum 1 cross", "distribution 0 edges", "phase_diagram target"):
+    for missing in ("text", "l1", "spectra/density/cross", "distributions/temperature/edges", "phase_diagram/target"):
         np.savez(path, **{name: values for name, values in arrays.items() if name != missing})
         assert_refused(path, f"without {missing}")
     for text in ('"text"', "{", "{}", '{"spectra": 3}'):
@@ -137,4 +137,4 @@ def test_the_reference_shells_are_large_middle_and_small_scales() -> None:
     k = np.arange(1.0, 33.0)
     assert [k[shell] for shell in Spectrum(k, k, k, k, k).reference_shells] == [2.0, 8.0, 16.0]
     single = np.ones(1)
-    assert Spectrum(single, single, single, single, single).reference_shells == (0, 0, 0)
+    assert Spectrum(single, single, single, single, single).reference_shells == [0, 0, 0]

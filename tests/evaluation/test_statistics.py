@@ -53,8 +53,8 @@ def evaluated(
     for start in reversed(starts) if backwards else starts:
         slab = slice(start, start + thickness)
         inputs = 0.5 * target[:4, slab] if len(target) >= 4 else np.zeros((4, *target[0, slab].shape), np.float32)
-        values = (torch.from_numpy(field[:, slab].copy()).to(world.device) for field in (predicted, target))
-        statistics.add(start, inputs, *values)
+        fields = (inputs, predicted[:, slab], target[:, slab])
+        statistics.add(start, *(torch.from_numpy(field.copy()).to(world.device) for field in fields))
     return statistics.results({"epoch": 3})
 
 
@@ -102,7 +102,7 @@ def agree(one: Results, other: Results, tolerance: float = 1e-6) -> None:
             np.testing.assert_array_equal(values, getattr(counts[1][name], part))
     for name, values in one.slices.items():
         np.testing.assert_array_equal(values, other.slices[name])
-    for name in ("channels", "cells", "length_unit", "metadata"):
+    for name in ("channels", "cell", "metadata"):
         assert getattr(one, name) == getattr(other, name)
 
 

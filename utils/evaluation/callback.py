@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,26 +57,21 @@ class VolumeEvaluation:
                 predictor.slabs(), self._target, statistics, metadata, predictor.world, stop_if_requested
             )
         if predictor.world.is_root:
-            self._record(found, step)
+            self._save(found, step)
+            for name, figure in figures.draw_all(found).items():
+                self._logger.figure(tags.evaluation(name), figure, step)
         seconds = time.perf_counter() - started
         self._logger.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
         for line in found.lines():
             self._logger.info(f"  {line}")
         return found.scalars()
 
-    def _record(self, found: Results, step: int) -> None:
-        """Saves the results, where a full disk costs a warning, and logs the figures."""
+    def _save(self, found: Results, step: int) -> None:
+        """Saves the results; a full disk does not stop the training."""
         try:
             results.save(found, results.path_of_step(self._folder, step))
         except OSError as error:
             self._logger.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
-        self._draw(found, step)
-
-    def _draw(self, found: Results, step: int) -> None:
-        if importlib.util.find_spec("matplotlib") is None:
-            return
-        for name, figure in figures.draw_all(found):
-            self._logger.figure(tags.evaluation(name), figure, step)
 
 
 def plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:

@@ -1,41 +1,47 @@
-"""Writes the report of an evaluation: for evaluate.py a directory, for a training one page in its run directory."""
+"""The report of an evaluation: for evaluate.py a directory, for a training one page in its run directory."""
 
 from __future__ import annotations
 
-import importlib.util
+import base64
 import json
 import logging
+import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from utils.distributed.world import World
-from utils.errors import UserError
-from utils.evaluation import figures, html_report, plotting, results
-from utils.evaluation.results import Results
-from utils.files import atomic_directory
-from utils.runs.logger import read_records
+from utils.errors import UserError, os_errors_for_users
+from utils.evaluation import figures, results, training_figures
+from utils.evaluation.results import Results, Spectrum
+from utils.files import atomic_directory, atomic_write
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+GOOD_CORRELATION = 0.9
 
 log = logging.getLogger(__name__)
+
+Table = tuple[list[str], list[list[str]]]  # header and rows
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
 def check_directory(output: Path, overwrite: bool) -> None:
     """UserError if a report must not or cannot be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    try:
+    with os_errors_for_users(f"cannot write {output}", "give another --output"):
         existing = {path.name for path in output.iterdir()} if output.exists() else set()
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.absolute().parent):
             pass
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror or error}; give another --output") from None
     others = sorted(existing - REPORT_FILES)
     if others:  # --overwrite would remove them
         raise UserError(f"output {output} holds {others[0]}, which is not part of a report; give another --output")
@@ -43,26 +49,36 @@ def check_directory(output: Path, overwrite: bool) -> None:
         raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
 
 
-def write_report(
-    output: Path, found: Results, provenance: Mapping[str, Any], checkpoint: str | None, world: World
-) -> None:
-    """Writes report.html, its pictures, evaluation.json and evaluation.npz atomically, on rank 0. Every rank calls it.
-
-    If `checkpoint` is a run directory with earlier evaluations of the same volume, the page shows them and its losses.
-    """
+def write_report(output: Path, found: Results, provenance: Mapping[str, Any], world: World) -> None:
+    """Writes the files of REPORT_FILES that the results have data for, atomically, on rank 0. Every rank calls it."""
     with world.raise_together():
         if not world.is_root:
             return
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_directory(output) as partial:
-                results.save(found, partial / ARRAYS)
-                content = json.dumps(_summary(found, provenance), indent=2) + "\n"
-                (partial / SUMMARY).write_text(content, encoding="utf-8")
-                _draw(partial, found, provenance, Path(checkpoint) if checkpoint else None)
-        except OSError as error:
-            raise UserError(f"cannot write {output}: {error.strerror or error}; give another --output") from None
+        pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(found).items()}
+        with (
+            os_errors_for_users(f"cannot write {output}", "give another --output"),
+            atomic_directory(output) as partial,
+        ):
+            results.save(found, partial / ARRAYS)
+            (partial / SUMMARY).write_text(json.dumps(_summary(found, provenance), indent=2) + "\n", encoding="utf-8")
+            for name, picture in pictures.items():
+                (partial / f"{name}.png").write_bytes(picture)
+            (partial / PAGE).write_text(page(found, pictures, provenance), encoding="utf-8")
         log.info("report: %s", output / PAGE)
+
+
+def write_run_report(run: Path) -> list[Path]:
+    """Writes report.html into a run directory that has evaluations; returns the files written."""
+    history = results.load_history(run / results.FOLDER)
+    if not history:
+        return []
+    drawn = figures.draw_all(history[-1]) | {"evaluation_curves": training_figures.evaluation_curves(history)}
+    pictures = {name: figures.encode_png(figure) for name, figure in drawn.items()}
+    provenance = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
+    provenance.pop("earlier", None)
+    with atomic_write([run / PAGE]) as (partial,):
+        partial.write_text(page(history[-1], pictures, provenance), encoding="utf-8")
+    return [run / PAGE]
 
 
 def _summary(found: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +93,7 @@ def _summary(found: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
             }
             for name, spectrum in found.spectra.items()
         },
-        "metadata": dict(found.metadata),
+        "metadata": {**found.metadata, "cell": found.cell},
         "provenance": dict(provenance),
     }
 
@@ -87,36 +103,53 @@ def _rounded(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
-def _draw(folder: Path, found: Results, provenance: Mapping[str, Any], run: Path | None) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        log.info("matplotlib is not installed (pip install matplotlib): no pictures, no report")
-        return
-    for name, figure in figures.draw_all(found):
-        (folder / f"{name}.png").write_bytes(plotting.encode_png(figure))
-    history: Sequence[Results] = [found]
-    records: Sequence[Mapping[str, Any]] = ()
-    if run is not None and (run / results.FOLDER).is_dir():
-        history, records = _history_with(found, run), read_records(run / "metrics.jsonl")
-    html_report.write(folder / PAGE, history, {**found.metadata, **provenance}, records)
+# --- the page --------------------------------------------------------------------------------------------------------
 
 
-def _history_with(found: Results, run: Path) -> list[Results]:
-    """The run's evaluations of the same volume, with `found` in place of the one at its step."""
-    volume, step = Path(str(found.metadata.get("input"))).resolve(), found.metadata.get("step")
-    history = [
-        each
-        for each in results.load_history(run / results.FOLDER)
-        if Path(str(each.metadata.get("input"))).resolve() == volume and each.metadata.get("step") != step
-    ]
-    return sorted([*history, found], key=lambda each: each.metadata.get("step") or 0)
+def page(found: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:
+    """One self-contained HTML file, without scripts or links; `pictures` are PNG files by name."""
+    metadata = {**found.metadata, "cell (Mpc/h)": found.cell, **provenance}
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"Evaluation: epoch {metadata['epoch']}" if "epoch" in metadata else "Evaluation",
+        channels=_channel_table(found),
+        fields=_field_table(found),
+        pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
+        metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
+    )
 
 
-def write_run_report(run: Path) -> list[Path]:
-    """Writes report.html into a run directory that has evaluations; returns the files written."""
-    history = results.load_history(run / results.FOLDER)
-    if not history or importlib.util.find_spec("matplotlib") is None:
-        return []
-    provenance = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
-    metadata = {key: value for key, value in {**history[-1].metadata, **provenance}.items() if key != "earlier"}
-    html_report.write(run / PAGE, history, metadata, read_records(run / "metrics.jsonl"))
-    return [run / PAGE]
+def _channel_table(found: Results) -> Table:
+    rows = []
+    for channel, l1, r2 in zip(found.channels, found.l1, found.r2, strict=True):
+        error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
+        mean = f"{_number(error)} {figures.residual_unit(channel)}" if channel.unit else "unknown"
+        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), channel.unit or "unknown", mean])
+    rows.append(["all channels", f"{found.l1.mean():.5f}", "", "", ""])
+    if math.isfinite(found.divergence_r2):
+        rows.append(["velocity divergence", "", _number(found.divergence_r2, 4), "", ""])
+    return ["channel", "L1 of channel values", "R² of channel values", "unit", "mean error"], rows
+
+
+def _field_table(found: Results) -> Table:
+    """Correlation and power ratio of each field at the reference wavenumbers, and the first k of poor correlation."""
+    first = next(iter(found.spectra.values()))
+    ks, unit = [f"{k:.2g}" for k in first.k[first.reference_shells]], found.wavenumber_unit
+    header = ["field", *(f"r at k = {k} {unit}" for k in ks), *(f"power ratio at {k}" for k in ks)]
+    header.append(f"r below {GOOD_CORRELATION} from k")
+    rows = []
+    for name, spectrum in found.spectra.items():
+        shells = spectrum.reference_shells
+        values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
+        rows.append([name, *map(_number, values), _correlation_limit(spectrum)])
+    return header, rows
+
+
+def _correlation_limit(spectrum: Spectrum) -> str:
+    """The first k whose correlation is not good."""
+    bad = np.flatnonzero(~(spectrum.correlation >= GOOD_CORRELATION))  # NaN counts as bad
+    return f"{spectrum.k[bad[0]]:.2g}" if bad.size else "none"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"

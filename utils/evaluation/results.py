@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from utils.inference.channels import Channel
 from utils.runs import tags
 
 FOLDER = "evaluation"  # in a run directory: one file per evaluation during training
+ARRAY = "stored array"  # key of a JSON object that refers to an array
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,11 @@ class Spectrum:
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.cross / np.sqrt(self.predicted * self.target)
 
-    def nearest_shell(self, k: float) -> int:
-        """The shell whose wavenumber is closest to `k`."""
-        return int(np.abs(self.k - k).argmin())
-
     @property
-    def reference_shells(self) -> tuple[int, int, int]:
-        """Large, middle and small scales: at twice the first wavenumber, and at a quarter and half of the last one."""
-        first, last = float(self.k[0]), float(self.k[-1])
-        large, middle, small = (self.nearest_shell(k) for k in (min(2 * first, last), last / 4, last / 2))
-        return large, middle, small
+    def reference_shells(self) -> list[int]:
+        """Large, middle and small scales: the shells closest to twice the first k, and to 1/4 and 1/2 of the last k."""
+        first, last = self.k[[0, -1]]
+        return [int(np.abs(self.k - k).argmin()) for k in (min(2 * first, last), last / 4, last / 2)]
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,10 @@ class Results:
 
     channels: tuple[Channel, ...]
     input_channels: tuple[Channel, ...]
-    cells: int  # of the volume along x
+    cell: float | None  # side of a cell in Mpc/h, if known
     l1: np.ndarray  # [C] mean |prediction − target| of the channel values
     r2: np.ndarray  # [C] 1 − Σ(prediction − target)² / Σ(target − mean)² of the channel values
     spectra: dict[str, Spectrum]  # by field: "density", "log density", "velocity", "divergence", "log temperature" …
-    length_unit: str  # "Mpc/h" or "cells"
     distributions: dict[str, Distribution]  # by channel name, and "velocity divergence"
     phase_diagram: PhaseDiagram | None  # None if density or temperature have no physical units
     divergence_r2: float  # R² of the velocity divergence; NaN if there is no velocity
@@ -98,8 +93,12 @@ class Results:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, checkpoint, input, …: plain values
 
     @property
+    def length_unit(self) -> str:
+        return "cells" if self.cell is None else "Mpc/h"
+
+    @property
     def wavenumber_unit(self) -> str:
-        return "h/Mpc" if self.length_unit == "Mpc/h" else "rad/cell"
+        return "rad/cell" if self.cell is None else "h/Mpc"
 
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""
@@ -134,30 +133,22 @@ class Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """Writes an .npz file atomically."""
-    arrays: dict[str, np.ndarray] = {"l1": results.l1, "r2": results.r2}
-    text: dict[str, Any] = {
-        "channels": [asdict(channel) for channel in results.channels],
-        "input_channels": [asdict(channel) for channel in results.input_channels],
-        "cells": results.cells,
-        "length_unit": results.length_unit,
-        "divergence_r2": results.divergence_r2,
-        "metadata": dict(results.metadata),
-        "spectra": list(results.spectra),
-        "distributions": {},
-    }
-    for number, spectrum in enumerate(results.spectra.values()):
-        arrays |= {f"spectrum {number} {name}": value for name, value in vars(spectrum).items()}
-    for number, (name, distribution) in enumerate(results.distributions.items()):
-        for part in ("edges", "predicted", "target"):
-            arrays[f"distribution {number} {part}"] = getattr(distribution, part)
-        text["distributions"][name] = {"unit": distribution.unit, "is_log": distribution.is_log}
-    if results.phase_diagram is not None:
-        arrays |= {f"phase_diagram {name}": value for name, value in vars(results.phase_diagram).items()}
-    arrays |= {f"slice {name}": value.astype(np.float32) for name, value in results.slices.items()}
+    """Writes an .npz file atomically: each array under its path, such as "spectra/density/k", and `text`, the rest."""
+    arrays: dict[str, np.ndarray] = {}
+
+    def store(value: Any, name: str) -> Any:
+        """Copies arrays to `arrays`; returns JSON values that refer to them."""
+        if isinstance(value, dict):
+            return {key: store(part, f"{name}/{key}" if name else key) for key, part in value.items()}
+        if not isinstance(value, np.ndarray):
+            return value
+        arrays[name] = value
+        return {ARRAY: name}
+
+    text = json.dumps(store(asdict(results), ""))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write([path]) as (partial,), open(partial, "wb") as file:
-        np.savez_compressed(file, text=np.array(json.dumps(text)), **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(file, text=np.array(text), **arrays)  # type: ignore[arg-type]
 
 
 def load(path: Path) -> Results:
@@ -165,40 +156,20 @@ def load(path: Path) -> Results:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        text = json.loads(str(arrays["text"]))
-        spectra = {
-            name: Spectrum(**{part.name: arrays[f"spectrum {number} {part.name}"] for part in fields(Spectrum)})
-            for number, name in enumerate(text["spectra"])
-        }
-        distributions = {
-            name: Distribution(
-                **{part: arrays[f"distribution {number} {part}"] for part in ("edges", "predicted", "target")}, **rest
-            )
-            for number, (name, rest) in enumerate(text["distributions"].items())
-        }
-        phase_diagram = _with_prefix(arrays, "phase_diagram ")
-        return Results(
-            channels=tuple(Channel(**channel) for channel in text["channels"]),
-            input_channels=tuple(Channel(**channel) for channel in text["input_channels"]),
-            cells=text["cells"],
-            l1=arrays["l1"],
-            r2=arrays["r2"],
-            spectra=spectra,
-            length_unit=text["length_unit"],
-            distributions=distributions,
-            phase_diagram=PhaseDiagram(**phase_diagram) if phase_diagram else None,
-            divergence_r2=text["divergence_r2"],
-            slices=_with_prefix(arrays, "slice "),
-            metadata=text["metadata"],
+        values = json.loads(
+            str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part
         )
+        for name in ("channels", "input_channels"):
+            values[name] = tuple(Channel(**channel) for channel in values[name])
+        for name, kind in (("spectra", Spectrum), ("distributions", Distribution)):
+            values[name] = {key: kind(**parts) for key, parts in values[name].items()}
+        if values["phase_diagram"] is not None:
+            values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
+        return Results(**values)
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:  # for a damaged archive, zipfile, zlib and numpy raise many types
         raise UserError(f"{path} holds no evaluation ({error}); recreate it with evaluate.py") from None
-
-
-def _with_prefix(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
 
 
 # --- the evaluations of a run ----------------------------------------------------------------------------------------

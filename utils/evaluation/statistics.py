@@ -108,8 +108,8 @@ class VolumeStatistics:
         self._planes_seen = 0
 
     @torch.no_grad()
-    def add(self, start: int, inputs: np.ndarray | Tensor, predicted: Tensor, target: Tensor) -> None:
-        """Adds the planes start, start + 1, … along x; arrays [C, planes, Y, Z] of channel values.
+    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None:
+        """Adds the planes start, start + 1, … along x; [C, planes, Y, Z] of channel values.
 
         Slabs may have any thickness and any order, each plane once; `predicted` is the same on all ranks.
         """
@@ -117,7 +117,7 @@ class VolumeStatistics:
         assert predicted.shape == target.shape == (len(self._channels), planes, *self._shape[1:])
         if start <= middle < start + planes:
             for name, values in (("input", inputs), ("target", target), ("predicted", predicted)):
-                self._slices[name] = _as_array(values[:, middle - start])
+                self._slices[name] = values[:, middle - start].float().cpu().numpy().copy()
         predicted, target = (values.to(self._world.device, torch.float32) for values in (predicted, target))
         if not self._planes_seen:
             self._shift = target[:, :1, :1, 0].clone()
@@ -132,9 +132,7 @@ class VolumeStatistics:
         self._planes_seen += planes
 
     @torch.no_grad()
-    def results(
-        self, metadata: Mapping[str, Any] | None = None, progress: Callable[[], object] = lambda: None
-    ) -> Results:
+    def results(self, metadata: Mapping[str, Any], progress: Callable[[], object] = lambda: None) -> Results:
         """The results, equal on every rank; to be called once, after all planes.
 
         `progress` is called before each field's transforms, which take long for a large volume. Undefined values are
@@ -145,7 +143,11 @@ class VolumeStatistics:
         shells = KShells(self._shape, self._cell or 1.0, self._world.device)
         spectra, divergence = self._transform(shells, progress)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
-        distributions = self._distributions(total(self._counts).cpu().numpy())
+        all_counts = np.split(total(self._counts).cpu().numpy(), self._ends[:-1], axis=1)
+        distributions = {
+            channel.name: Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
+            for channel, bins, (predicted, target) in zip(self._channels, self._bins, all_counts, strict=True)
+        }
         phase_diagram = None
         if self._phase:
             counts = total(self._phase_counts).cpu().numpy()
@@ -160,16 +162,15 @@ class VolumeStatistics:
         return Results(
             channels=self._channels,
             input_channels=self._input_channels,
-            cells=self._shape[0],
+            cell=self._cell,
             l1=absolute / cells,
             r2=_r2(square, shifted_square - shifted**2 / cells),
             spectra={name: shells.spectrum(total(sums)) for name, sums in spectra.items()},
-            length_unit="cells" if self._cell is None else "Mpc/h",
             distributions=distributions,
             phase_diagram=phase_diagram,
             divergence_r2=divergence_r2,
             slices=self._slices,
-            metadata=dict(metadata or {}),
+            metadata=dict(metadata),
         )
 
     def _count(self, predicted: Tensor, target: Tensor) -> None:
@@ -221,13 +222,6 @@ class VolumeStatistics:
                     stored.exp_()
                 sums[name] += shells.sums(*stored)
         return sums, divergence
-
-    def _distributions(self, counts: np.ndarray) -> dict[str, Distribution]:
-        distributions = {}
-        for channel, bins, end in zip(self._channels, self._bins, self._ends, strict=True):
-            predicted, target = counts[:, end - bins.number : end]
-            distributions[channel.name] = Distribution(bins.edges, predicted, target, channel.unit, channel.is_log)
-        return distributions
 
 
 def _fields(channels: Sequence[Channel], vectors: Sequence[Sequence[int]]) -> list[_Field]:
@@ -286,7 +280,3 @@ def _rounded_up(value: float) -> float:
         return 0.0
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / digit) * digit
-
-
-def _as_array(values: np.ndarray | Tensor) -> np.ndarray:
-    return np.array(values.float().cpu().numpy() if isinstance(values, Tensor) else values, dtype=np.float32)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.evaluation import baselines, crop_figures, report, results
+from utils.evaluation import baselines, report, results, training_figures
 from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.runs import tags
@@ -93,19 +92,15 @@ def result_table(result: FitResult, losses: dict[str, float], directory: Path) -
 
 
 def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) -> list[str]:
-    """Draws what matplotlib and the disk allow; returns lines for the result table."""
+    """Draws the pictures and the report; returns lines for the result table. A full disk costs a warning."""
     logger = trainer.logger
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.info("matplotlib is not installed (pip install matplotlib): no pictures")
-        return []
     pictures: list[Path] = []
     reports: list[Path] = []
     try:
-        pictures.append(crop_figures.write_loss_curves(directory, config.is_classification))
+        pictures.append(training_figures.write_loss_curves(directory, config.is_classification))
         if not config.is_classification:
-            pictures.append(
-                crop_figures.write_slices(trainer.step, trainer.loaders.valid, directory, logger, result.steps)
-            )
+            loader, steps = trainer.loaders.valid, result.steps
+            pictures.append(training_figures.write_slices(trainer.step, loader, config, directory, logger, steps))
         reports = report.write_run_report(directory)
     except OSError as error:  # the training itself is complete
         logger.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")

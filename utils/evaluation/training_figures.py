@@ -1,0 +1,103 @@
+"""Figures of a training: its losses, slices of one validation crop, and the results of its evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from utils.config import Config
+from utils.data import Loader
+from utils.evaluation.figures import DOTS_PER_INCH, PALETTE, draw_slices, new_figure
+from utils.evaluation.results import Results
+from utils.inference.channels import input_channels, target_channels
+from utils.runs import tags
+from utils.runs.logger import Logger, read_records
+from utils.steps import Step
+
+LOSSES = {
+    tags.STEP_LOSS: "training, per interval",
+    tags.TRAIN_LOSS: "training, per epoch",
+    tags.VALID_LOSS: "validation",
+}
+
+
+def write_loss_curves(directory: Path, is_classification: bool) -> Path:
+    """Draws the losses of a run's metrics.jsonl into loss_curves.png."""
+    path = directory / "loss_curves.png"
+    label = "cross-entropy" if is_classification else "mean absolute error"
+    loss_curves(read_records(directory / "metrics.jsonl"), label).savefig(path, dpi=DOTS_PER_INCH)
+    return path
+
+
+def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
+    """Losses over steps and, below them, the metrics of each validation; `measure` names the loss."""
+    names = sorted({name for record in records for name in record if name.endswith(tags.VALID_SUFFIX)} - {*LOSSES})
+    figure = new_figure(7, 6.4 if names else 4.2)
+    panels = figure.subplots(2 if names else 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].set(ylabel=f"loss ({measure})", yscale="log")
+    panels[-1].set(xlabel="step")
+    if names:
+        panels[1].set(ylabel="validation")
+    labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower() for name in names}
+    for axes, labelled in zip(panels, (LOSSES, labels), strict=False):
+        for name, label in labelled.items():
+            points = [(record["step"], record[name]) for record in records if name in record]
+            if points:
+                style = {"color": "0.7"} if name == tags.STEP_LOSS else {"marker": "o", "markersize": 4}
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def write_slices(step: Step, loader: Loader, config: Config, directory: Path, logger: Logger, steps: int) -> Path:
+    """Draws slices of the first validation crop into slices.png, and into TensorBoard at step `steps`."""
+    path = directory / "slices.png"
+    batches = loader.epoch(0)
+    inputs, targets = (part[:1] for part in next(batches))
+    fields = {"input": inputs, "target": targets, "predicted": step.predict(inputs)}
+    batches.close()
+    middle = targets.shape[2] // 2
+    figure = draw_slices(
+        input_channels(config.N_in_channels, config.transform),
+        target_channels(config.N_out_channels, config.transform),
+        {name: field[0, :, middle].float().cpu().numpy() for name, field in fields.items()},
+        cell=None,
+    )
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+    logger.figure(tags.SLICES, figure, steps)
+    return path
+
+
+def evaluation_curves(history: Sequence[Results]) -> Figure:
+    """L1 and R² of each channel, and the correlation of each field at three wavenumbers, over the epochs."""
+    last = history[-1]
+    channels, epochs = [channel.name for channel in last.channels], [each.metadata["epoch"] for each in history]
+    first = next(iter(last.spectra.values()))
+    panels: list[tuple[str, list[str], list[Any]]] = [
+        ("L1", channels, [each.l1 for each in history]),
+        ("R²", channels, [each.r2 for each in history]),
+    ]
+    for shell in first.reference_shells:
+        title = f"correlation r at k = {first.k[shell]:.2g} {last.wavenumber_unit}"
+        values = [[spectrum.correlation[shell] for spectrum in each.spectra.values()] for each in history]
+        panels.append((title, list(last.spectra), values))
+    figure = new_figure(9.5, 6.4)
+    grid = figure.subplots(2, 3, sharex=True)
+    grid[0, 2].set_axis_off()
+    for axes, (title, names, values) in zip((*grid[0, :2], *grid[1]), panels, strict=True):
+        axes.set_prop_cycle(color=PALETTE)
+        axes.plot(epochs, np.array(values), label=names, marker="o", markersize=3.5)
+        axes.set(title=title, xlabel="epoch")
+        axes.grid(alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        low, high = axes.get_ylim()
+        axes.set_ylim(low if high < 0 else max(low, -0.5))  # the first evaluations may be far below
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+    figure.legend(*grid[1, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
