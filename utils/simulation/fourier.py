@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -13,19 +13,17 @@ import scipy.fft
 MIN_SLABS = 16  # of a mesh, for any number of threads
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def in_order(function: Callable[[int], Item], count: int, threads: int) -> Iterator[Item]:
-    """Yields function(0), function(1), ... in order, computed by `threads` threads.
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """Yields the function's results for the items in order, computed by `threads` threads.
 
     At most `threads` results wait for the reader, which bounds the memory; ThreadPoolExecutor.map has no such bound.
     """
-    if threads == 1:
-        yield from map(function, range(count))
-        return
-    waiting: deque[Future[Item]] = deque()
+    waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
-        for item in range(count):
+        for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
@@ -33,15 +31,14 @@ def in_order(function: Callable[[int], Item], count: int, threads: int) -> Itera
             yield waiting.popleft().result()
 
 
-def slab(index: int, rows: int, slabs: int) -> slice:
-    """Slab `index` of an array of `rows` rows; the sizes of slabs differ by at most one row."""
-    return slice(index * rows // slabs, (index + 1) * rows // slabs)
+def split_rows(rows: int, slabs: int) -> list[slice]:
+    """Divides an array of `rows` rows into slabs whose sizes differ by at most one row."""
+    return [slice(index * rows // slabs, (index + 1) * rows // slabs) for index in range(slabs)]
 
 
 def in_slabs(work: Callable[[slice], None], rows: int, threads: int) -> None:
     """Calls work(rows) for independent slabs of a cube of `rows` rows, about 10^6 cells each."""
-    slabs = min(rows, max(MIN_SLABS, rows**3 >> 20))
-    for _ in in_order(lambda index: work(slab(index, rows, slabs)), slabs, threads):
+    for _ in in_order(work, split_rows(rows, min(rows, max(MIN_SLABS, rows**3 >> 20))), threads):
         pass
 
 
@@ -92,20 +89,3 @@ def inverse_gradient(modes: np.ndarray, axis: int, threads: int) -> np.ndarray:
         return (np.complex64(1j) * along) * inverse_square(*k)
 
     return backward(multiplied(modes, factor, threads), n, threads)
-
-
-def power_spectrum(contrast: np.ndarray, box_size: float, threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Mean k in h/Mpc and mean power in (Mpc/h)^3 of shells one fundamental wide, from the fundamental to Nyquist.
-
-    `contrast` is delta = density / mean - 1, [n, n, n]; `box_size` is in Mpc/h. There is no window correction.
-    """
-    n = len(contrast)
-    power = np.abs(forward(contrast, threads)) ** 2 * (box_size**3 / n**6)
-    k = np.sqrt(sum(component.astype(np.float64) ** 2 for component in wavenumbers(n))) * (n / (2 * np.pi))
-    pairs = np.full(power.shape, 2.0)  # with the half space that a real transform omits
-    pairs[..., 0] = 1.0
-    if n % 2 == 0:
-        pairs[..., -1] = 1.0
-    shell = np.rint(k).astype(np.int64).ravel()
-    count, wave, total = (np.bincount(shell, (pairs * part).ravel())[1 : n // 2 + 1] for part in (1.0, k, power))
-    return wave / count * (2 * np.pi / box_size), total / count

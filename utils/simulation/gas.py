@@ -8,12 +8,14 @@ in km/s, [3, x, y, z], and component i points along spatial axis i; lengths are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from scipy.ndimage import gaussian_filter
+
+from utils.simulation.fourier import in_order
 
 # The closure. Lengths are standard deviations of Gaussians. Real filtering lengths at z = 2 are near 0.1 Mpc/h (Gnedin
 # & Hui 1998); this one is deliberately larger, so that the default cell of 0.5 Mpc/h resolves the smoothing.
@@ -62,21 +64,6 @@ def attributes() -> dict[str, Any]:
     }
 
 
-def density_to_channel(density: np.ndarray) -> np.ndarray:
-    """Channel of the density: ln(density / mean) / 14, with a floor for empty cells."""
-    return np.log(np.maximum(density, np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
-
-
-def velocity_to_channel(velocity: np.ndarray) -> np.ndarray:
-    """Channel of a velocity in km/s, on a linear scale."""
-    return velocity / np.float32(VELOCITY_SCALE)
-
-
-def temperature_to_channel(temperature: np.ndarray) -> np.ndarray:
-    """Channel of a temperature in K, on a logarithmic scale."""
-    return (np.log10(temperature) - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
-
-
 def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Iterator[np.ndarray]:
     """Yields each periodic [x, y, z] field, convolved with a Gaussian of standard deviation `length` in cells.
 
@@ -84,15 +71,8 @@ def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Ite
     which makes the gas density near a dense clump negative. Each field is computed by one thread, so the number of
     threads does not change the result.
     """
-
-    def one(field: np.ndarray) -> np.ndarray:
-        return gaussian_filter(field, length, mode="wrap", truncate=TRUNCATE, output=np.float32)
-
-    if threads == 1:
-        yield from map(one, fields)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(one, fields)
+    blur = functools.partial(gaussian_filter, sigma=length, mode="wrap", truncate=TRUNCATE, output=np.float32)
+    return in_order(blur, fields, threads)
 
 
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
@@ -171,8 +151,9 @@ def gas_fields(
 
 def to_channels(fields: np.ndarray) -> np.ndarray:
     """Physical fields [4 or 5, x, y, z] (density, velocity, and for gas temperature) to channels, in place."""
-    fields[0] = density_to_channel(fields[0])
+    fields[0] = np.log(np.maximum(fields[0], np.float32(DENSITY_FLOOR))) / np.float32(DENSITY_LOG_SCALE)
     fields[1:4] /= np.float32(VELOCITY_SCALE)
     if len(fields) == 5:
-        fields[4] = temperature_to_channel(fields[4])
+        logarithm = np.log10(fields[4])
+        fields[4] = (logarithm - np.float32(TEMPERATURE_LOG10_CENTER)) / np.float32(TEMPERATURE_LOG10_SCALE)
     return fields

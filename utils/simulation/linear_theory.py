@@ -27,11 +27,6 @@ def linear_power(cosmology: colossus.Cosmology, k: np.ndarray, redshift: float =
     return cosmology.matterPowerSpectrum(k, redshift, model=model)
 
 
-def growth(cosmology: colossus.Cosmology, redshift: Any) -> Any:
-    """Linear growth factor D, 1 at redshift 0."""
-    return cosmology.growthFactor(redshift)
-
-
 def growth_rate(cosmology: colossus.Cosmology, redshift: Any) -> Any:
     """f = dlnD / dlna."""
     return -(1 + redshift) / cosmology.growthFactor(redshift) * cosmology.growthFactor(redshift, derivative=1)
@@ -44,7 +39,7 @@ def hubble(cosmology: colossus.Cosmology, redshift: float) -> float:
 
 def velocity_unit(cosmology: colossus.Cosmology, redshift: float) -> float:
     """Factor from dx/dD, x in comoving Mpc/h, to peculiar velocity in km/s: a dD/dt = a H f D."""
-    rate = growth_rate(cosmology, redshift) * growth(cosmology, redshift)
+    rate = growth_rate(cosmology, redshift) * cosmology.growthFactor(redshift)
     return float(hubble(cosmology, redshift) * rate) / (1 + redshift)
 
 
@@ -59,7 +54,7 @@ class GrowthClock:
     def __init__(self, cosmology: colossus.Cosmology, start_redshift: float, end_redshift: float, n_steps: int) -> None:
         redshifts = 1 / np.geomspace(1 / (1 + start_redshift), 1 / (1 + end_redshift), 2000) - 1
         self._redshifts = redshifts.clip(end_redshift, start_redshift)
-        self._growth = growth(cosmology, self._redshifts)
+        self._growth = cosmology.growthFactor(self._redshifts)
         friction = 1.5 * cosmology.Om(self._redshifts) / growth_rate(cosmology, self._redshifts) ** 2
         pieces = 0.5 * (friction[1:] + friction[:-1]) * np.diff(np.log(self._growth))
         self._friction = np.concatenate([[0.0], np.cumsum(pieces)])

@@ -8,8 +8,9 @@ speed. Source: Hockney & Eastwood 1988.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from utils.simulation.fourier import (
     inverse_gradient,
     inverse_square,
     multiplied,
-    slab,
+    split_rows,
 )
 from utils.simulation.linear_theory import GrowthClock
 
@@ -32,6 +33,8 @@ from utils.simulation.linear_theory import GrowthClock
 SLABS = 16
 CHUNK = 1 << 15  # particles; their indices and weights fit in a core's cache, and larger arrays cause page faults
 TRACERS_PER_CELL_SIDE = 3  # points that carry the final mass; fewer points cause ripples in deep voids
+
+Offset = tuple[float, float, float]
 
 
 # --- particles ---------------------------------------------------------------------------------------------------
@@ -50,21 +53,13 @@ class Particles:
         """Particles per side, p."""
         return self.displacement.shape[1]
 
-    def lattice(self, rows: slice, offset: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> list[np.ndarray]:
-        """x [rows, 1, 1], y [1, p, 1], z [1, 1, p] of lattice sites, shifted by `offset` sites."""
-        spacing = self.grid / self.side
-        sites = np.arange(self.side)
-        shapes = ((-1, 1, 1), (1, -1, 1), (1, 1, -1))
-        return [
-            ((part + shift) * spacing).astype(np.float32).reshape(shape)
-            for part, shift, shape in zip((sites[rows], sites, sites), offset, shapes, strict=True)
-        ]
-
-    def positions(self, rows: slice) -> np.ndarray:
-        """Positions of the particles in these rows of the lattice, [3, particles]; may lie outside the box."""
+    def positions(self, rows: slice, offset: Offset = (0.0, 0.0, 0.0)) -> np.ndarray:
+        """Positions [3, points], not wrapped, of the lattice sites in these rows, shifted by `offset` sites."""
         positions = np.empty_like(self.displacement[:, rows])
-        for axis, site in enumerate(self.lattice(rows)):
-            np.add(self.displacement[axis, rows], site, out=positions[axis])
+        sites = np.arange(self.side)
+        for axis, part in enumerate(np.ix_(sites[rows], sites, sites)):
+            site = ((part + offset[axis]) * (self.grid / self.side)).astype(np.float32)
+            np.add(_between(self.displacement[axis], rows, offset), site, out=positions[axis])
         return positions.reshape(3, -1)
 
     def extent(self, rows: slice) -> tuple[float, float]:
@@ -80,6 +75,18 @@ class Particles:
         step = max(1, CHUNK // self.side**2)
         for start in range(rows.start, rows.stop, step):
             yield slice(start, min(start + step, rows.stop))
+
+
+def _between(field: np.ndarray, rows: slice, offset: Offset) -> np.ndarray:
+    """A periodic lattice field [p, p, p] interpolated at the sites of `rows` shifted by `offset`: [rows, p, p]."""
+    part = field[rows]
+    if offset[0]:
+        following = field.take(np.arange(rows.start + 1, rows.stop + 1), axis=0, mode="wrap")
+        part = part + np.float32(offset[0]) * (following - part)
+    for axis in (1, 2):
+        if offset[axis]:
+            part = part + np.float32(offset[axis]) * (np.roll(part, -1, axis) - part)
+    return part
 
 
 def lpt_particles(
@@ -162,63 +169,58 @@ def _corners(positions: np.ndarray, grid: int, base: int, rows: int) -> Iterator
                 yield plane + lower_upper[2][k], plane_weight * weights[2][k]
 
 
-Piece = tuple[np.ndarray, Sequence[np.ndarray | None]]  # positions [3, particles], values each [particles] or None
-Block = tuple[float, float, Iterable[Piece]]  # bounds of x, and pieces
+def cic_deposit(
+    mesh: torch.Tensor, positions: np.ndarray, values: Sequence[np.ndarray], grid: int, base: int = 0
+) -> None:
+    """Adds particles at positions [3, particles], in cells, to rows of a periodic mesh that start at row `base`.
+
+    Cloud-in-cell (Hockney & Eastwood 1981). `mesh` is [1 + len(values), rows * n * n]: the number of particles, and
+    the sum of each of `values`, [particles].
+    """
+    rows = mesh.shape[1] // grid**2
+    for start in range(0, positions.shape[1], CHUNK):
+        chunk = slice(start, start + CHUNK)
+        for index, weight in _corners(positions[:, chunk], grid, base, rows):
+            # torch's scatter_add_ is faster than np.bincount and np.add.at, and releases the GIL.
+            for target, source in zip(mesh, [weight, *(weight * value[chunk] for value in values)], strict=True):
+                target.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
 
 
-def _deposit_block(block: Block, grid: int, quantities: int) -> tuple[int, np.ndarray]:
-    """First row that a block of particles touches, and its deposit on the rows from there on, [k, rows, n, n]."""
-    lowest, highest, pieces = block
-    base = math.floor(lowest)
-    rows = min(math.floor(highest) - base + 2, grid)
-    window = torch.zeros(quantities, rows * grid * grid)
-    for positions, values in pieces:
-        for start in range(0, positions.shape[1], CHUNK):
-            chunk = slice(start, start + CHUNK)
-            for index, weight in _corners(positions[:, chunk], grid, base, rows):
-                # torch's scatter_add_ is faster than np.bincount and np.add.at, and releases the GIL.
-                for target, value in zip(window, values, strict=True):
-                    source = weight if value is None else weight * value[chunk]
-                    target.scatter_add_(0, torch.from_numpy(index), torch.from_numpy(source))
-    return base, window.numpy().reshape(quantities, rows, grid, grid)
-
-
-def deposit_blocks(
-    make_block: Callable[[int], Block],
-    blocks: int,
-    grid: int,
-    quantities: int,
-    threads: int,
+def deposit(
+    particles: Particles,
+    threads: int = 1,
+    velocity: Sequence[np.ndarray] = (),
+    per_side: int = 1,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Sum of the cloud-in-cell deposits of all blocks, [quantities, n, n, n] float32; blocks are added in order."""
-    total = np.zeros((quantities, grid, grid, grid), np.float32)
-    deposits = in_order(lambda index: _deposit_block(make_block(index), grid, quantities), blocks, threads)
+    """Density in units of the mean, and density times each of `velocity`, [1 + len(velocity), n, n, n] float32.
+
+    Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbours on the lattice.
+    """
+    grid, slabs = particles.grid, min(SLABS, particles.side)
+    fractions = [step / per_side for step in range(per_side)]
+
+    def deposit_slab(rows: slice) -> tuple[int, np.ndarray]:
+        """First row of the mesh that the slab touches, and its deposit on the rows from there on, [k, rows, n, n]."""
+        lowest, highest = particles.extent(rows)
+        base = math.floor(lowest)
+        touched = min(math.floor(highest) - base + 2, grid)
+        window = torch.zeros(1 + len(velocity), touched * grid * grid)
+        for piece in particles.pieces(rows):
+            for offset in itertools.product(fractions, repeat=3):
+                values = [_between(component, piece, offset).reshape(-1) for component in velocity]
+                cic_deposit(window, particles.positions(piece, offset), values, grid, base)
+        return base, window.numpy().reshape(len(window), touched, grid, grid)
+
+    total = np.zeros((1 + len(velocity), grid, grid, grid), np.float32)
+    deposits = in_order(deposit_slab, split_rows(particles.side, slabs), threads)
     for done, (base, window) in enumerate(deposits):
         for row in range(window.shape[1]):
             total[:, (base + row) % grid] += window[:, row]
         if progress:
-            progress.advance(0, f"fields {done / blocks:.0%}")
+            progress.advance(0, f"fields {done / slabs:.0%}")
+    total *= np.float32((grid / (particles.side * per_side)) ** 3)
     return total
-
-
-def cic_deposit(
-    positions: np.ndarray, grid: int, values: Sequence[np.ndarray | None] = (None,), threads: int = 1
-) -> np.ndarray:
-    """Cloud-in-cell deposit (Hockney & Eastwood 1981) of particles at positions [3, particles], in cells.
-
-    Each of `values` is [particles] or None for ones; the result is [len(values), n, n, n]. The mesh is periodic.
-    """
-
-    count = positions.shape[1]
-    blocks = min(SLABS, count)
-
-    def block(index: int) -> Block:
-        part = slab(index, count, blocks)
-        x = positions[0, part]
-        return x.min(), x.max(), [(positions[:, part], [None if value is None else value[part] for value in values])]
-
-    return deposit_blocks(block, blocks, grid, len(values), threads)
 
 
 def cic_interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -232,20 +234,6 @@ def cic_interpolate(fields: np.ndarray, positions: np.ndarray) -> np.ndarray:
             for field, out in zip(flat, result, strict=True):
                 out[chunk] += weight * field.take(index, mode="clip")  # "clip" avoids the bounds check
     return result
-
-
-def mesh_density(particles: Particles, threads: int = 1) -> np.ndarray:
-    """Density in units of the mean, [n, n, n]."""
-
-    blocks = min(SLABS, particles.side)
-
-    def block(index: int) -> Block:
-        rows = slab(index, particles.side, blocks)
-        return *particles.extent(rows), ((particles.positions(piece), (None,)) for piece in particles.pieces(rows))
-
-    density = deposit_blocks(block, blocks, particles.grid, 1, threads)[0]
-    density *= np.float32((particles.grid / particles.side) ** 3)
-    return density
 
 
 def gravity(density: np.ndarray, threads: int = 1) -> np.ndarray:
@@ -305,22 +293,10 @@ def evolve(particles: Particles, clock: GrowthClock, threads: int = 1, progress:
         last = step == len(times) - 1
         end, drift = (now, 0.0) if last else (0.5 * (now + times[step + 1]), times[step + 1] - now)
         kept = clock.velocity_kept(start, end)
-        force = gravity(mesh_density(particles, threads), threads)
+        force = gravity(deposit(particles, threads)[0], threads)
         kick_and_drift(particles, force, kept, (1 - kept) / now, drift, threads)
         if progress and not last:
             progress.advance(1, f"z = {clock.redshift(times[step + 1]):.1f}")
-
-
-def _between(field: np.ndarray, rows: slice, offset: tuple[float, float, float]) -> np.ndarray:
-    """A periodic lattice field [p, p, p] interpolated at the sites of `rows` shifted by `offset`: [rows, p, p]."""
-    part = field[rows]
-    if offset[0]:
-        following = field.take(np.arange(rows.start + 1, rows.stop + 1), axis=0, mode="wrap")
-        part = part + np.float32(offset[0]) * (following - part)
-    for axis in (1, 2):
-        if offset[axis]:
-            part = part + np.float32(offset[axis]) * (np.roll(part, -1, axis) - part)
-    return part
 
 
 def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress | None = None) -> np.ndarray:
@@ -331,24 +307,4 @@ def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress
     share of the mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
     """
     per_side = max(1, math.ceil(TRACERS_PER_CELL_SIDE * particles.grid / particles.side))
-    fractions = [step / per_side for step in range(per_side)]
-    offsets = [(x, y, z) for x in fractions for y in fractions for z in fractions]
-    mass = np.float32((particles.grid / (particles.side * per_side)) ** 3)
-    blocks = min(SLABS, particles.side)
-
-    def tracers(rows: slice, offset: tuple[float, float, float]) -> Piece:
-        positions = np.empty_like(particles.displacement[:, rows])
-        for axis, site in enumerate(particles.lattice(rows, offset)):
-            np.add(_between(particles.displacement[axis], rows, offset), site, out=positions[axis])
-        velocity = [_between(component, rows, offset).reshape(-1) for component in particles.velocity]
-        return positions.reshape(3, -1), (None, *velocity)
-
-    def block(index: int) -> Block:
-        rows = slab(index, particles.side, blocks)
-        return *particles.extent(rows), (
-            tracers(piece, offset) for piece in particles.pieces(rows) for offset in offsets
-        )
-
-    fields = deposit_blocks(block, blocks, particles.grid, 4, threads, progress)
-    fields *= mass
-    return fields
+    return deposit(particles, threads, list(particles.velocity), per_side, progress)

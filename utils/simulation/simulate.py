@@ -10,19 +10,18 @@ about 60 bytes of memory per cell.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import h5py
 import numpy as np
 from colossus.cosmology import cosmology as colossus
 
+from utils.cli import Parser
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
@@ -42,6 +41,7 @@ from utils.simulation.particle_mesh import evolve, lpt_particles, mass_and_momen
 FORMAT_VERSION = 1
 DEFAULT_CELL = 0.5  # Mpc/h
 SMALLEST_GRID = 8
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,7 @@ class SimulationOptions:
     fixed_amplitude: bool = dataclasses.field(
         default=False, metadata={"help": "every initial mode has exactly the mean power; only the phases are random"}
     )
-    threads: int | None = dataclasses.field(
-        default=None, metadata={"help": "threads, which do not change the result; by default one per core"}
-    )
+    threads: int = dataclasses.field(default=CORES, metadata={"help": "threads, which do not change the result"})
     overwrite: bool = dataclasses.field(default=False, metadata={"help": "replace an existing output"})
 
     def __post_init__(self) -> None:
@@ -85,9 +83,7 @@ class SimulationOptions:
                 f"and up to {HIGHEST_REDSHIFT:g}"
             )
         if self.cosmology not in cosmology_names():
-            close = difflib.get_close_matches(self.cosmology, cosmology_names(), n=1)
-            remedy = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(cosmology_names())}"
-            raise UserError(f"unknown cosmology '{self.cosmology}'; {remedy}")
+            raise UserError(f"unknown cosmology '{self.cosmology}'; choose one of {', '.join(cosmology_names())}")
 
     @property
     def box_length(self) -> float:
@@ -104,20 +100,13 @@ class SimulationOptions:
         """Particles per side of the box."""
         return self.particles or self.grid
 
-    @property
-    def thread_count(self) -> int:
-        """Number of threads; by default one per core that this process may run on."""
-        if self.threads is not None:
-            return self.threads
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> np.ndarray:
     """Modes of the linear density contrast, scaled to z = 0, on the particle lattice: [p, p, p // 2 + 1].
 
     They are white noise, drawn in real space by one generator, times sqrt(P(k)): <|delta_k|^2> = P(k) p^6 / V.
     """
-    p, threads = options.particle_side, options.thread_count
+    p, threads = options.particle_side, options.threads
     noise = np.random.default_rng(options.seed).standard_normal((p, p, p), dtype=np.float32)
     modes = forward(noise, threads)
     del noise
@@ -142,41 +131,33 @@ def initial_modes(options: SimulationOptions, cosmology: colossus.Cosmology) -> 
     return multiplied(modes, amplitude, threads)
 
 
-def stages(options: SimulationOptions) -> int:
-    """Number of stages for the progress bar: initial conditions, time steps, fields, gas and writing."""
-    return options.n_steps + 4
-
-
-def simulate_fields(options: SimulationOptions, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
+def simulate_fields(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
     """Physical fields: dark matter [4, n, n, n] and gas [5, n, n, n]; density / mean, km/s, kelvin."""
-    cosmology, threads = make_cosmology(options.cosmology), options.thread_count
+    cosmology, threads = make_cosmology(options.cosmology), options.threads
     clock = GrowthClock(cosmology, options.start_redshift, options.redshift, options.n_steps)
     omega_m = float(cosmology.Om(options.start_redshift))
 
-    def stage(note: str, done: int = 1) -> None:
-        if progress:
-            progress.advance(done, note)
-
-    stage("initial conditions", done=0)
-    particles = lpt_particles(initial_modes(options, cosmology), options.grid, float(clock.times[0]), omega_m, threads)
-    stage(f"z = {options.start_redshift:.1f}")
-    evolve(particles, clock, threads, progress)
-    dark = mass_and_momentum(particles, threads, progress)
-    del particles
-    gas.mass_weighted_velocity(dark[0], dark[1:], threads)
-    dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
-    stage("gas")
-    scale_factor = 1 / (1 + options.redshift)
-    baryons = gas.gas_fields(
-        dark[0], dark[1:], options.cell, scale_factor, hubble(cosmology, options.redshift), threads
-    )
-    stage("writing")
+    # The stages are the initial conditions, the time steps, the fields of the dark matter, and the gas.
+    with Progress("simulating", total=options.n_steps + 3, unit="stages") as progress:
+        modes = initial_modes(options, cosmology)
+        particles = lpt_particles(modes, options.grid, float(clock.times[0]), omega_m, threads)
+        del modes
+        progress.advance(note=f"z = {options.start_redshift:.1f}")
+        evolve(particles, clock, threads, progress)
+        dark = mass_and_momentum(particles, threads, progress)
+        del particles
+        gas.mass_weighted_velocity(dark[0], dark[1:], threads)
+        dark[1:] *= np.float32(velocity_unit(cosmology, options.redshift) * options.cell)
+        progress.advance(note="gas")
+        expansion = 1 / (1 + options.redshift), hubble(cosmology, options.redshift)
+        baryons = gas.gas_fields(dark[0], dark[1:], options.cell, *expansion, threads)
+        progress.advance()
     return dark, baryons
 
 
-def simulate(options: SimulationOptions, progress: Progress | None = None) -> tuple[np.ndarray, np.ndarray]:
+def simulate(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
     """Nbody [4, n, n, n] and Hydro [5, n, n, n], float32, as the channels that `gas.py` defines."""
-    nbody, hydro = simulate_fields(options, progress)
+    nbody, hydro = simulate_fields(options)
     return gas.to_channels(nbody), gas.to_channels(hydro)
 
 
@@ -186,56 +167,34 @@ def simulate(options: SimulationOptions, progress: Progress | None = None) -> tu
 def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     """HDF5 attributes: the options, the cosmology and the constants of the closure, which determine the data."""
     cosmology = make_cosmology(options.cosmology)
-    parameters = {name: getattr(cosmology, name) for name in ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")}
+    stored = ("grid", "seed", "cosmology", "start_redshift", "redshift", "n_steps", "fixed_amplitude")
+    parameters = ("H0", "Om0", "Ode0", "Ob0", "sigma8", "ns")
     return {
         "made_by": "utils.simulation: particle-mesh N-body simulation with a gas closure",
         "format_version": FORMAT_VERSION,
-        "grid": options.grid,
         "box_size_mpc_h": options.box_length,
         "particles": options.particle_side,
-        "seed": options.seed,
-        "cosmology": options.cosmology,
-        **{f"cosmology_{name}": float(value) for name, value in parameters.items()},
-        "start_redshift": options.start_redshift,
-        "redshift": options.redshift,
-        "n_steps": options.n_steps,
-        "fixed_amplitude": options.fixed_amplitude,
+        **{name: getattr(options, name) for name in stored},
+        **{f"cosmology_{name}": float(getattr(cosmology, name)) for name in parameters},
         **gas.attributes(),
     }
 
 
-def check_output(target: Path, overwrite: bool, size: int) -> None:
-    """Creates the output's directory; raises UserError if the file must not be written or does not fit on the disk."""
-    check_target(target, overwrite)
-    make_output_directory(target.parent, size, "give another --output or a smaller --grid")
-
-
-def write(
-    target: Path, nbody: np.ndarray, hydro: np.ndarray, attributes: dict[str, Any], overwrite: bool = False
-) -> None:
+def write(target: Path, nbody: np.ndarray, hydro: np.ndarray, attributes: dict[str, Any]) -> None:
     """Writes both volumes to one HDF5 file, contiguous; the write is atomic."""
-    check_output(target, overwrite, nbody.nbytes + hydro.nbytes)
     with (
         os_errors_for_users(f"cannot write {target}", "give another --output"),
         atomic_write([target]) as (partial,),
         h5py.File(partial, "w") as file,
     ):
-        for name, data in (("Nbody", nbody), ("Hydro", hydro)):
-            file.create_dataset(name, data=data, dtype=np.float32)
+        file["Nbody"], file["Hydro"] = nbody, hydro
         file.attrs.update(attributes)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m utils.simulation --help")
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Parses the command line; every field of SimulationOptions is a flag."""
-    parser = _Parser(
-        prog="python -m utils.simulation",
-        description="Simulates a box of dark matter, computes gas from it and writes both as HDF5 training data.",
-    )
+    parser = Parser(__doc__)
+    parser.prog = "python -m utils.simulation"
     types = {"box_size": float, "start_redshift": float, "redshift": float, "output": str, "cosmology": str}
     for field in dataclasses.fields(SimulationOptions):
         text = field.metadata["help"]
@@ -255,14 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors():
         options = parse(argv)
         assert options.output is not None  # argparse requires it
-        check_output(Path(options.output), options.overwrite, size=4 * 9 * options.grid**3)
-        with Progress("simulating", total=stages(options), unit="stages") as progress:
-            try:
-                nbody, hydro = simulate(options, progress)
-            except MemoryError:
-                raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
-            write(Path(options.output), nbody, hydro, file_attributes(options), options.overwrite)
-            progress.advance()
+        target = Path(options.output)
+        check_target(target, options.overwrite)
+        make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
+        try:
+            nbody, hydro = simulate(options)
+        except MemoryError:
+            raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
+        write(target, nbody, hydro, file_attributes(options))
         size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
-        print(f"wrote {options.output}: {size}, z = {options.redshift:g}")
+        print(f"wrote {target}: {size}, z = {options.redshift:g}")
     return 0
