@@ -154,17 +154,9 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
 def test_volume_too_large_for_the_device_is_refused_with_one_line(tmp_path, volume_file) -> None:
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     free, total = torch.cuda.mem_get_info()
-    check_fits([volume.bytes], torch.float32, free, 0)
+    check_fits(volume.bytes, torch.float32, free, 0)
     with pytest.raises(UserError, match=r"as float16; .*use --data_loader_config=lowmem$"):
-        check_fits([2 * total], torch.float16, free, 0)
-    hog = torch.empty(int(0.98 * free), dtype=torch.uint8, device="cuda")
-    large = dataclasses.replace(
-        volume, inputs=np.broadcast_to(np.float32(0), (4, *(round((total / 16) ** (1 / 3)),) * 3))
-    )
-    with pytest.raises(UserError, match=r"as float32; .*=lowmem$"):
-        load_resident(large, World(Launch("single process"), torch.device("cuda")), torch.float32)
-    del hog
-    torch.cuda.empty_cache()
+        check_fits(2 * total, torch.float16, free, 0)
 
 
 def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) -> None:

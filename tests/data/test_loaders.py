@@ -247,7 +247,7 @@ def test_auto_on_a_gpu(
             raise UserError("NVIDIA DALI is not installed")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**20))
-    monkeypatch.setattr(dali, "check_installed", check)
+    monkeypatch.setattr(dali, "import_dali", check)
     config = config_for(paths, "auto", **({"val_path_npy_label": None} if "npy" in lacks else {}))
     training_bytes = 2**20 - SIZE + ("room" in lacks)
     name, reason = choose(config, World(Launch("test"), torch.device("cuda", 0)), lambda: training_bytes)

@@ -11,7 +11,7 @@ __all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader"]
 LOADERS = {
     "lowmem": LoaderSpec(threaded.build_lowmem),
     "inmem": LoaderSpec(threaded.build_inmem),
-    "dali-lowmem": LoaderSpec(dali.build, reads="npy", requires=dali.check_installed),
+    "dali-lowmem": LoaderSpec(dali.build, reads="npy", requires=dali.import_dali),
     "resident": LoaderSpec(gpu_resident.build),
     "synthetic": LoaderSpec(synthetic.build, reads=None),
     "classification": LoaderSpec(classification.build, reads="classification"),

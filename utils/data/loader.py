@@ -80,7 +80,7 @@ class LoaderSpec:
 
     build: Callable[[Config, World, TrainingBytes], Loaders]
     reads: Literal["hdf5", "npy", "classification"] | None = "hdf5"
-    requires: Callable[[], None] | None = None
+    requires: Callable[[], object] | None = None
 
 
 def memory_format(channels_last: bool) -> torch.memory_format:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -21,26 +21,27 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
 
+Files = TypeVar("Files", Volume, NpyVolume)
 
-@dataclass(frozen=True)
-class Split:
-    """The config's values for one split, 'train' or 'valid'. `npy_keys` are the config's names of `npy_paths`."""
 
-    name: str
+class Split(NamedTuple):
+    """The config's values for one split, and the key of its HDF5 file."""
+
     samples: int
     box: int
-    path: str
-    npy_keys: tuple[str, str]
-    npy_paths: tuple[str | None, str | None]
+    key: str
+
+    @property
+    def npy_keys(self) -> tuple[str, str]:
+        """The keys of the `.npy` files of inputs and targets."""
+        return f"{self.key}_npy_data", f"{self.key}_npy_label"
 
 
 def split_of(config: Config, name: str) -> Split:
+    """The values of split 'train' or 'valid'."""
     if name == "train":
-        samples, box, path, prefix = config.Nsamples, config.box_size[0], config.train_path, "train"
-    else:
-        samples, box, path, prefix = config.Nsamples_val, config.box_size[1], config.val_path, "val"
-    keys = (f"{prefix}_path_npy_data", f"{prefix}_path_npy_label")
-    return Split(name, samples, box, path, keys, (getattr(config, keys[0]), getattr(config, keys[1])))
+        return Split(config.Nsamples, config.box_size[0], "train_path")
+    return Split(config.Nsamples_val, config.box_size[1], "val_path")
 
 
 def channel_counts(config: Config) -> tuple[int, int]:
@@ -55,10 +56,8 @@ def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor
         dtype = torch.float32 if dataset.vocabulary is None else torch.int64
         inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
         return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
-    inputs, targets = (
-        torch.empty((samples, channels, *(config.data_size,) * 3), device="meta") for channels in channel_counts(config)
-    )
-    return inputs, targets
+    shapes = [(samples, channels, *(config.data_size,) * 3) for channels in channel_counts(config)]
+    return torch.empty(shapes[0], device="meta"), torch.empty(shapes[1], device="meta")
 
 
 # --- plans and options ---------------------------------------------------------------------------------------------
@@ -66,10 +65,10 @@ def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor
 
 def sample_plan(config: Config, split: str) -> SamplePlan:
     """The plan of one split, 'train' or 'valid'."""
-    values = split_of(config, split)
+    samples, box, _ = split_of(config, split)
     return SamplePlan(
-        samples=values.samples,
-        box=values.box,
+        samples=samples,
+        box=box,
         crop=config.data_size,
         seed=config.seed,
         split=split,
@@ -108,21 +107,19 @@ def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> L
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def open_split(config: Config, split: str, staged: str | None = None) -> Volume:
-    """The HDF5 volume of one split, or its `staged` copy, checked against the config."""
+def open_split(config: Config, split: str) -> Volume:
+    """The HDF5 volume of one split, checked against the config."""
     values = split_of(config, split)
-    return open_volume(staged or values.path, channel_counts(config), values.box, config.transform)
+    return open_volume(getattr(config, values.key), channel_counts(config), values.box, config.transform)
 
 
-def open_split_npy(config: Config, split: str, staged: tuple[str, str] | None = None) -> NpyVolume:
-    """The `.npy` files of one split, or their `staged` copies.
-
-    They are checked against the config and, if it exists, against the HDF5 file.
-    """
+def open_split_npy(config: Config, split: str) -> NpyVolume:
+    """The `.npy` files of one split, checked against the config and, if it exists, against the HDF5 file."""
     values = split_of(config, split)
-    volume = open_split(config, split) if os.path.exists(values.path) else None
-    paths = staged or values.npy_paths
-    return open_npy_volume(paths, values.npy_keys, values.path, channel_counts(config), values.box, volume)
+    source, keys = getattr(config, values.key), values.npy_keys
+    volume = open_split(config, split) if os.path.exists(source) else None
+    paths = (getattr(config, keys[0]), getattr(config, keys[1]))
+    return open_npy_volume(paths, keys, source, channel_counts(config), values.box, volume)
 
 
 def open_box(config: Config, split: str, reads: str | None) -> Volume:
@@ -135,43 +132,38 @@ def open_box(config: Config, split: str, reads: str | None) -> Volume:
             f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to predict; "
             f"set it to 0, or choose another loader"
         )
-    if reads == "npy" and not os.path.exists(split_of(config, split).path):
+    if reads == "npy" and not os.path.exists(getattr(config, split_of(config, split).key)):
         return open_split_npy(config, split).volume()
     return open_split(config, split)
 
 
 def open_volumes(config: Config, world: World) -> dict[str, Volume]:
-    """The HDF5 volumes of both splits; of their copies in `use_cache`, if that is set."""
-    with world.raise_together():
-        volumes = {split: open_split(config, split) for split in SPLITS}
-    if config.use_cache is None:
-        return volumes
-    copies = {split: _staged(volume.path, config.use_cache, world) for split, volume in volumes.items()}
-    with world.raise_together():
-        return {split: open_split(config, split, path) for split, path in copies.items()}
+    """The HDF5 volumes of both splits; their copies in `use_cache`, if that is set."""
+    return _open_or_stage(config, world, open_split, [split_of(config, split).key for split in SPLITS])
 
 
 def open_npy_volumes(config: Config, world: World) -> dict[str, NpyVolume]:
     """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
+    keys = [key for split in SPLITS for key in split_of(config, split).npy_keys]
+    return _open_or_stage(config, world, open_split_npy, keys)
+
+
+def _open_or_stage(
+    config: Config, world: World, open_files: Callable[[Config, str], Files], keys: list[str]
+) -> dict[str, Files]:
+    """Opens both splits; if `use_cache` is set, copies the files that the keys name, once per node, and opens those."""
     with world.raise_together():
-        volumes = {split: open_split_npy(config, split) for split in SPLITS}
+        opened = {split: open_files(config, split) for split in SPLITS}
     if config.use_cache is None:
-        return volumes
-    copies = {}
-    for split, volume in volumes.items():
-        inputs, targets = (_staged(path, config.use_cache, world) for path in volume.paths)
+        return opened
+    for key in keys:
         with world.raise_together():
-            copies[split] = open_split_npy(config, split, (inputs, targets))
-    return copies
-
-
-def _staged(path: str, directory: str, world: World) -> str:
-    """Copies a file to a directory of the node, once per node, and returns the path of the copy."""
+            if world.is_node_leader:
+                stage(getattr(config, key), config.use_cache)
     with world.raise_together():
-        if world.is_node_leader:
-            stage(path, directory)
-    with world.raise_together():
-        return stage(path, directory)  # finds the leader's copy
+        copies = {key: stage(getattr(config, key), config.use_cache) for key in keys}  # finds the leader's copies
+        staged = config.model_copy(update=copies)
+        return {split: open_files(staged, split) for split in SPLITS}
 
 
 def load_volumes(

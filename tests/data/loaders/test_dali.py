@@ -31,7 +31,7 @@ KEYS = ("train_path_npy_data", "train_path_npy_label")
 
 def has_dali() -> bool:
     try:
-        dali.check_installed()
+        dali.import_dali()
     except UserError:
         return False
     return True

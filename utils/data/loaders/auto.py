@@ -57,7 +57,7 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
 
 
 def _check_dali(config: Config) -> None:
-    dali.check_installed()
+    dali.import_dali()
     for split in SPLITS:
         open_split_npy(config, split)
 

@@ -62,7 +62,6 @@ class TritonGather:
         """`field` is [C, L, L, L], contiguous, float32 or float16."""
         assert field.is_contiguous()
         assert field.dtype in (torch.float32, torch.float16)
-        _check_triton()
         self._kernel = _kernel()
         channels, box = field.shape[0], field.shape[-1]
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
@@ -74,52 +73,30 @@ class TritonGather:
         tables = (walks(box, crop, self._strides[2:]), sources * box**3, flips)
         walk, source, flip = (torch.from_numpy(table).to(field.device) for table in tables)
         self._inputs = field.view(bits), walk, source, flip.to(bits)
-        self._half = field.dtype == torch.float16
-        self._crop, self._channels, self._channels_last = crop, channels, channels_last
+        lanes, (rows, columns) = 1, TILE_ONE_CHANNEL
+        if channels_last:
+            lanes, (rows, columns) = 1 << (channels - 1).bit_length(), TILE_ALL_CHANNELS
+        self._programs = -(-crop // rows) * -(-crop // columns) * -(-channels // lanes), crop
+        self._constants = {
+            "HALF": field.dtype == torch.float16,
+            "CROP": crop,
+            "CHANNELS": channels,
+            "LANES": lanes,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "num_warps": 8 if lanes > 1 else 4,
+            "enable_fp_fusion": False,  # there is nothing to fuse, and triton 3.9 warns if this is not set
+        }
 
     def __call__(self, plan: torch.Tensor, first: torch.Tensor, step: int, out: torch.Tensor) -> None:
         """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, C, D, D, D].
 
         `first` is an int64 on the device: it is read when the kernel runs, so that a CUDA graph can hold the kernel.
         """
-        field, walk, source, flip = self._inputs
+        field, *tables = self._inputs
         assert out.stride() == self._strides
-        if self._channels_last:
-            lanes, tile = 1 << (self._channels - 1).bit_length(), TILE_ALL_CHANNELS
-        else:
-            lanes, tile = 1, TILE_ONE_CHANNEL
-        tiles = [-(-self._crop // cells) for cells in tile]
-        grid = (tiles[0] * tiles[1] * -(-self._channels // lanes), self._crop, len(out))
-        self._kernel[grid](
-            out,
-            field,
-            plan,
-            walk,
-            source,
-            flip,
-            first,
-            step,
-            self._strides[0],
-            self._strides[1],
-            HALF=self._half,
-            CROP=self._crop,
-            CHANNELS=self._channels,
-            LANES=lanes,
-            ROWS=tile[0],
-            COLUMNS=tile[1],
-            num_warps=8 if lanes > 1 else 4,
-            enable_fp_fusion=False,  # there is nothing to fuse, and triton 3.9 warns if this is not set
-        )
-
-
-def _check_triton() -> None:
-    """Raises UserError if triton cannot be imported; it comes with CUDA builds of torch only."""
-    try:
-        import triton.language  # noqa: F401
-    except ImportError:
-        raise UserError(
-            "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
-        ) from None
+        grid = (*self._programs, len(out))
+        self._kernel[grid](out, field, plan, *tables, first, step, *self._strides[:2], **self._constants)
 
 
 # Each program copies a tile of rows × columns in one plane of a sample, of one channel or of all of them. If the
@@ -135,9 +112,14 @@ def _check_triton() -> None:
 # wider, which would require an alignment that is not known here.
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, compiled on first use."""
-    import triton
-    import triton.language as tl
+    """The kernel, compiled on first use; UserError if triton is missing, which comes with CUDA builds of torch only."""
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        raise UserError(
+            "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
+        ) from None
 
     @triton.jit(do_not_specialize=["step"])
     def gather(  # type: ignore[no-untyped-def]

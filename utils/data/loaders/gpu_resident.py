@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from utils.data.loaders.threaded import build_inmem
 from utils.data.plan import EpochPlan
 from utils.data.sources import build_splits, crop_options, load_volumes, open_volumes
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
 from utils.pending_work import PendingWork
 from utils.progress import Progress
@@ -103,37 +103,26 @@ class GpuResidentLoader(Loader):
 
 def check_memory(config: Config, world: World, volumes: dict[str, Volume], training_bytes: TrainingBytes) -> None:
     """Raises UserError if the volumes do not fit into the device's free memory alongside the training."""
-    free, _ = torch.cuda.mem_get_info(world.device)
-    dtype = getattr(torch, config.resident_dtype)
-    check_fits([volume.bytes for volume in volumes.values()], dtype, free, training_bytes())
+    size, (free, _) = sum(volume.bytes for volume in volumes.values()), torch.cuda.mem_get_info(world.device)
+    check_fits(size, getattr(torch, config.resident_dtype), free, training_bytes())
 
 
-def check_fits(volume_bytes: Iterable[int], dtype: torch.dtype, free_bytes: int, reserve_bytes: int) -> None:
-    """Raises UserError if volumes stored as `dtype` leave less than `reserve_bytes` of `free_bytes` on the device.
+def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
+    """Raises UserError if volumes of `size` bytes, stored as `dtype`, do not fit.
 
-    volume_bytes: sizes in float32.
-    free_bytes: free memory now (`torch.cuda.mem_get_info`).
-    reserve_bytes: memory that the training needs.
+    size: bytes in float32.
+    free: free bytes on the device now (`torch.cuda.mem_get_info`).
+    reserve: bytes that the training needs.
     """
-    size = sum(volume_bytes)
-    if _stored(size, dtype) + reserve_bytes > free_bytes:
-        raise _too_large(size, dtype, free_bytes, reserve_bytes)
-
-
-def _stored(float32_bytes: int, dtype: torch.dtype) -> int:
-    return float32_bytes * dtype.itemsize // 4
-
-
-def _too_large(size: int, dtype: torch.dtype, free: int, reserve: int) -> UserError:
-    """The error for volumes of `size` bytes in float32."""
-    needed, half = _stored(size, dtype), _stored(size, torch.float16)
+    needed, half = size * dtype.itemsize // 4, size // 2
+    if needed + reserve <= free:
+        return
     remedy = "use --data_loader_config=lowmem"
     if needed > half and half + reserve <= free:
         remedy = f"use --set resident_dtype=float16 ({half / GIB:.2f} GiB) or --data_loader_config=lowmem"
-    kept = f", and {reserve / GIB:.2f} GiB are reserved for training" if reserve else ""
-    return UserError(
-        f"the volumes need {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}; "
-        f"the device has {free / GIB:.2f} GiB free{kept}; {remedy}"
+    raise UserError(
+        f"the volumes need {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}; the device has "
+        f"{free / GIB:.2f} GiB free, and {reserve / GIB:.2f} GiB are reserved for training; {remedy}"
     )
 
 
@@ -149,7 +138,8 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
     slabs = volume.slab_locations()
     reads = world.node.source == world.rank
     with world.raise_together():
-        fields = _allocate(volume, world.device, dtype)
+        shapes = (volume.inputs.shape, volume.targets.shape)
+        fields = [torch.empty(shape, dtype=dtype, device=world.device) for shape in shapes]
     with world.raise_together():
         # Reading through pinned memory is twice as fast as through pageable memory.
         thickness = slabs[0][2].stop if reads else 0
@@ -174,14 +164,6 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
     return Volume(volume.path, fields[0], fields[1])
 
 
-def _allocate(volume: Volume, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    try:
-        return [torch.empty(field.shape, dtype=dtype, device=device) for field in (volume.inputs, volume.targets)]
-    except torch.OutOfMemoryError:
-        raise _too_large(volume.bytes, dtype, free, 0) from None
-
-
 def _read_slab(
     volume: Volume, slab: tuple[int, int, slice], staging: torch.Tensor, size_check: SizeCheck, part: torch.Tensor
 ) -> Exception | None:
@@ -190,22 +172,16 @@ def _read_slab(
     field = (volume.inputs, volume.targets)[number]
     try:
         size_check.check()
-        request_read_ahead(field, channel, planes)
-        values = staging[: len(part)]
-        values.numpy()[...] = field[channel, planes]
-        _store(values, part, f"{volume.path}: {DATASETS[number]}[{channel}]")
-    except OSError as error:
-        return UserError(f"cannot read {volume.path}: {error.strerror or error}")
+        with os_errors_for_users(f"cannot read {volume.path}"):
+            request_read_ahead(field, channel, planes)
+            staging[: len(part)].numpy()[...] = field[channel, planes]
+        values = staging[: len(part)].to(part.device)
+        if part.dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
+            raise UserError(
+                f"{volume.path}: {DATASETS[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the range of "
+                f"float16; use --set resident_dtype=float32"
+            )
+        part.copy_(values)
     except Exception as error:
         return error
     return None
-
-
-def _store(values: torch.Tensor, part: torch.Tensor, name: str) -> None:
-    """Copies float32 values of the host to `part` on the device and converts them to its type."""
-    values = values.to(part.device)
-    if part.dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
-        raise UserError(
-            f"{name} has values beyond ±{FLOAT16_MAX:.0f}, the range of float16; use --set resident_dtype=float32"
-        )
-    part.copy_(values)
