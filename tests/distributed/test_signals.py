@@ -81,6 +81,7 @@ def checkpoints(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
 def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
+    all_are_complete(folder)
     saved = checkpoint.load(checkpoint.place(folder, int(step)))
     assert saved.state.step == int(step) == checkpoint.saved_steps(folder)[0]
     assert not list(folder.glob(".*")), "no partial files"
@@ -90,7 +91,7 @@ def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
 
 def all_are_complete(folder: Path) -> None:
     for step in checkpoint.saved_steps(folder):
-        checkpoint.load(checkpoint.place(folder, step))
+        checkpoint.verify(checkpoint.place(folder, step))
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------

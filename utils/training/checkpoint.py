@@ -8,6 +8,7 @@ it is complete. The link `best` points to the checkpoint with the lowest validat
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import re
@@ -18,7 +19,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 WEIGHTS, TRAINING, DIGESTS = "weights.pt", "training.pt", "SHA256SUMS"
-TRAINING_KEYS = ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
 ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
 
@@ -59,53 +59,53 @@ def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any])
     with atomic_directory(target) as partial:
         digests = ""
         for name, content in ((WEIGHTS, weights), (TRAINING, training)):
-            with open(partial / name, "wb") as file:
-                hashing = _HashingFile(file)
+            with _HashingFile(io.FileIO(partial / name, "w")) as file:
                 try:
-                    torch.save({"format": FORMAT, **content}, hashing)  # type: ignore[arg-type] # it only writes
+                    torch.save({"format": FORMAT, **content}, file)
                 except RuntimeError:
                     # PyTorch's writer replaces the OSError of a full disk with an error of its own.
-                    raise hashing.error or OSError("PyTorch could not write it") from None
-            digests += f"{hashing.digest()}  {name}\n"
+                    raise file.error or OSError("PyTorch could not write it") from None
+            digests += f"{file.hash.hexdigest()}  {name}\n"
         (partial / DIGESTS).write_text(digests, encoding="ascii")
 
 
-class _HashingFile:
-    """A file opened for writing that computes the SHA-256 of its content."""
+class _HashingFile(io.BufferedWriter):
+    """A file opened for writing that computes the SHA-256 of its content, and keeps an error of the disk."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self.hash = hashlib.sha256()
         self.error: OSError | None = None
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         try:
-            self._file.write(data)
+            count = super().write(data)
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+        self.hash.update(data)
+        return count
 
 
 def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
     try:
-        listed = (directory / DIGESTS).read_bytes()
-        found = [f"{digest(directory / name)}  {name}\n" for name in names]
+        listed = (directory / DIGESTS).read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
+        found = {name: f"{digest(directory / name)}  {name}\n" for name in names}
     except OSError as error:
-        raise DamagedCheckpoint(f"{Path(error.filename or directory).name}: {error.strerror or error}") from None
-    good = listed.decode("ascii", "replace").splitlines(keepends=True)
-    bad = next((name for name, line in zip(names, found, strict=True) if line not in good), None)
-    if bad is None and len(names) > 1 and listed != "".join(found).encode():
-        bad = DIGESTS
-    if bad is not None:
-        raise DamagedCheckpoint(f"{bad} is damaged: its digest does not match")
+        raise DamagedCheckpoint(f"{Path(error.filename or directory).name}: {_reason(error)}") from None
+    damaged = [name for name, line in found.items() if line not in listed]
+    if len(names) > 1 and listed != list(found.values()):
+        damaged.append(DIGESTS)
+    if damaged:
+        raise DamagedCheckpoint(f"{damaged[0]} is damaged: its digest does not match")
+
+
+def _reason(error: Exception) -> str:
+    """The reason of an error, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def digest(path: Path) -> str:
@@ -123,10 +123,8 @@ def read(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(f"{path.name} is truncated, or not a PyTorch checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path.name}: {error.strerror or error}") from None
     except Exception as error:
-        raise DamagedCheckpoint(f"{path.name}: {(str(error) or repr(error)).splitlines()[0]}") from None
+        raise DamagedCheckpoint(f"{path.name}: {_reason(error)}") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise DamagedCheckpoint(f"{path.name} has format {found}, this program reads format {FORMAT}")
@@ -168,23 +166,13 @@ def place(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def load(path: Path, verify_digests: bool = True) -> Checkpoint:
-    """Loads a checkpoint to the CPU; raises DamagedCheckpoint if it is not intact.
-
-    Other ranks than the first skip the digests, which the first one has verified.
-    """
-    if verify_digests:
-        verify(path)
+def load(path: Path) -> Checkpoint:
+    """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
     weights, training = read(path / WEIGHTS), read(path / TRAINING)
-    for name, content, keys in ((WEIGHTS, weights, ("network", "config")), (TRAINING, training, TRAINING_KEYS)):
-        missing = [key for key in keys if key not in content]
-        if missing:
-            raise DamagedCheckpoint(f"{name} has no {missing[0]}")
     try:
-        state = TrainState(**training["state"])
-    except TypeError as error:
-        raise DamagedCheckpoint(f"{TRAINING}: {error}") from None
-    return Checkpoint(path, weights, training, state)
+        return Checkpoint(path, weights, training, TrainState(**training["state"]))
+    except (KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{TRAINING}: {error!r}") from None
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -196,6 +184,7 @@ def newest(folder: Path) -> Checkpoint | None:
     for step in saved_steps(folder):
         path = place(folder, step)
         try:
+            verify(path)
             return load(path)
         except DamagedCheckpoint as damage:
             skipped.append(f"{path.name} ({damage})")
@@ -316,7 +305,7 @@ class AsyncCheckpointer:
         try:
             finite, content = self._copy.take(tensors)
         except (RuntimeError, MemoryError) as error:
-            self._fault = reason = (str(error) or repr(error)).splitlines()[0]
+            self._fault = reason = _reason(error)
             log.warning("No checkpoint at step %d: no memory for a copy (%s); training continues", step, reason)
             return None
         if not finite:
@@ -350,7 +339,7 @@ class AsyncCheckpointer:
                 point_to(self._folder / BEST, target.name)
             self._prune(step)
         except Exception as error:  # no error of a checkpoint ends a training
-            self._fault = reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+            self._fault = reason = _reason(error)
             log.warning("Cannot write checkpoint %s: %s; training continues, earlier ones stay", target, reason)
         else:
             self._fault = None if step == self._requested_step else self._fault

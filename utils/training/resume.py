@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from utils.distributed.launch import restarted
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.files import recover
 from utils.runs.directory import lock
 from utils.steps import Step
@@ -45,35 +45,17 @@ class Start:
 
         Raises UserError if the checkpoint's training saw other samples.
         """
-        self._config, self._init_from, self._checkpoint = config, init_from, found
-        self.path = found.path if found else None
-        self.state = found.state if found else TrainState()
+        self._init_from, self._checkpoint = init_from, found
+        self._path = found.path if found else None
+        self._state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
-        self._planned_epochs = found.weights["config"]["num_epochs"] if found else 0  # before it was interrupted
-
-    @property
-    def is_resumed(self) -> bool:
-        return self.path is not None
-
-    @property
-    def resumed_step(self) -> int | None:
-        """The step after which the training resumes; None if it starts from scratch or from weights."""
-        return self.state.step if self.is_resumed else None
-
-    @property
-    def is_complete(self) -> bool:
-        """True if no epoch is left to train."""
-        return self.is_resumed and self.state.epoch >= self._config["num_epochs"]
-
-    @property
-    def was_interrupted(self) -> bool:
-        """True if the checkpoint is not the last one of its training."""
-        return self.is_resumed and self.state.epoch < self._planned_epochs
-
-    @property
-    def initial_network(self) -> str:
-        """Description of the network that the first validation measures."""
-        return "weights of --init_from" if self._init_from and not self.is_resumed else "untrained network"
+        self.resumed_step = found.state.step if found else None  # None: starts from scratch or from weights
+        # No epoch is left to train.
+        self.is_complete = found is not None and found.state.epoch >= config["num_epochs"]
+        # The checkpoint is not the last one of its training.
+        self.was_interrupted = found is not None and found.state.epoch < found.weights["config"]["num_epochs"]
+        # The network that the first validation measures.
+        self.initial_network = "weights of --init_from" if init_from and not found else "untrained network"
 
     def restore(self, step: Step, world: World) -> TrainState:
         """Loads the checkpoint or the weights into the step and frees them; returns the training state.
@@ -81,27 +63,20 @@ class Start:
         Raises UserError if they do not fit.
         """
         found, self._checkpoint = self._checkpoint, None
-        try:
-            if found is not None:
+        if found is not None:
+            with _must_fit(str(found.path), "give this training another --run_num"):
                 step.load_state({"network": found.weights["network"], **found.training})
-                _restore_random(found, world)
-            elif self._init_from is not None:
-                with world.raise_together():
-                    step.load_weights(read_weights(Path(self._init_from))["network"])
-        except UserError:
-            raise
-        except ValueError as error:
-            source, remedy = self._init_from, "give the run of a network with the same config"
-            if found is not None:
-                source, remedy = str(found.path), "give this training another --run_num"
-            raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
-        return self.state
+            _restore_random(found, world)
+        elif self._init_from is not None:
+            with world.raise_together(), _must_fit(self._init_from, "give the run of a network with the same config"):
+                step.load_weights(read_weights(Path(self._init_from))["network"])
+        return self._state
 
     def describe(self) -> list[str]:
         """Log lines on where the training starts."""
-        if self.path is None:
+        if self._path is None:
             return [f"Weights of {self._init_from}"] if self._init_from else []
-        lines = [f"Resuming from {self.path}, after step {self.state.step}"]
+        lines = [f"Resuming from {self._path}, after step {self._state.step}"]
         if self._changes:
             lines.append(f"Changed config keys: {', '.join(self._changes)}; the learning rate follows the new schedule")
         if self._init_from:
@@ -123,10 +98,16 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
     with world.raise_together():
         if world.is_root:
             found = _find_checkpoint(directory, resume)
-    path = world.gather_objects(found and str(found.path))[0]
+    path = world.gather_objects(found and found.path)[0]
     with world.raise_together():
         if path is not None and found is None:
-            found = _load_verified(Path(path))
+            try:
+                found = checkpoint.load(path)
+            except DamagedCheckpoint as damage:
+                raise UserError(
+                    f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
+                    f"nodes share"
+                ) from None
     if found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve():
         found.state.best_loss = math.inf  # the other run's best checkpoint stays there
     return Start(config, init_from, found)
@@ -135,7 +116,7 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
 def discard_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
     """Removes the checkpoints that a training with --resume=no replaces; every rank calls it."""
     with world.raise_together():
-        if world.is_root and resume == "no" and not start.is_resumed:
+        if world.is_root and resume == "no" and start.resumed_step is None:
             _discard(directory / FOLDER)
 
 
@@ -145,41 +126,35 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 def _find_checkpoint(directory: Path, resume: str) -> Checkpoint | None:
-    marker = directory / FOLDER / DISCARD
+    """The newest checkpoint in a run directory, or else in another run's."""
+    folder = directory / FOLDER
     if starts_from_scratch(resume):
         with contextlib.suppress(OSError):
-            marker.touch()
+            (folder / DISCARD).touch()
         return None
-    if resume == "no" and marker.exists():
+    if resume == "no" and (folder / DISCARD).exists():
         return None
-    return _newest(directory, None if resume in ("auto", "no") else Path(resume))
-
-
-def _newest(directory: Path, other_run: Path | None) -> Checkpoint | None:
-    """The newest checkpoint in a run directory, or else in another run's."""
-    if (directory / FOLDER).is_dir():
+    if folder.is_dir():
         with contextlib.suppress(OSError), lock(directory):  # an unwritable directory is reported later
-            recover(directory / FOLDER)
-        found = checkpoint.newest(directory / FOLDER)
-        if found is not None:
-            return found
-    if other_run is None:
-        return None
-    folder = other_run / FOLDER if (other_run / FOLDER).is_dir() else other_run
+            recover(folder)
     found = checkpoint.newest(folder)
-    if found is None:
-        raise UserError(f"--resume={other_run}: it holds no checkpoint; give a run's directory, auto or no")
+    if found is None and resume not in ("auto", "no"):
+        other = Path(resume) / FOLDER
+        found = checkpoint.newest(other if other.is_dir() else Path(resume))
+        if found is None:
+            raise UserError(f"--resume={resume}: it holds no checkpoint; give a run's directory, auto or no")
     return found
 
 
-def _load_verified(path: Path) -> Checkpoint:
-    """Loads a checkpoint that rank 0 has verified."""
+@contextlib.contextmanager
+def _must_fit(source: str, remedy: str) -> Iterator[None]:
+    """Converts the ValueErrors of weights and state that belong to another training to UserErrors."""
     try:
-        return checkpoint.load(path, verify_digests=False)
-    except DamagedCheckpoint as damage:
-        raise UserError(
-            f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all nodes share"
-        ) from None
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
 
 
 def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
@@ -207,13 +182,9 @@ def _restore_random(found: Checkpoint, world: World) -> None:
 
 def _discard(folder: Path) -> None:
     """Removes all checkpoints in a folder, which may be a link to another file system."""
-    try:
+    remedy = "remove them by hand, or give another --run_num"
+    with os_errors_for_users(f"--resume=no: cannot remove the checkpoints in {folder}", remedy):
         for step in checkpoint.saved_steps(folder):
             shutil.rmtree(checkpoint.place(folder, step))
         for name in (checkpoint.BEST, DISCARD):
             (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--resume=no: cannot remove {error.filename}: {error.strerror}; remove it by hand, or give another "
-            f"--run_num"
-        ) from None
