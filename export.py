@@ -65,7 +65,7 @@ def export(options: Options) -> None:
         raise UserError(f"there is no directory {target.parent} for the output; make it, or give another --output")
     weights = weights_file(Path(options.checkpoint))  # once: a training that still runs may move its best checkpoint
     trained = build.load_trained(weights, cpu)
-    exported = build.exported_network(trained, options.units, options.checkpoint)
+    exported = build.exported_network(trained, options.units)
     record = provenance(World(Launch("export"), cpu))
     metadata = {
         **exported.describe(target.name),

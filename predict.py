@@ -22,8 +22,9 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
+from utils.inference.channels import check_physical_units
 from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.prediction_file import INPUT, OUTPUT, PHYSICAL, PredictionFile, check_physical_units
+from utils.inference.prediction_file import INPUT, OUTPUT, PHYSICAL, PredictionFile
 from utils.profiling.memory import out_of_memory_for_users
 from utils.runs.logger import configure_logging
 from utils.runs.provenance import provenance
@@ -62,7 +63,7 @@ def predict(options: Options, world: World, signals: Signals) -> None:
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         if options.physical:
-            check_physical_units(targets)
+            check_physical_units(targets, "do not give --physical, or train with the transform's keys set")
         predictor = build.predictor(trained, source, options, world)
     attributes = {
         **{key: value for key, value in config.transform.model_dump().items() if value is not None},

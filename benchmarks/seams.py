@@ -50,7 +50,7 @@ class SeamError:
     """Mean absolute errors of one prediction near the faces of its windows and elsewhere, in channel values."""
 
     def __init__(self, grid: WindowGrid) -> None:
-        self._near = grid.near_faces(NEAR_CELLS)
+        self._near = near_faces(grid)
         self._errors, self._cells = np.zeros(2), np.zeros(2)  # elsewhere, near faces
         self._difference = 0.0
 
@@ -137,6 +137,22 @@ def seam_error(
         truth = torch.from_numpy(np.array(read_target(start, stop))).to(slab.predicted.device)
         errors.add(slab, truth, read_reference(start, stop))
     return errors
+
+
+def near_faces(grid: WindowGrid) -> np.ndarray:
+    """Mask [X, Y, Z] of the cells closer than NEAR_CELLS to an inner face of a window."""
+    near = []
+    for axis in (grid.x, grid.y, grid.z):
+        periodic = any(origin + axis.window > axis.size for origin in axis.origins)
+        faces = {place for origin in axis.origins for place in (origin, origin + axis.window)}
+        faces = {face % axis.size for face in faces} if periodic else faces - {0, axis.size}
+        centre = np.arange(axis.size) + 0.5
+        close = np.zeros(axis.size, dtype=bool)
+        for face in faces:
+            away = np.abs(centre - face)
+            close |= np.minimum(away, axis.size - away if periodic else away) < NEAR_CELLS
+        near.append(close)
+    return near[0][:, None, None] | near[1][:, None] | near[2]
 
 
 def shifted(read: ReadPlanes, shift: int, shape: tuple[int, int, int]) -> ReadPlanes:

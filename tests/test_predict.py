@@ -340,7 +340,7 @@ CLASSIFIER = {
         (
             {"transform": {"density_log_scale": None}},
             ("--physical",),
-            "--physical: the checkpoint's config does not say how gas density follows from physical values; do ",
+            "the checkpoint's config does not define physical values of gas density; do not give --physical, or train",
         ),
         ({}, ("--window=10",), "--window 10 is not a multiple of 4, by which the network divides the grid"),
         ({}, ("--overlap=8",), "overlap 8 does not suit a window of 8 cells; give 0 to 7, half a window is best"),

@@ -29,7 +29,7 @@ from utils.errors import UserError, value_errors_for_users
 from utils.evaluation import results
 from utils.evaluation.callback import VolumeEvaluation, plane_readers
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import Channel, input_channels, target_channels
+from utils.inference.channels import Channel, check_physical_units, input_channels, target_channels
 from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
@@ -368,31 +368,16 @@ def predictor(
     return SlidingWindowPredictor(predict, volume.planes, grid, channels, batch_size, world)
 
 
-def exported_network(trained: TrainedNetwork, units: str, name: str) -> ExportedNetwork:
+def exported_network(trained: TrainedNetwork, units: str) -> ExportedNetwork:
     """What export.py writes, in `units` "physical" or "channel"; UserError if the physical values are unknown."""
     inputs, targets = trained.channels
     physical = units == "physical"
     if physical:
-        _check_physical_units(trained.config, inputs, targets, name)
+        check_physical_units((*inputs, *targets), "give --units channel")
     return ExportedNetwork(
-        network=trained.network,
         module=PhysicalNetwork(trained.network, inputs, targets).eval() if physical else trained.network,
         inputs=inputs,
         targets=targets,
         divisor=2**trained.config.scales,
         density_floor=DENSITY_FLOOR if physical else None,
     )
-
-
-def _check_physical_units(config: Config, inputs: Sequence[Channel], targets: Sequence[Channel], name: str) -> None:
-    unknown = [f"transform.{key}" for key, value in config.transform.model_dump().items() if value is None]
-    if unknown:
-        raise UserError(
-            f"{name}: {', '.join(unknown)} of its config is None, so the physical values are unknown; "
-            f"give --units channel"
-        )
-    if any(channel.unit is None for channel in (*inputs, *targets)):
-        raise UserError(
-            f"{name}: physical values are known for N_in_channels 4 and N_out_channels 5, not for {len(inputs)} "
-            f"and {len(targets)}; give --units channel"
-        )

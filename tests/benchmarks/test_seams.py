@@ -51,7 +51,7 @@ def test_a_missing_checkpoint_is_one_line(tmp_path: Path, volume_file: Any, capf
 
 def test_seam_error_separates_cells_near_faces_from_the_others() -> None:
     grid = build_window_grid((16, 16, 16), 8, 0)
-    near = grid.near_faces(seams.NEAR_CELLS)
+    near = seams.near_faces(grid)
     predicted = torch.from_numpy(np.where(near, 3.0, 1.0)).expand(2, 16, 16, 16)
     target, errors = torch.zeros(2, 16, 16, 16), seams.SeamError(grid)
     for start in (0, 8):

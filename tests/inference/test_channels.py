@@ -26,7 +26,6 @@ def test_channels_are_those_of_the_simulation(number: int, values: list[float]) 
     fields = np.ones((5, len(values)), np.float32)
     fields[number] = physical
     simulated = gas.to_channels(fields)[number]
-    np.testing.assert_allclose(channel.from_physical(physical), simulated, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(channel.to_physical(simulated), physical, rtol=1e-5)
     written = gas.attributes()
     assert TransformConfig().model_dump() == {key: written[key] for key in TransformConfig.model_fields}
@@ -43,7 +42,7 @@ def test_names_units_and_formulas() -> None:
     assert [channel.to_physical(1.0) for channel in dark] == [channel.to_physical(1.0) for channel in KNOWN[:4]]
     other = TransformConfig(density_log_scale=2.0, temperature_log10_center=4.0, temperature_log10_scale=1.0)
     assert target_channels(5, other)[0].to_physical(np.float64(0.5)) == pytest.approx(np.e)
-    assert target_channels(5, other)[4].from_physical(np.float64(1e6)) == pytest.approx(2)
+    assert target_channels(5, other)[4].to_physical(np.float64(2)) == pytest.approx(1e6)
 
 
 def test_channels_without_a_known_transform_have_names_only() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
 import torch
 
@@ -15,16 +17,12 @@ HISTOGRAM_RANGE = (-1.5, 1.5)
 
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
-    counts: dict[int, int] = {}
+    own: Counter[int] = Counter()
     for _, labels in loader.epoch(0):
-        for label in labels.tolist():
-            counts[label] = counts.get(label, 0) + 1
-    total: dict[int, int] = {}
-    for part in world.gather_objects(counts):
-        for label, count in part.items():
-            total[label] = total.get(label, 0) + count
-    samples = sum(total.values())
-    loss = -sum(count * math.log(count / samples) for count in total.values()) / samples
+        own.update(labels.tolist())
+    counts: Counter[int] = sum(world.gather_objects(own), Counter())
+    samples = counts.total()
+    loss = -sum(count * math.log(count / samples) for count in counts.values()) / samples
     return {"guessing by class frequency": loss}
 
 
@@ -37,7 +35,7 @@ def volume_losses(loader: Loader, world: World) -> dict[str, float]:
     medians = _medians(loader, world)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, elements
     for inputs, targets in loader.epoch(0):
-        constant = medians.to(targets.dtype).view(1, -1, 1, 1, 1).expand_as(targets)
+        constant = medians.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
         shared = min(inputs.shape[1], targets.shape[1])
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
         sums[0] += (constant - targets).abs().sum(dtype=torch.float64)
@@ -50,18 +48,12 @@ def volume_losses(loader: Loader, world: World) -> dict[str, float]:
 def _medians(loader: Loader, world: World) -> torch.Tensor:
     """Median per target channel, from histograms summed over the ranks; shape [channels]."""
     low, high = HISTOGRAM_RANGE
-    counts: torch.Tensor | None = None
-    channels = 0
+    counts: Any = 0  # [channels, bins]; 0 on a rank without a validation batch
     for _, targets in loader.epoch(0):
-        channels = targets.shape[1]
-        histograms = [
-            torch.histc(targets[:, channel].clamp(low, high), HISTOGRAM_BINS, low, high) for channel in range(channels)
-        ]
-        part = torch.stack(histograms).double()
-        counts = part if counts is None else counts + part
-    # A rank without a validation batch takes part in the sum, too.
-    channels = max(world.gather_objects(channels))
-    total = world.sum(torch.zeros(channels, HISTOGRAM_BINS, device=world.device).double() if counts is None else counts)
+        channels = targets.clamp(low, high).unbind(1)
+        histograms = [torch.histc(channel, HISTOGRAM_BINS, low, high) for channel in channels]
+        counts = counts + torch.stack(histograms).double().cpu()
+    total = sum(world.gather_objects(counts))
     cumulative = total.cumsum(1)
     bins = (cumulative < cumulative[:, -1:] / 2).sum(1)
     return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS

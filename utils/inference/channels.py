@@ -6,6 +6,7 @@ A channel x holds ln(value) or the value itself, scaled: value = exp(center + sc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from utils.config.schema import TransformConfig
+from utils.errors import UserError
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
 
@@ -33,13 +35,6 @@ class Channel:
             return values * self.scale
         linear = values * self.scale + self.center
         return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
-
-    def from_physical(self, values: Any) -> Any:
-        """The channel's values of physical values, which must be positive if the channel is a logarithm."""
-        if not self.is_log:
-            return values / self.scale
-        logarithm = values.log() if isinstance(values, torch.Tensor) else np.log(values)
-        return (logarithm - self.center) / self.scale
 
     def formula(self) -> str:
         """The transform from physical values as a readable formula."""
@@ -70,6 +65,13 @@ def target_channels(count: int, transform: TransformConfig) -> tuple[Channel, ..
         ten = math.log(10.0)
         temperature = Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)
     return (_density("gas density", transform), *_velocity("gas velocity", transform), temperature)
+
+
+def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
+    """Raises UserError if the physical values of a channel are unknown."""
+    unknown = [channel.name for channel in channels if channel.unit is None]
+    if unknown:
+        raise UserError(f"the checkpoint's config does not define physical values of {', '.join(unknown)}; {remedy}")
 
 
 def _unknown(count: int) -> tuple[Channel, ...]:

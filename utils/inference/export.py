@@ -27,10 +27,9 @@ Predict = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedNetwork:
-    """What a file holds: `module` is `network`, or `network` between the transforms of its channels."""
+    """The content of a file."""
 
-    network: nn.Module
-    module: nn.Module
+    module: nn.Module  # the network, between the transforms of its channels unless `density_floor` is None
     inputs: Sequence[Channel]
     targets: Sequence[Channel]
     divisor: int  # X, Y and Z are multiples of it
@@ -123,16 +122,12 @@ class ExportedNetwork:
         generator = torch.Generator().manual_seed(0)
         # Sizes that differ from the example's; one block is the smallest.
         fields = 0.3 * torch.randn(1, len(self.inputs), cells, 2 * cells, cells, generator=generator)
+        if self.has_physical_units:
+            channels = zip(self.inputs, fields.unbind(1), strict=True)
+            fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
+            fields[:, 0, :2] = 0  # empty cells
         with torch.inference_mode():
-            if self.density_floor is None:
-                found, expected = written(fields), self.network(fields)
-            else:
-                physical = _each(fields, [channel.to_physical for channel in self.inputs])
-                physical[:, 0, :2] = 0  # empty cells
-                found = written(physical)
-                physical[:, 0].clamp_(min=self.density_floor)
-                expected = self.network(_each(physical, [channel.from_physical for channel in self.inputs]))
-                expected = _each(expected, [channel.to_physical for channel in self.targets])
+            found, expected = written(fields), self.module(fields)
             axes = (0, 2, 3, 4)
             # torch's max, unlike Python's, propagates NaN.
             return float(((found - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
@@ -154,9 +149,3 @@ def _shape(channels: Sequence[Channel]) -> str:
 
 def _describe_channel(channel: Channel, physical: bool) -> dict[str, str | None]:
     return {"name": channel.name, **({"unit": channel.unit} if physical else {"value": channel.formula()})}
-
-
-def _each(fields: torch.Tensor, functions: Sequence[Predict]) -> torch.Tensor:
-    """Applies one function to each channel."""
-    parts = fields.unbind(1)
-    return torch.stack([function(part) for function, part in zip(functions, parts, strict=True)], dim=1)

@@ -57,9 +57,6 @@ class PredictionFile:
             if writer is not None and self.source.has_nonfinite:  # the input will be fixed, and then differ
                 writer.discard()
             raise
-        except KeyboardInterrupt:
-            log.info("Interrupted: run the same command again to resume")
-            raise
         finally:
             if writer is not None:
                 writer.close()
@@ -136,16 +133,6 @@ class PredictionFile:
             return {OUTPUT: values}
         parts = [channel.to_physical(part) for channel, part in zip(self.channels, values, strict=True)]
         return {OUTPUT: values, PHYSICAL: np.stack(parts)}
-
-
-def check_physical_units(channels: Sequence[Channel]) -> None:
-    """Raises UserError if the physical values of a channel are unknown."""
-    unknown = [channel.name for channel in channels if channel.unit is None]
-    if unknown:
-        raise UserError(
-            f"--physical: the checkpoint's config does not say how {', '.join(unknown)} follows from physical values; "
-            f"do not give --physical, or train with the transform's keys set"
-        )
 
 
 def _warn_about_scale(source: FieldReader) -> None:

@@ -26,10 +26,6 @@ class Axis:
     origins: tuple[int, ...]
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
-    def covered(self, number: int) -> np.ndarray:
-        """The cells of window `number`, [window]."""
-        return (self.origins[number] + np.arange(self.window)) % self.size
-
 
 class Piece(NamedTuple):
     """Cells of a window, and the cells of the volume that they are."""
@@ -90,12 +86,7 @@ class WindowGrid:
 
     @property
     def count(self) -> int:
-        return len(self.x.origins) * self.layer_count
-
-    @property
-    def layer_count(self) -> int:
-        """Number of windows that begin at the same plane of x."""
-        return len(self.y.origins) * len(self.z.origins)
+        return len(self.x.origins) * len(self.layer())
 
     def describe(self) -> str:
         """One phrase for logs and reports."""
@@ -103,23 +94,8 @@ class WindowGrid:
         overlap = f", overlapping by {self.x.window - max(steps)} cells" if steps else ""
         return f"{self.count} windows of {self.x.window}³ cells{overlap}"
 
-    def near_faces(self, distance: int) -> np.ndarray:
-        """Mask [X, Y, Z] of the cells closer than `distance` cells to an inner face of a window."""
-        near = []
-        for axis in (self.x, self.y, self.z):
-            periodic = any(origin + axis.window > axis.size for origin in axis.origins)
-            faces = {place for origin in axis.origins for place in (origin, origin + axis.window)}
-            faces = {face % axis.size for face in faces} if periodic else faces - {0, axis.size}
-            centre = np.arange(axis.size) + 0.5
-            close = np.zeros(axis.size, dtype=bool)
-            for face in faces:
-                away = np.abs(centre - face)
-                close |= np.minimum(away, axis.size - away if periodic else away) < distance
-            near.append(close)
-        return near[0][:, None, None] | near[1][:, None] | near[2]
-
     def layer(self) -> list[tuple[int, int]]:
-        """The windows of one layer, as numbers along y and z."""
+        """The windows that begin at the same plane of x, as numbers along y and z."""
         return [(y, z) for y in range(len(self.y.origins)) for z in range(len(self.z.origins))]
 
 

@@ -26,10 +26,6 @@ from utils.progress import Progress
 DATASETS = ("Nbody", "Hydro")
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
-CHANNEL_NAMES = {
-    "Nbody": ("dark-matter density", "dark-matter velocity x", "dark-matter velocity y", "dark-matter velocity z"),
-    "Hydro": ("gas density", "gas velocity x", "gas velocity y", "gas velocity z", "temperature"),
-}
 
 
 @dataclass(frozen=True)
