@@ -2,7 +2,7 @@
 
 The kernels need channels_last_3d tensors on CUDA, whose memory is a matrix [cells, channels]. For all other tensors (on
 the CPU, in another layout, float64, without Triton), and under torch.compile, which fuses operations itself, the same
-functions compute the same with torch's operations.
+functions use torch's operations.
 
 For the backward pass a convolution keeps its input, not its output. The activations keep only their outputs, which
 determine the slopes and are kept by the next convolution anyway. Sums are computed in float32, and results are rounded

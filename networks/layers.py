@@ -32,7 +32,7 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 
 class OutputConvTranspose3d(nn.ConvTranspose3d):
-    """The last layer of a network. Its result is float32 also under bfloat16 autocast; see `convolve_to_float32`."""
+    """The last layer of a network. Its result is float32 even under bfloat16 autocast; see `convolve_to_float32`."""
 
     def forward(  # type: ignore[override]
         self, input: torch.Tensor, biased: bool = True

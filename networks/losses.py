@@ -23,7 +23,7 @@ class Loss(nn.Module):
 class L1Loss(Loss):
     """Mean |outputs - targets|, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
 
-    The density exp(14 x) spans many decades, so that its term is dominated by the densest cells. `fused` computes the
+    The density exp(14 x) spans many decades, so the densest cells dominate its term. `fused` computes the
     loss in one kernel if there is no density term.
 
     `weights`, one per channel, weight the channels in the first term, normalised to mean 1. They apply in training mode
@@ -67,12 +67,8 @@ class CrossEntropyLoss(Loss):
 
     def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
         super().__init__()
-        if lambda_rho > 0:
-            raise ValueError(f"loss cross_entropy has no density term; set lambda_rho to 0, not {lambda_rho}")
-        if fused:
-            raise ValueError("loss cross_entropy has no fused kernel; turn fused_pointwise off")
-        if weights is not None:
-            raise ValueError("loss cross_entropy does not support channel_weights; remove them")
+        if lambda_rho > 0 or fused or weights is not None:
+            raise ValueError("loss cross_entropy has no lambda_rho, fused_pointwise or channel_weights; remove them")
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if targets.is_floating_point():

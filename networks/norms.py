@@ -2,7 +2,7 @@
 
 They differ in the values over which mean and variance are computed. A batch is what one rank passes through the network
 at once: a micro-batch if a step has several. In training mode, batch norms keep a running mean of these statistics for
-evaluation mode. Statistics are float32 also under autocast.
+evaluation mode. Statistics are float32 even under autocast.
 """
 
 from __future__ import annotations

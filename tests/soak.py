@@ -1,4 +1,4 @@
-"""Kills trainings at random moments, restarts them to their end, and compares the bits with an undisturbed training.
+"""Kills trainings at random moments, resumes them to the end, and compares the bits with an undisturbed training.
 
 python tests/soak.py 100        100 kills; make soak N=100 does the same
 """

@@ -19,7 +19,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "conv.weight": (6, 4, 3, 3, 3),
     "conv.bias": (6,),
     "norm.weight": (6,),
-    "norm.bias": (6, 1, 1),  # only its name tells that it is a bias
+    "norm.bias": (6, 1, 1),  # only its name says that it is a bias
     "dense.weight": (7, 5),
     "zero.weight": (3, 2),  # starts at 0
     "idle.weight": (2, 3),  # its gradient is always 0

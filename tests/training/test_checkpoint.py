@@ -229,7 +229,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "removed": Path.unlink,
     "a directory": directory_instead,
-    "foreign": lambda path: path.write_bytes(b"\x89PNG\r\n" * 100),
+    "another file": lambda path: path.write_bytes(b"\x89PNG\r\n" * 100),
 }
 
 
@@ -289,7 +289,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
     return lambda content: {name: value for name, value in content.items() if name != key}
 
 
-FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
+OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "format 2": (
         resave(WEIGHTS, lambda content: {**content, "format": 2}),
         "weights.pt has format 2, this program reads format 1",
@@ -302,13 +302,13 @@ FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_foreign_checkpoint_with_correct_digests_is_skipped(
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_checkpoint_of_another_program_with_correct_digests_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A checkpoint of another version or program; no code in it is run."""
     monkeypatch.chdir(tmp_path)
-    make, says = FOREIGN[kind]
+    make, says = OTHERS[kind]
     folder = folder_of(tmp_path)
     make(place(folder, 2))
     verify(place(folder, 2))
@@ -489,7 +489,7 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     for _ in range(5):
         checkpointer.save(tensors(3.0), TrainState(step=3), is_best=False, wait=False)
     assert 10 <= clock.now < 10.3, "training continues: five saves waited 10 s in total"
-    assert caplog.text.count("No checkpoint at step 3: that of step 2 is still being written, for 10 s") == 5
+    assert caplog.text.count("No checkpoint at step 3: step 2 is still being written after 10 s") == 5
     checkpointer.save(tensors(3.0), TrainState(step=3), is_best=True, wait=False)
     assert 70 <= clock.now < 71, "the best one cannot be saved later"
     checkpointer.close()

@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 class Lamb(torch.optim.Optimizer):
     """x ← x − lr · |x| / |r + λx| · (r + λx) for each weight tensor x, with Adam's direction r = m̂ / (√v̂ + ε).
 
-    The variant: both bias corrections of Adam; λ (`weight_decay`) is decoupled and inside the norm, as in the paper;
+    This variant has both bias corrections of Adam. λ (`weight_decay`) is decoupled and inside the norm as in the paper;
     the ratio of norms (trust ratio) is not clamped (the paper's φ is the identity), and is 1 if either norm is 0.
     Parameters of fewer than two dimensions, and those whose name ends in "bias", use r itself, without decay and trust
     ratio: biases and the parameters of normalisation layers start at 0 or 1, so their norm is no measure of a step.

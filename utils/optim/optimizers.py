@@ -78,7 +78,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
         # apex counts its steps in the group.
         counts = {key: value for key, value in other.items() if key not in own and key not in optimizer.defaults}
         groups.append({**own, **counts, "params": other["params"]})
-    # State that this optimizer has from its start, and the other may lack: the zeros of a momentum.
+    # The saved state may lack what this optimizer creates at the start: a momentum of zero.
     before = optimizer.state_dict()["state"]
     state = {key: {**before.get(key, {}), **saved["state"].get(key, {})} for key in {**before, **saved["state"]}}
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -34,7 +34,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class CosineSchedule(Schedule):
-    """Half-cosine decay from `peak` to `end`, which the last step has (Loshchilov & Hutter 2017)."""
+    """Half-cosine decay from `peak` to `end`, which it reaches at the last step (Loshchilov & Hutter 2017)."""
 
     end: float
     total_steps: int

@@ -263,9 +263,9 @@ class AsyncCheckpointer:
     def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
         self._requested_step = state.step
         if not self._await_writer(self.CLOSE_SECONDS if wait else self._patience(is_best)):
-            self._fault = "the checkpoint before it is still being written"
+            self._fault = "the previous checkpoint is still being written"
             log.warning(
-                "No checkpoint at step %d: that of step %d is still being written, for %.0f s; training continues",
+                "No checkpoint at step %d: step %d is still being written after %.0f s; training continues",
                 state.step,
                 self._step,
                 time.monotonic() - self._write_started,

@@ -24,7 +24,7 @@ from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER, Checkpoint, DamagedCheckpoint, read_weights, stored_config
 from utils.training.state import TrainState
 
-# Config keys that decide which samples a step gets: a position in another order of samples means nothing.
+# Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
 # File among the checkpoints while --resume=no is requested and not yet carried out: a job that is restarted in between
@@ -92,7 +92,7 @@ class Start:
 def find_start(directory: Path, resume: str, init_from: str | None, config: Mapping[str, Any], world: World) -> Start:
     """The start of a training in a run directory; every rank calls it.
 
-    `resume` is auto, no or another run's directory. A run's own checkpoint comes before another run's.
+    `resume` is auto, no or another run's directory. A run's own checkpoint takes precedence.
     """
     found: Checkpoint | None = None
     with world.raise_together():

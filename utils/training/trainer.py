@@ -347,7 +347,7 @@ class Trainer:
             self.logger.info(f"Stopping after step {self.state.step}: {reason}")
             if self.state.step > 0:
                 self._save(wait=True)
-            self.world.barrier()  # a launcher that sees one rank end may stop the one that still writes
+            self.world.barrier()  # a launcher that sees one rank end may kill a rank that is still writing
             raise Stopped
         return answer
 
