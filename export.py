@@ -62,7 +62,7 @@ def export(options: Options) -> None:
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)
     if not target.parent.is_dir():
-        raise UserError(f"there is no directory {target.parent} for the output; make it, or give another --output")
+        raise UserError(f"directory {target.parent} does not exist; create it, or give another --output")
     weights = weights_file(Path(options.checkpoint))  # once: a training that still runs may move its best checkpoint
     trained = build.load_trained(weights, cpu)
     exported = build.exported_network(trained, options.units)

@@ -47,7 +47,7 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "page", lambda *_: "a page")
 
 
-def test_the_results_are_those_of_the_predicted_file(
+def test_results_agree_with_the_predicted_file(
     run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results are equal whether the network predicts or its prediction is read from a file."""
@@ -90,7 +90,7 @@ def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return lines[0]
 
 
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     run: Path, box: Path, written: Path, tmp_path: Path, volume_file: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     larger, new = volume_file(tmp_path / "larger.h5", box=20), f"--output={tmp_path / 'new'}"

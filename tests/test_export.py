@@ -70,7 +70,7 @@ def dark_matter(samples: int, *sides: int) -> torch.Tensor:
 
 
 def by_channels(network: nn.Module, config: Config, fields: torch.Tensor) -> torch.Tensor:
-    """The reference: network and transforms one after another."""
+    """The reference: input transforms, network, output transforms."""
     inputs = input_channels(config.N_in_channels, config.transform)
     targets = target_channels(config.N_out_channels, config.transform)
     linear = torch.cat([fields[:, :1].clamp(min=1e-3).log(), fields[:, 1:]], dim=1)
@@ -113,7 +113,7 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
     seen: list[torch.Tensor] = []
 
     class FiveChannels(nn.Module):
-        """Five channels of four."""
+        """Makes five channels of four."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = torch.tanh(torch.cat([x, x[:, :1]], dim=1))
@@ -150,7 +150,7 @@ def test_density_below_the_floor_counts_as_the_floor() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint `run`, gas.pt2 exported from it over an older file, and what the command printed."""
+    """A checkpoint `run`, gas.pt2 exported from it over an older file, and the command's output."""
     folder = tmp_path_factory.mktemp("export")
     save(folder / "run", config_of(), epoch=3, step=24, final_loss=0.125)
     (folder / "gas.pt2").write_text("older")
@@ -175,11 +175,11 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
         with pytest.raises(RuntimeError):
             predict(torch.ones(refused))
     fields = dark_matter(1, 4, 4, 4)
-    assert not predict(fields).requires_grad, "no activations are kept for gradients that nobody asked for"
+    assert not predict(fields).requires_grad, "parameters need no gradients, so no activations are kept"
     assert predict(fields.requires_grad_()).requires_grad
     on_meta = predict.to("meta")(dark_matter(1, 4, 4, 4).to("meta"))
-    assert on_meta.device.type == "meta", "the file moves to another device; this one exists everywhere"
-    assert torch.export.load(str(files / "gas.pt2")).example_inputs is None, "of six scales it would take 64 MB"
+    assert on_meta.device.type == "meta", "the file moves to other devices; meta exists on every machine"
+    assert torch.export.load(str(files / "gas.pt2")).example_inputs is None, "for six scales they would take 64 MB"
 
 
 def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operations(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operati
 
 
 def test_a_file_works_without_this_project(files: Path, tmp_path: Path) -> None:
-    """By the lines in its own metadata, in another process and directory."""
+    """Runs the lines of the file's own metadata in another process and directory."""
     fields = dark_matter(3, 8, 4, 12)
     np.save(tmp_path / "dark_matter.npy", fields.numpy())
     code = """
@@ -257,7 +257,7 @@ def test_a_file_in_channel_units_needs_no_transform(tmp_path: Path) -> None:
 
 @pytest.fixture
 def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    """refuse(flags, *says): the command ends in one line that says so, and changes no file."""
+    """refuse(flags, *says): the command ends with one line that contains `says`, and changes no file."""
 
     def run(flags: list[str], *says: str) -> None:
         before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
@@ -280,13 +280,13 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
     [
         (["--checkpoint=RUN"], "the following arguments are required: --output; see --help"),
         (["--checkpoint=RUN", "--output=HERE/gas.pt"], "gas.pt does not end in .pt2"),
-        (["--checkpoint=RUN", "--output=HERE/no/gas.pt2"], "no for the output; make it, or give another --output"),
+        (["--checkpoint=RUN", "--output=HERE/no/gas.pt2"], "no does not exist; create it, or give another --output"),
         (["--checkpoint=RUN", "--output=HERE/run.pt2"], "run.pt2 is a directory"),
         (["--checkpoint=RUN", "--output=HERE/old.pt2"], "exists; give --overwrite to replace it, or another --output"),
         (["--checkpoint=HERE/no", "--output=HERE/gas.pt2"], "no such file: "),
     ],
 )
-def test_bad_flags_are_one_line(
+def test_bad_flags_are_a_one_line_error(
     refuse: Callable[..., None], files: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     (tmp_path / "old.pt2").write_text("words")
@@ -314,7 +314,7 @@ def test_a_network_without_known_physical_units_is_refused(
 def test_a_file_that_computes_something_else_is_not_written(
     refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is read again and compared. In it one weight of some thousand is off by a thousandth; or one is NaN."""
+    """One weight of thousands is off by a thousandth, or is NaN."""
     pack = ExportedNetwork._pack
 
     def pack_a_changed_weight(exported: ExportedNetwork, text: str) -> bytes:
@@ -338,7 +338,7 @@ def test_a_file_that_computes_something_else_is_not_written(
     refuse([f"--checkpoint={run}", *flags], "would differ from the network by nan")
 
 
-def test_a_full_disk_is_one_line(
+def test_a_full_disk_is_a_one_line_error(
     refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = (files / "gas.pt2").read_bytes()

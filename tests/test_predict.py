@@ -1,4 +1,4 @@
-"""predict.py from outside: the file it writes, bad input in one line, and interruptions that do not change a bit."""
+"""predict.py: its output file, one-line errors for bad input, and interruptions that leave every bit unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def box_file(path: Path, shape: tuple[int, int, int] = BOX, **attributes: Any) -
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """A training's directory."""
+    """The directory of a training."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(TOP)
@@ -106,7 +106,7 @@ def same_bits(path: Path, expected: Path) -> None:
 
 
 def log_of(stderr: str) -> str:
-    """The log without times."""
+    """The log without timestamps."""
     return "\n".join(LOG_LINE.sub("", line) for line in stderr.splitlines())
 
 
@@ -143,7 +143,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     with h5py.File(nbody) as file:
         for name in ("box_size_mpc_h", "redshift", "seed", "cosmology"):
             assert attributes[name] == file.attrs[name]
-    assert "gas_adiabatic_index" not in attributes, "it describes gas that the input does not have"
+    assert "gas_adiabatic_index" not in attributes, "it describes gas, which the input lacks"
     assert {key: attributes[key] for key in TransformConfig.model_fields} == TransformConfig().model_dump()
     content = read_weights(weights)
     assert attributes["made_by"] == "predict.py: a network's prediction"
@@ -237,7 +237,7 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_bits(
     assert predict_until(1, "--overlap=5", "--precision=bfloat16")[0] == 75
     code, log = predict_until(2, "--physical")
     assert code == 75, log
-    assert "was begun with other windows, precision, physical: starting from scratch" in log
+    assert "was started with other windows, precision, physical: starting from scratch" in log
     assert "Stopping after plane 8 of 24: SIGTERM; run the same command again to resume" in log
     assert not (tmp_path / "hydro.h5").exists()
     code, log = predict_until(1, "--physical")
@@ -271,7 +271,7 @@ def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
     assert os.listdir(tmp_path) == ["hydro.h5"]
 
 
-def test_the_checkpoint_is_the_same_throughout_even_if_a_training_moves_best(
+def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
     run: Path, nbody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path and digest written to the file are those of the weights that were read."""
@@ -348,7 +348,7 @@ CLASSIFIER = {
         ({}, ("--windows=8",), "unrecognized arguments: --windows=8; did you mean --window?"),
     ],
 )
-def test_a_config_or_flags_that_do_not_fit_are_one_line(
+def test_an_unsuitable_config_or_flag_is_a_one_line_error(
     refuse: Any, run: Path, tmp_path: Path, change: dict[str, Any], flags: tuple[str, ...], says: str
 ) -> None:
     content = read_weights(run)
@@ -357,8 +357,8 @@ def test_a_config_or_flags_that_do_not_fit_are_one_line(
     refuse(says, checkpoint=tmp_path / "changed.pt", flags=flags)
 
 
-def test_a_damaged_or_missing_checkpoint_is_one_line(refuse: Any, run: Path, tmp_path: Path) -> None:
-    """tests/training/test_checkpoint.py has every kind of damage."""
+def test_a_damaged_or_missing_checkpoint_is_a_one_line_error(refuse: Any, run: Path, tmp_path: Path) -> None:
+    """tests/training/test_checkpoint.py tests every kind of damage."""
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
     content = read_weights(run)
     del content["config"]
@@ -385,16 +385,16 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
         (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config has 14; rescale"),
     ],
 )
-def test_a_box_that_does_not_fit_is_one_line(
+def test_an_unsuitable_box_is_a_one_line_error(
     refuse: Any, tmp_path: Path, make: Callable[[Path], Any], says: str
 ) -> None:
-    """tests/test_bad_input.py has every kind of damaged file."""
+    """tests/test_bad_input.py tests every kind of damaged file."""
     make(tmp_path / "bad.h5")
     refuse(says, nbody=tmp_path / "bad.h5")
 
 
 def test_physical_values_in_place_of_channel_values_are_warned_about(command: Any, tmp_path: Path) -> None:
-    """An exported file takes physical values, this command does not, and the output would be nonsense."""
+    """Exported files take physical values, this command takes channels: the output would be nonsense."""
     box, flags = box_file(tmp_path / "box.h5"), (f"--input={tmp_path / 'box.h5'}", "--window=16")
     assert "Values of" not in command(*flags)[1]
     with h5py.File(box, "r+") as file:
@@ -406,10 +406,10 @@ def test_physical_values_in_place_of_channel_values_are_warned_about(command: An
     )
 
 
-def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
+def test_a_non_finite_value_is_located_and_a_read_error_keeps_the_partial_output(
     refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fixed file is another input, so its partial output goes; a file system may be back in a minute."""
+    """A corrected file is a new input, so the partial output is removed; a read error may be temporary."""
     with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
     refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5")
@@ -425,7 +425,9 @@ def test_a_non_finite_value_is_located_and_a_read_error_keeps_what_is_done(
     refuse("Input/output error", nbody=box_file(tmp_path / "good.h5"), left=hidden)
 
 
-def test_an_output_that_exists_or_is_the_input_is_one_line_and_kept(refuse: Any, nbody: Path, tmp_path: Path) -> None:
+def test_an_output_that_exists_or_is_the_input_is_a_one_line_error_and_kept(
+    refuse: Any, nbody: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "precious.h5"
     output.write_text("precious")
     refuse("precious.h5 exists; give --overwrite to replace it, or another --output", output=output)
@@ -436,7 +438,7 @@ def test_an_output_that_exists_or_is_the_input_is_one_line_and_kept(refuse: Any,
     assert nbody.read_bytes() == before
 
 
-def test_training_on_channels_of_another_transform_is_one_line(
+def test_training_on_channels_of_another_transform_is_a_one_line_error(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(TOP)

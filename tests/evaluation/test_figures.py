@@ -1,4 +1,4 @@
-"""The data and labels of the figures' artists are compared with the results."""
+"""Data and labels of the figures agree with the results."""
 
 from __future__ import annotations
 

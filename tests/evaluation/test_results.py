@@ -20,7 +20,7 @@ def example() -> Results:
 
 
 def same(one: Any, other: Any) -> None:
-    """Equal to the last bit, including array types."""
+    """Asserts that both are equal to the last bit, including array types."""
     assert type(one) is type(other)
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype

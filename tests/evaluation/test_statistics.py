@@ -109,7 +109,7 @@ def agree(one: Results, other: Results, tolerance: float = 1e-6) -> None:
 # --- per cell ------------------------------------------------------------------------------------------------------
 
 
-def test_errors_slices_and_histograms_are_those_of_numpy(found: Results) -> None:
+def test_errors_slices_and_histograms_agree_with_numpy(found: Results) -> None:
     predicted, target = volumes()
     p, t = (values.astype(np.float64).reshape(5, -1) for values in (predicted, target))
     np.testing.assert_allclose(found.l1, np.abs(p - t).mean(1), rtol=1e-6)
@@ -138,7 +138,7 @@ def test_errors_slices_and_histograms_are_those_of_numpy(found: Results) -> None
         np.testing.assert_array_equal(counts, np.histogram2d(values[0].ravel(), values[4].ravel(), bins)[0])
 
 
-def test_r2_of_a_channel_far_from_zero_keeps_its_digits() -> None:
+def test_r2_of_a_channel_far_from_zero_is_accurate() -> None:
     """Σt² − (Σt)²/N would lose twelve digits."""
     predicted, target = (2e4 + noise(1, *SHAPE, seed=seed) for seed in (0, 1))
     predicted = 0.9 * target + 0.1 * predicted
@@ -176,13 +176,13 @@ def test_spectra_are_those_of_the_physical_fields(found: Results) -> None:
     assert list(found.spectra) == list(expected) == ALL_SPECTRA
     for name, values in expected.items():
         np.testing.assert_allclose(powers(found, name), values, rtol=1e-4, atol=1e-5 * np.abs(values).max())
-    assert found.length_unit == "Mpc/h"
+    assert (found.cell, found.wavenumber_unit) == (0.5, "h/Mpc")
     assert found.spectra["density"].k[0] == pytest.approx(2 * np.pi / (12 * 0.5), rel=0.2)
 
 
 def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
     plain = evaluated(*volumes(), cell=None)
-    assert plain.length_unit == "cells"
+    assert (plain.cell, plain.wavenumber_unit) == (None, "rad/cell")
     np.testing.assert_allclose(plain.spectra["velocity"].k, 0.5 * found.spectra["velocity"].k)
     np.testing.assert_allclose(powers(plain, "velocity"), powers(found, "velocity") / 0.5**3, rtol=1e-5)
     units = [each.distributions["velocity divergence"].unit for each in (plain, found)]
@@ -190,7 +190,7 @@ def test_without_a_cell_size_lengths_are_in_cells(found: Results) -> None:
     assert plain.divergence_r2 == pytest.approx(found.divergence_r2, rel=1e-5)
 
 
-def test_divergence_r2_and_distribution_are_those_of_numpy(found: Results) -> None:
+def test_divergence_r2_and_distribution_agree_with_numpy(found: Results) -> None:
     p, t = (numpy_divergence(physical(values)[1:4], 0.5) for values in volumes())
     assert found.divergence_r2 == pytest.approx(1 - ((p - t) ** 2).sum() / (t**2).sum(), rel=1e-5)
     distribution = found.distributions["velocity divergence"]

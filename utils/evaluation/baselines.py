@@ -1,4 +1,4 @@
-"""Losses of predictors that learn nothing, to compare a trained network with."""
+"""Baselines for a trained network: the losses of predictors that learn nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
 def volume_losses(loader: Loader, world: World) -> dict[str, float]:
     """Mean absolute difference over the validation crops of two predictors that ignore the structure of the input.
 
-    One predicts each target channel's median, the best constant under this loss (to half a histogram bin). The other
-    copies the input's density and velocities, and predicts that constant for channels that the input lacks.
+    One predicts the median of each target channel, the best constant under this loss (to half a histogram bin). The
+    other copies the input's density and velocities, and predicts the median for channels that the input lacks.
     """
     medians = _medians(loader, world)
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, elements

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,7 @@ class Results:
     phase_diagram: PhaseDiagram | None  # None if density or temperature have no physical units
     divergence_r2: float  # R² of the velocity divergence; NaN if there is no velocity
     slices: dict[str, np.ndarray]  # the middle plane: "input" [C_in, Y, Z], "target" and "predicted" [C, Y, Z]
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # epoch, step, checkpoint, input, …: plain values
-
-    @property
-    def length_unit(self) -> str:
-        return "cells" if self.cell is None else "Mpc/h"
+    metadata: Mapping[str, Any]  # epoch, step, checkpoint, input, …: plain values
 
     @property
     def wavenumber_unit(self) -> str:
@@ -137,7 +133,7 @@ def save(results: Results, path: Path) -> None:
     arrays: dict[str, np.ndarray] = {}
 
     def store(value: Any, name: str) -> Any:
-        """Copies arrays to `arrays`; returns JSON values that refer to them."""
+        """Returns `value` for JSON; moves its arrays to `arrays` and refers to them by name."""
         if isinstance(value, dict):
             return {key: store(part, f"{name}/{key}" if name else key) for key, part in value.items()}
         if not isinstance(value, np.ndarray):

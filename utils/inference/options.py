@@ -1,4 +1,4 @@
-"""How a volume is predicted: the options that predict.py and evaluate.py share."""
+"""Options of a prediction, shared by predict.py and evaluate.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceOptions:
-    """How a volume is predicted; the flags have the same names."""
+    """Options of a prediction; the flags have the same names."""
 
     window: int | None = None
     overlap: int | None = None

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionFile:
-    """Where a prediction is written, and what it is made from. Rank 0 writes; every rank calls `write`."""
+    """The output of a prediction and the inputs it is made from. Rank 0 writes; every rank calls `write`."""
 
     path: Path
     source: FieldReader
@@ -86,7 +86,7 @@ class PredictionFile:
             PHYSICAL: {"channels": names, "units": units},
         }
         datasets = dict.fromkeys([OUTPUT, PHYSICAL] if self.physical else [OUTPUT], (len(names), *grid.shape))
-        # A file that was begun with other values is not resumed.
+        # An unfinished file with other values is not resumed.
         identity = {
             "weights": sha256,
             "input": str(source),
@@ -98,7 +98,7 @@ class PredictionFile:
         writer = ResumableHDF5Writer(self.path, datasets, about, identity, self.overwrite)
         if writer.changed:
             changed = ", ".join(writer.changed)
-            log.info("An unfinished %s was begun with other %s: starting from scratch", self.path, changed)
+            log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
         return writer
 
     def _write_slabs(

@@ -1,4 +1,4 @@
-"""How a volume is covered by overlapping windows, and with what weights their predictions are added.
+"""Overlapping windows that cover a volume, and the weights with which their predictions are added.
 
 A network predicts worst next to the faces of its input, where it sees zero padding instead of the neighbourhood. So
 windows overlap, and their weight falls towards their faces: along each axis with the square of a sine. For windows
