@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from utils.errors import UserError, os_errors_for_users
+from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
 
@@ -28,9 +29,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
             _flush(partial)
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
-        # Makes the new names survive a crash, too; not every file system can flush a directory.
-        with contextlib.suppress(OSError):
-            _flush(targets[0].parent)
+        _flush(targets[0].parent)  # makes the new names survive a crash, too
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)
@@ -48,8 +47,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         yield partial
         for file in partial.iterdir():
             _flush(file)
-        with contextlib.suppress(OSError):  # not every file system can flush a directory
-            _flush(partial)
+        _flush(partial)
         replaced = target.with_name(f".{target.name}.replaced")
         if target.exists():  # a rename does not replace a directory that has files
             shutil.rmtree(replaced, ignore_errors=True)
@@ -61,8 +59,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
                 os.rename(replaced, target)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            _flush(target.parent)
+        _flush(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -86,12 +83,27 @@ def _partial(target: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until the file or directory is on disk."""
+    """Waits until the file or directory is on disk. Not every file system can flush a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def copy_file(source: str | Path, target: str | Path, description: str) -> None:
+    """Copies a file's content and shows the progress; a copy to os.devnull reads it into the page cache."""
+    buffer, done = memoryview(bytearray(2**24)), 0
+    with (
+        open(source, "rb", buffering=0) as read,
+        open(target, "wb") as written,
+        Progress(description, os.path.getsize(source) // MIB, "MiB") as progress,
+    ):
+        while count := read.readinto(buffer):
+            written.write(buffer[:count])
+            done += count
+            progress.advance(done // MIB - progress.done)
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------

@@ -29,66 +29,77 @@ def volume(volume_file: VolumeFile, tmp_path: Path) -> Volume:
     return open_volume(volume_file(tmp_path / "a.h5"), (4, 5))
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Path:
-    """A directory that stands in for the node's shared memory."""
-    (tmp_path / "memory").mkdir()
-    return tmp_path / "memory"
-
-
 def fail(*_: object, **__: object) -> None:
     raise OSError("filter returned failure")
 
 
-def test_the_copy_equals_the_file_and_leaves_no_name(
-    volume_file: VolumeFile, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_single_rank_gets_a_copy_in_private_memory(
+    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a directory for shared memory, and for a single rank in private memory."""
     path = volume_file(tmp_path / "a.h5", chunks=(1, 8, 8, 8), compression="gzip")
     monkeypatch.setattr(shared, "SHARED_MEMORY", str(tmp_path / "missing"))
-    for directory in (str(memory), None):
-        copy = share_volume(open_volume(path, (4, 5)), ALONE, directory)
-        assert copy.mapped
-        assert copy.path == str(path)
-        for field, values in zip((copy.inputs, copy.targets), read_fields(path), strict=True):
-            np.testing.assert_array_equal(field, values)
-    assert os.listdir(memory) == []
+    copy = share_volume(open_volume(path, (4, 5)), ALONE)
+    assert copy.mapped
+    assert copy.path == str(path)
+    for field, values in zip((copy.inputs, copy.targets), read_fields(path), strict=True):
+        np.testing.assert_array_equal(field, values)
     assert shared.room_for_copies(World(Launch("test", world_size=2), torch.device("cpu"))) == 0, "no shared memory"
 
 
-def test_too_little_memory_is_reported_before_anything_is_written(
-    volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the process would be killed by SIGBUS while it fills the copy."""
-    free = SimpleNamespace(f_bavail=volume.bytes - 1, f_frsize=1)
-    monkeypatch.setattr(os, "statvfs", lambda _: free)
-    with pytest.raises(UserError, match=r"GiB of shared memory.*use --data_loader_config=lowmem$"):
-        share_volume(volume, ALONE, str(memory))
-    assert os.listdir(memory) == []
-    free.f_bavail += 1
-    share_volume(volume, ALONE, str(memory))
+def test_too_little_memory_is_reported_before_anything_is_read(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_fill", lambda *_: None)
+    monkeypatch.setattr(shared, "available_memory", lambda: volume.bytes)
+    share_volume(volume, ALONE)
     monkeypatch.setattr(shared, "available_memory", lambda: volume.bytes - 1)
-    with pytest.raises(UserError, match=r"GiB of memory.*use --data_loader_config=lowmem$"):
+    monkeypatch.setattr(shared, "_fill", lambda *_: pytest.fail("the volume was read"))
+    with pytest.raises(UserError, match=r"needs .* GiB of memory, and .* free; use --data_loader_config=lowmem$"):
         share_volume(volume, ALONE)
-    assert shared.room_for_copies(ALONE) == volume.bytes - 1
 
 
-def test_a_failure_is_one_line_and_leaves_no_file(
-    volume: Volume, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for failing in ((shared, "_fill"), (shared.mmap, "mmap")):
-        with monkeypatch.context() as patched:
-            patched.setattr(*failing, fail)
-            for directory in (str(memory), None):
-                with pytest.raises(UserError, match=r"filter returned failure; use --data_loader_config=lowmem$"):
-                    share_volume(volume, ALONE, directory)
+def test_a_failure_is_one_line(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_fill", fail)
+    with pytest.raises(UserError, match=r"cannot read .*filter returned failure; use --data_loader_config=lowmem$"):
+        share_volume(volume, ALONE)
+
+
+def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
+    """Runs on each rank; returns the errors if the memory is too small, cannot be reserved, or cannot be filled."""
+    shared.SHARED_MEMORY, errors = directory, []
+    failures: list[tuple[Any, str, Any]] = [
+        (shared, "room_for_copies", lambda _: 1),
+        (os, "posix_fallocate", fail),
+        (shared.np, "memmap", fail),
+        (shared, "_fill", fail),
+    ]
+    for module, name, replacement in failures:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, replacement)
+            volume = Volume(path, *(np.zeros((channels, 4, 4, 4), np.float32) for channels in (4, 5)))
+            try:
+                share_volume(volume, world)
+            except UserError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_failure_is_one_line_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for errors in run_ranks(fail_on_two_ranks, 2, "a.h5", str(memory)):
+        assert len(errors) == 4
+        assert "0.00 GiB are free" in errors[0]
+        for error in errors[1:3]:
+            assert f"cannot hold a.h5 in {memory}: filter returned failure" in error
+        assert "cannot read a.h5: filter returned failure" in errors[3]
+        assert all(error.endswith("use --data_loader_config=lowmem") for error in errors)
     assert os.listdir(memory) == []
 
 
 def share_on_two_ranks(world: World, path: str, directory: str, token: str) -> dict[str, Any]:
     """Runs on each rank; returns the copy before, and a value after, rank 0 writes to it."""
     shared.uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=token))
-    volume = share_volume(open_volume(path, (4, 5)), world, directory)
+    shared.SHARED_MEMORY = directory
+    volume = share_volume(open_volume(path, (4, 5)), world)
     fields = (volume.inputs.copy(), volume.targets.copy())
     left = [name for name in os.listdir(directory) if token in name]
     world.barrier()

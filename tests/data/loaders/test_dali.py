@@ -122,10 +122,10 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
         (cut, r"bad_data\.npy: the file is truncated; recreate it with .* -i .*bad\.h5 --overwrite"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-        (saved(ZEROS.astype(">f4")), "is of type >f4, expected little-endian float32"),
-        (saved(np.asfortranarray(ZEROS)), "is in Fortran order, expected C order"),
-        (saved(ZEROS[:8]), r"is \(8, 12, 12, 4\), expected \(12, 12, 12, 4\)"),
-        (saved(ZEROS), r"does not match .*bad\.h5 \(other values\); recreate it with .* --overwrite"),
+        (saved(ZEROS.astype(">f4")), r"is >f4 .*, expected float32 \(12, 12, 12, 4\) in C order"),
+        (saved(np.asfortranarray(ZEROS)), "in Fortran order, expected .* in C order"),
+        (saved(ZEROS[:8]), r"is float32 \(8, 12, 12, 4\) in C order, expected float32 \(12, 12, 12, 4\)"),
+        (saved(ZEROS), r"does not match .*bad\.h5: other values; recreate it with .* --overwrite"),
     ],
 )
 def test_a_bad_npy_file_is_one_line_that_names_it(
@@ -143,7 +143,7 @@ def test_a_bad_npy_file_is_one_line_that_names_it(
 def test_npy_files_of_another_box_and_missing_paths(volume_file: VolumeFile, tmp_path: Path) -> None:
     small, large = volume_file(tmp_path / "small.h5", box=8), volume_file(tmp_path / "large.h5", box=BOX)
     convert(small)
-    with pytest.raises(UserError, match=r"small_data\.npy does not match .*large\.h5 \(shape \(8, 8, 8, 4\), expected"):
+    with pytest.raises(UserError, match=r"small_data\.npy does not match .*large\.h5: other values; recreate"):
         open_npy_volume(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
     with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy -i box\.h5"):
         open_npy_volume((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)

@@ -20,8 +20,7 @@ from utils.config.schema import TransformConfig
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason
-from utils.files import MIB, atomic_write
-from utils.progress import Progress
+from utils.files import atomic_write, copy_file
 
 DATASETS = ("Nbody", "Hydro")
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
@@ -106,13 +105,12 @@ class FieldReader:
             values = np.asarray(self._values[:, start:stop])
         except OSError as error:
             raise UserError(f"cannot read {self.path}: {_reason(error)}") from None
-        with np.errstate(invalid="ignore", over="ignore"):
-            if np.isfinite(values.sum(dtype=np.float64)):
-                return values
+        place = _nonfinite_place(values)
+        if place is None:
+            return values
         self.has_nonfinite = True
-        c, x, y, z = (int(index[0]) for index in np.nonzero(~np.isfinite(values)))
-        where = f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}]"
-        raise UserError(f"{where} is {values[c, x, y, z]}; fix the file")
+        c, x, y, z = place
+        raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
 
     def close(self) -> None:
         self._size_check.close()
@@ -226,14 +224,20 @@ def _map_if_contiguous(dataset: h5py.Dataset) -> Any:
 def first_nonfinite(volume: Volume, advance: Callable[[], None] = lambda: None) -> str | None:
     """Location and value of the first NaN or infinite value, or None; calls `advance` after each slab."""
     for name, channel, start, values in volume.slabs():
-        # The sum is finite if all values are: one pass, no temporary array.
-        with np.errstate(invalid="ignore"):
-            total = np.sum(values, dtype=np.float64)
-        if not np.isfinite(total):
-            x, y, z = (int(index[0]) for index in np.nonzero(~np.isfinite(values)))
-            return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[x, y, z]}"
+        place = _nonfinite_place(values)
+        if place is not None:
+            x, y, z = place
+            return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[place]}"
         advance()
     return None
+
+
+def _nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
+    """Index of the first NaN or infinite value, or None."""
+    with np.errstate(invalid="ignore"):
+        if np.isfinite(np.sum(values, dtype=np.float64)):  # one pass, no temporary array
+            return None
+    return tuple(np.argwhere(~np.isfinite(values))[0].tolist())
 
 
 def stage(path: str, directory: str) -> str:
@@ -252,19 +256,6 @@ def stage(path: str, directory: str) -> str:
                 return str(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write([target]) as (partial,):
-            _copy(source, partial, f"staging {source.name} in {directory}")
+            copy_file(source, partial, f"staging {source.name} in {directory}")
             os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
     return str(target)
-
-
-def _copy(source: Path, target: Path, description: str) -> None:
-    buffer, done = memoryview(bytearray(2**24)), 0
-    with (
-        open(source, "rb", buffering=0) as read,
-        open(target, "wb") as written,
-        Progress(description, source.stat().st_size // MIB, "MiB") as progress,
-    ):
-        while count := read.readinto(buffer):
-            written.write(buffer[:count])
-            done += count
-            progress.advance(done // MIB - progress.done)

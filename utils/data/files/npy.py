@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.data.files.hdf5 import Volume
-from utils.errors import UserError, os_reason
+from utils.errors import UserError, os_errors_for_users
 
 FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/convert_to_npy.py writes them
 
@@ -51,45 +51,34 @@ def open_npy_volume(
         opened.append(_open(path, (box, box, box, count), command))
     if volume is not None:
         for array, field, path in zip(opened, (volume.inputs, volume.targets), paths, strict=True):
-            fault, expected = None, (*field.shape[1:], field.shape[0])
-            if array.shape != expected:
-                fault = f"shape {array.shape}, expected {expected}"
-            elif not _same_values(array, field):
-                fault = "other values"
-            if fault is not None:
+            if not _same_values(array, field):
                 raise UserError(
-                    f"{path} does not match {volume.path} ({fault}); recreate it with {command} --overwrite"
+                    f"{path} does not match {volume.path}: other values; recreate it with {command} --overwrite"
                 )
     return NpyVolume((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
 
 
 def _open(path: str, shape: tuple[int, ...], command: str) -> np.ndarray:
     recreate = f"recreate it with {command} --overwrite"
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}; create it with {command}") from None
-    except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise UserError(f"cannot read {path}: {os_reason(error)}") from None
-        # For a short file numpy reports a wrong size, for any other that it contains pickled data.
-        reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
-        raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
-    if not isinstance(array, np.ndarray):
-        raise UserError(f"cannot read {path}: it is not a .npy file; {recreate}")
-    if array.dtype != np.dtype("<f4"):
-        raise UserError(f"{path} is of type {array.dtype}, expected little-endian float32; {recreate}")
-    if array.shape != shape:
-        raise UserError(f"{path} is {array.shape}, expected {shape}; check box_size, or {recreate}")
-    if not array.flags.c_contiguous:
-        raise UserError(f"{path} is in Fortran order, expected C order; {recreate}")
+    with os_errors_for_users(f"cannot read {path}", recreate):
+        try:
+            array = np.lib.format.open_memmap(path, mode="r")
+        except FileNotFoundError:
+            raise UserError(f"no such file: {path}; create it with {command}") from None
+        except ValueError as error:
+            reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
+            raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
+    if array.dtype != np.dtype("<f4") or array.shape != shape or not array.flags.c_contiguous:
+        order = "C" if array.flags.c_contiguous else "Fortran"
+        raise UserError(
+            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 {shape} in C order; "
+            f"check box_size, or {recreate}"
+        )
     return np.asarray(array)
 
 
 def _same_values(array: np.ndarray, field: np.ndarray) -> bool:
     """Compares rows across the middle and along three edges, which detects another simulation or a reflected box."""
-    box = array.shape[0]
-    for x, y in ((0, 0), (0, box - 1), (box - 1, 0), (box // 2, box // 3)):
-        if not np.array_equal(array[x, y].T, field[:, x, y], equal_nan=True):
-            return False
-    return True
+    last = len(array) - 1
+    rows = ((0, 0), (0, last), (last, 0), (last // 2, last // 3))
+    return all(np.array_equal(array[x, y].T, field[:, x, y], equal_nan=True) for x, y in rows)

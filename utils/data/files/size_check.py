@@ -27,7 +27,7 @@ class SizeCheck:
     def __init__(self, paths: Iterable[str | os.PathLike[str]]) -> None:
         self._files: list[tuple[IO[bytes], int]] = []  # with the size at construction
         with contextlib.ExitStack() as opened:
-            for path in dict.fromkeys(os.fspath(path) for path in paths):
+            for path in paths:
                 with os_errors_for_users(f"cannot read {path}", error_type=LocalError):
                     file = opened.enter_context(open(path, "rb", buffering=0))
                     self._files.append((file, os.fstat(file.fileno()).st_size))

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -136,16 +136,12 @@ def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
 
 def _open_locked(path: Path) -> IO[bytes]:
     """Opens or creates the file, locked against a second writer for as long as it is open."""
-    while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(f"another process is writing {path.name[1:-8]}; wait, or give another --output") from None
-        except OSError:
-            return file  # some parallel file systems have no locks
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        file.close()  # the process that had locked it has just renamed or removed it
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"another process is writing {path.name[1:-8]}; wait, or give another --output") from None
+    except OSError:
+        pass  # some parallel file systems have no locks
+    return file

@@ -29,7 +29,7 @@ import torch
 from utils.config import Config
 from utils.data import symmetry
 from utils.data.files.npy import FIELDS, NpyVolume
-from utils.data.files.page_cache import map_cached_pages, warm_page_cache
+from utils.data.files.page_cache import warm_page_cache
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
 from utils.data.loaders.crop_reader import CropReader
 from utils.data.loaders.crops import CropOptions, Vectors
@@ -66,9 +66,8 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
     with world.raise_together():
         import_dali()
     volumes = open_npy_volumes(config, world)
-    note = warm_page_cache([path for volume in volumes.values() for path in volume.paths], world)
-    for volume in volumes.values():
-        map_cached_pages(volume.paths, volume.arrays)
+    arrays = [array for volume in volumes.values() for array in volume.arrays]
+    note = warm_page_cache([path for volume in volumes.values() for path in volume.paths], arrays, world)
     return build_splits(lambda split: DaliLoader(volumes[split], crop_options(config, world, split)), world, note)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from utils.config import Config
 from utils.data.files.hdf5 import Volume
-from utils.data.files.page_cache import map_cached_pages, warm_page_cache
+from utils.data.files.page_cache import warm_page_cache
 from utils.data.files.shared_memory import share_volume
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
 from utils.data.loaders.crop_reader import BATCHES_AHEAD, CropReader
@@ -23,10 +23,8 @@ from utils.distributed.world import World
 def build_lowmem(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
     """Crops from the files, which are mapped if they are contiguous."""
     volumes = open_volumes(config, world)
-    note = warm_page_cache([path for volume in volumes.values() for path in volume.files], world)
-    for volume in volumes.values():
-        if volume.mapped:
-            map_cached_pages(volume.files, (volume.inputs, volume.targets))
+    mapped = [field for volume in volumes.values() if volume.mapped for field in (volume.inputs, volume.targets)]
+    note = warm_page_cache([path for volume in volumes.values() for path in volume.files], mapped, world)
     return build_splits(
         lambda split: ThreadedCropLoader(volumes[split], crop_options(config, world, split)), world, note
     )
