@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,10 @@ def test_more_epochs_replace_the_summary(start: Any) -> None:
     found = scalars(run)
     assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 24
     assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"
+
+
+def test_a_missing_matplotlib_costs_the_pictures_only(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run, printed = start("00")
+    assert "Cannot draw pictures" in printed
+    assert (run / summary.SUMMARY).exists()

@@ -92,7 +92,7 @@ def result_table(result: FitResult, losses: dict[str, float], directory: Path) -
 
 
 def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) -> list[str]:
-    """Draws the pictures and the report; returns lines for the result table. A full disk costs a warning."""
+    """Draws the pictures and the report; returns lines for the result table. An error costs a warning."""
     logger = trainer.logger
     pictures: list[Path] = []
     reports: list[Path] = []
@@ -102,6 +102,6 @@ def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) 
             loader, steps = trainer.loaders.valid, result.steps
             pictures.append(training_figures.write_slices(trainer.step, loader, config, directory, logger, steps))
         reports = report.write_run_report(directory)
-    except OSError as error:  # the training itself is complete
-        logger.warning(f"Cannot draw pictures in {directory}: {error.strerror or error}")
+    except (OSError, ImportError) as error:  # the training itself is complete
+        logger.warning(f"Cannot draw pictures in {directory}: {getattr(error, 'strerror', None) or error}")
     return [*(f"picture: {path}" for path in pictures), *(f"report: {path}" for path in reports)]
