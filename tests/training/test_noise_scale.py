@@ -12,7 +12,7 @@ from torch import nn
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.steps.eager import EagerStep, StepOptions
-from utils.training.noise_scale import SMOOTHING, NoiseScale
+from utils.training.noise_scale import NoiseScale
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SIZE, NOISE, STEPS = 200, 3.0, 250
@@ -56,8 +56,8 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
         square = float(world.sum(step.probe.square)) / world.size
         estimate.add(square, float(step.gradient_norm) ** 2)
     assert estimate.samples is not None
-    gradient_square, noise = (value / (1 - SMOOTHING**STEPS) for value in sums[:2])
-    return gradient_square, noise, estimate.samples
+    gradient_square, noise, weights, _ = sums
+    return gradient_square / weights, noise / weights, estimate.samples
 
 
 TWO_RANKS: dict[str, dict[str, Any]] = {

@@ -24,25 +24,25 @@ class NoiseScale:
     def __init__(self, part: float, batch: float, sums: list[float]) -> None:
         """`part` < `batch`, both in samples.
 
-        `sums` are updated in place: [] at first, then the smoothed sums of |G|² and of S, and the number of steps.
+        `sums` are updated in place: [] at first, then the weighted sums of |G|² and of S, the weights and the steps.
         """
         self._part, self._batch, self._sums = part, batch, sums
-        sums.extend([0.0] * (3 - len(sums)))
+        sums.extend([0.0] * (4 - len(sums)))
 
     def add(self, part_norm_squared: float, batch_norm_squared: float) -> None:
         """Adds a step's squared gradient norms: of a part of the batch, mean over the parts, and of the batch."""
         part, batch = self._part, self._batch
         gradient = (batch * batch_norm_squared - part * part_norm_squared) / (batch - part)
         noise = (part_norm_squared - batch_norm_squared) / (1 / part - 1 / batch)
-        for index, value in enumerate((gradient, noise)):
+        for index, value in enumerate((gradient, noise, 1.0)):
             self._sums[index] = SMOOTHING * self._sums[index] + (1 - SMOOTHING) * value
-        self._sums[2] += 1
+        self._sums[3] += 1
 
     @property
     def samples(self) -> float | None:
         """The noise scale in samples; None if an estimate is not positive, as before the first step."""
-        gradient, noise, _ = self._sums
-        return noise / gradient if gradient > 0 and noise > 0 else None
+        gradient, noise, weight, _ = self._sums
+        return (noise / weight) / (gradient / weight) if gradient > 0 and noise > 0 else None
 
     def scalars(self) -> dict[str, float]:
         """The noise scale and the relative progress per step at this batch, for TensorBoard."""
@@ -51,7 +51,7 @@ class NoiseScale:
 
     def sentence(self) -> str:
         """The result in one sentence, with its meaning for the number of ranks."""
-        scale, steps, batch = self.samples, self._sums[2], self._batch
+        scale, steps, batch = self.samples, self._sums[3], self._batch
         if steps < MIN_STEPS:
             return f"Gradient noise scale: not known after {steps:g} steps, it needs {MIN_STEPS}"
         if scale is None:
