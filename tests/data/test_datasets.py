@@ -182,7 +182,7 @@ def test_numbers_of_inputs_and_labels_must_agree_and_not_be_zero(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "reuters"])
-def test_a_file_that_declares_more_than_any_data_set_has_is_not_unpacked(
+def test_no_more_of_a_file_is_unpacked_than_any_data_set_has(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(name, tmp_path)
@@ -224,17 +224,12 @@ def test_faults_of_idx_files_are_reported(tmp_path: Path) -> None:
     write("mnist", tmp_path)
     path = tmp_path / "train-images-idx3-ubyte.gz"
     zeros = np.zeros((15, 28, 28))
-    for data, message in (
-        (idx(zeros, magic=0x0801), "not an IDX file with 3 axes"),
-        (idx(zeros)[:15], "the file is truncated"),
-        (idx(zeros)[:-1], "is truncated: 11759 bytes of 11760"),
-        (idx(zeros) + b"\0", "has more than its 11760 bytes"),
-        (idx(np.zeros((15, 32, 28))), "images of 32 × 28 pixels, expected 28 × 28"),
-    ):
+    faulty = [idx(zeros, magic=0x0801), idx(zeros)[:15], idx(zeros)[:-1], idx(zeros) + b"\0"]
+    for data in (*faulty, idx(np.zeros((15, 32, 28)))):
         path.write_bytes(gzip.compress(data))
-        line = refused("mnist", tmp_path)
-        assert line.startswith(str(path))
-        assert message in line
+        assert (
+            refused("mnist", tmp_path) == f"{path} is not a complete IDX file of N × 28 × 28 bytes; download it again"
+        )
 
 
 # --- CIFAR-10 ------------------------------------------------------------------------------------------------------
@@ -302,16 +297,14 @@ def test_other_contents_of_the_archive_are_reported(tmp_path: Path, monkeypatch:
         (with_text((1, 2, 3, 4)), "sample 1 is not a list of integers"),
         (with_text([None, True]), "sample 1 is not a list of integers"),
         (with_text([-1]), "sample 1 has an invalid word index"),
-        ({"x": np.zeros((22, 300), dtype=int), "y": labels}, "x is int64 of shape (22, 300), expected lists (N,)"),
-        ({"x": x, "y": labels / 2}, "y is float64 of shape (22,), expected integers (N,)"),
+        ({"x": np.zeros((22, 300), dtype=int), "y": labels}, "x.npy contains values of type int64"),
+        ({"x": x, "y": labels / 2}, "y.npy contains values of type float64"),
         ({"x": x}, "does not contain y.npy; it contains x.npy"),
     ):
         np.savez(path, **arrays)  # type: ignore[arg-type]
         line = refused("reuters", tmp_path)
         assert str(path) in line
         assert message in line
-    write_npz(path, 21, pickle.dumps(x), labels[:21])
-    assert "x has 22 texts, its header says 21" in refused("reuters", tmp_path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("y.npy", b"")
     assert "y.npy is not compressed in numpy's way" in refused("reuters", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import os
 import tarfile
@@ -17,7 +18,7 @@ import numpy as np
 
 from utils.errors import UserError, os_reason
 
-# Five times the largest unpacked file: a file that declares more is damaged, or made to exhaust the memory.
+# Five times the largest unpacked file: a larger one is damaged, or made to exhaust the memory.
 LARGEST_BYTES = 2**30
 DOWNLOAD_AGAIN = "download it again"
 SKIP_VERIFICATION = "dataset.verify=false accepts other files of the same format"
@@ -70,15 +71,17 @@ def verify(path: Path, checksum: str) -> None:
         )
 
 
-def read_exactly(stream: IO[bytes], size: int, file: Path | str) -> bytes:
-    """Reads the stream, which must have `size` bytes; unpacks at most one byte more."""
-    if size > LARGEST_BYTES:
+def read_file(path: Path) -> bytes:
+    """The file's content, unpacked if its name ends in .gz; raises UserError if it is damaged or too large."""
+    with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return read_bounded(file, path)
+
+
+def read_bounded(stream: IO[bytes], file: Path | str) -> bytes:
+    """Reads the stream to its end; raises UserError after LARGEST_BYTES."""
+    data = stream.read(LARGEST_BYTES + 1)
+    if len(data) > LARGEST_BYTES:
         raise too_large(file)
-    data = stream.read(size)
-    if len(data) < size:
-        raise UserError(f"{file} is truncated: {len(data)} bytes of {size}; {DOWNLOAD_AGAIN}")
-    if stream.read(1):
-        raise UserError(f"{file} has more than its {size} bytes; {DOWNLOAD_AGAIN}")
     return data
 
 

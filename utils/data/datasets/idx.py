@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, cast
 
 import numpy as np
 
-from utils.data.datasets.common import (
-    DOWNLOAD_AGAIN,
-    ClassificationData,
-    Dataset,
-    check_labels,
-    find,
-    read_exactly,
-    reading,
-)
+from utils.data.datasets.common import DOWNLOAD_AGAIN, ClassificationData, Dataset, check_labels, find, read_file
 from utils.errors import UserError
 
 IMAGE_SIDE = 28
@@ -54,26 +45,15 @@ def read(directory: Path) -> dict[str, ClassificationData]:
 def _read_file(directory: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndarray]:
     """The file's path, and its bytes [N, *shape]."""
     path = find(directory, f"{name}.gz", name)
-    with reading(path), _open(path) as stream:
-        axes = 1 + len(shape)
-        header = stream.read(4 * (1 + axes))
-        if header[:4] != struct.pack(">I", UNSIGNED_BYTES + axes):
-            raise UserError(f"{path}: not an IDX file with {axes} axes; {DOWNLOAD_AGAIN}")
-        if len(header) < 4 * (1 + axes):
-            raise UserError(f"{path}: the file is truncated; {DOWNLOAD_AGAIN}")
-        count, *sizes = struct.unpack(f">{axes}I", header[4:])
-        if tuple(sizes) != shape:
-            raise UserError(f"{path}: images of {_product(sizes)} pixels, expected {_product(shape)}; {DOWNLOAD_AGAIN}")
-        data = read_exactly(stream, count * int(np.prod(shape)), path)
-    return path, np.frombuffer(data, dtype=np.uint8).reshape(count, *shape)
-
-
-def _open(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path) if path.suffix == ".gz" else path.open("rb"))
-
-
-def _product(sizes: Sequence[int]) -> str:
-    return " × ".join(str(size) for size in sizes)
+    data = read_file(path)
+    axes = 1 + len(shape)
+    header_bytes, bytes_per_sample = 4 * (1 + axes), math.prod(shape)
+    count = (len(data) - header_bytes) // bytes_per_sample
+    header = struct.pack(f">{1 + axes}I", UNSIGNED_BYTES + axes, max(count, 0), *shape)
+    if data[:header_bytes] != header or len(data) != header_bytes + count * bytes_per_sample:
+        expected = " × ".join(map(str, ("N", *shape)))
+        raise UserError(f"{path} is not a complete IDX file of {expected} bytes; {DOWNLOAD_AGAIN}")
+    return path, np.frombuffer(data, np.uint8, offset=header_bytes).reshape(count, *shape)
 
 
 def _dataset(checksums: Mapping[str, str]) -> Dataset:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
 
 class _ObjectDtype:
@@ -59,7 +59,7 @@ class _Unpickler(pickle._Unpickler):
     Python's does so for one opcode, which numpy does not need.
     """
 
-    dispatch = {key: load for key, load in pickle._Unpickler.dispatch.items() if key != pickle.BYTEARRAY8[0]}
+    dispatch: ClassVar = {key: load for key, load in pickle._Unpickler.dispatch.items() if key != pickle.BYTEARRAY8[0]}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from utils.data.datasets.common import (
     Dataset,
     check_labels,
     find,
-    read_exactly,
+    read_bounded,
     reading,
     too_large,
 )
@@ -40,8 +39,9 @@ def read(directory: Path) -> dict[str, ClassificationData]:
     """Returns exactly what Keras's `reuters.load_data()` and `pad_sequences(…, maxlen=300)` return."""
     path = find(directory, FILE)
     with reading(path), zipfile.ZipFile(path) as archive:
-        labels = _labels(_read_member(archive, "y.npy", path), path)
-        texts = _texts(_read_member(archive, "x.npy", path), path)
+        dtype, data = _read_member(archive, "y.npy", "iu", path)
+        labels = np.frombuffer(data, dtype)
+        texts = _texts(_read_member(archive, "x.npy", "O", path)[1], path)
     check_labels(labels, len(texts), TOPICS, f"{path}: y", f"{path}: x")
     inputs = _sequences(texts, path)
     # Keras's generator; numpy guarantees that the stream of RandomState does not change.
@@ -70,32 +70,27 @@ def _sequences(texts: list[np.ndarray], path: Path) -> np.ndarray:
     return inputs
 
 
-class _Array(NamedTuple):
-    """A `.npy` file: the content of its header, and the bytes after it."""
+def _read_member(archive: zipfile.ZipFile, name: str, kinds: str, path: Path) -> tuple[np.dtype, bytes]:
+    """The type of a `.npy` member, one of numpy's `kinds`, and the bytes after its header."""
+    if name not in archive.namelist():
+        raise UserError(f"{path} does not contain {name}; it contains {', '.join(archive.namelist()[:5]) or 'nothing'}")
+    if archive.getinfo(name).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise UserError(f"{path}: {name} is not compressed in numpy's way; {DOWNLOAD_AGAIN}")
+    with archive.open(name) as stream:
+        content = io.BytesIO(read_bounded(stream, path))
+    np.lib.format.read_magic(content)
+    _, _, dtype = np.lib.format.read_array_header_1_0(content)
+    if dtype.kind not in kinds:
+        raise UserError(f"{path}: {name} contains values of type {dtype}; {USE_PUBLISHED_FILE}")
+    return dtype, content.read()
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    data: bytes
 
-
-def _labels(array: _Array, path: Path) -> np.ndarray:
-    if array.dtype.kind not in "iu" or len(array.shape) != 1:
-        raise UserError(f"{path}: y is {array.dtype} of shape {array.shape}, expected integers (N,); {DOWNLOAD_AGAIN}")
-    if len(array.data) != array.shape[0] * array.dtype.itemsize:
-        raise UserError(f"{path}: y.npy does not have the length in its header; {DOWNLOAD_AGAIN}")
-    return np.frombuffer(array.data, dtype=array.dtype)
-
-
-def _texts(array: _Array, path: Path) -> list[np.ndarray]:
+def _texts(pickled: bytes, path: Path) -> list[np.ndarray]:
     """The word indices of each text, int64, from a pickled array of lists."""
-    if array.dtype.kind != "O" or len(array.shape) != 1:
-        raise UserError(f"{path}: x is {array.dtype} of shape {array.shape}, expected lists (N,); {DOWNLOAD_AGAIN}")
     try:
-        lists = unpickle_object_array(array.data)
+        lists = unpickle_object_array(pickled)
     except ValueError as error:
         raise UserError(f"{path}: x is not an array of lists of integers: {error}; {USE_PUBLISHED_FILE}") from None
-    if len(lists) != array.shape[0]:
-        raise UserError(f"{path}: x has {len(lists)} texts, its header says {array.shape[0]}; {USE_PUBLISHED_FILE}")
     texts = []
     space = common.LARGEST_BYTES // 8  # a few bytes of pickle can name one long list many times
     for number, words in enumerate(lists):
@@ -108,24 +103,6 @@ def _texts(array: _Array, path: Path) -> list[np.ndarray]:
             raise too_large(path)
         texts.append(np.array(words, dtype=np.int64))
     return texts
-
-
-def _read_member(archive: zipfile.ZipFile, name: str, path: Path) -> _Array:
-    if name not in archive.namelist():
-        raise UserError(f"{path} does not contain {name}; it contains {', '.join(archive.namelist()[:5]) or 'nothing'}")
-    member = archive.getinfo(name)
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UserError(f"{path}: {name} is not compressed in numpy's way; {DOWNLOAD_AGAIN}")
-    with archive.open(member) as stream:
-        content = io.BytesIO(read_exactly(stream, member.file_size, f"{path}: {name}"))
-    version = np.lib.format.read_magic(content)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
-    elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(content)
-    else:
-        raise UserError(f"{path}: {name} has npy format {version}, expected 1.0 or 2.0; {DOWNLOAD_AGAIN}")
-    return _Array(shape, dtype, content.read())
 
 
 REUTERS = Dataset(
