@@ -123,6 +123,19 @@ def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
     return path
 
 
+def publish(
+    name: str, result: dict[str, Any], directory: Path, text: str, draw: Callable[[Path], object] | None = None
+) -> None:
+    """Writes <directory>/<name>.json, the report `text` as .md, and the plot of `draw` as .png; prints the report."""
+    path = save(name, result, directory)
+    write_text(path.with_suffix(".md"), text + "\n")
+    written = [path, path.with_suffix(".md")]
+    if draw is not None:
+        written.append(path.with_suffix(".png"))
+        draw(written[-1])
+    sys.stdout.write(f"{text}\n\nwritten: {', '.join(map(str, written))}\n")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes atomically."""
     with atomic_write([path]) as (partial,):
@@ -154,14 +167,52 @@ def ranged(values: Mapping[str, Any], form: str = ".4g") -> str:
     return f"{middle} ({low} – {high})"
 
 
+# --- plots -----------------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def plot(
-    path: Path, size: tuple[float, float], columns: int = 1, **options: Any
-) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """A figure and its panels in a row, written to `path` at the end of the block."""
+def plot(path: Path, size: tuple[float, float], columns: int = 1, rows: int = 1, **options: Any) -> Iterator[Any]:
+    """The panels [rows, columns] of a figure that is written to `path` at the end of the block.
+
+    Names that the curves or bars have in common are listed below the panels.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    yield figure, figure.subplots(1, columns, squeeze=False, **options)[0]
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    yield panels
+    names: dict[str, Any] = {}
+    for axes in panels.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            names.setdefault(label, handle)
+    if names:
+        figure.legend(names.values(), names, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     with atomic_write([path]) as (partial,):
         figure.savefig(partial, dpi=120, format="png")
+
+
+def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]], **labels: Any) -> None:
+    """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a colour per group."""
+    height = 0.8 / len(groups)
+    for number, (label, values) in enumerate(groups.items()):
+        medians = [each["median"] for each in values]
+        errors = [[each["median"] - each["min"] for each in values], [each["max"] - each["median"] for each in values]]
+        rows = [row + number * height for row in range(len(names))]
+        drawn = axes.barh(rows, medians, height, xerr=errors, capsize=2, label=label or None)
+        axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")
+    axes.set_yticks([row + (len(groups) - 1) * height / 2 for row in range(len(names))], names)
+    axes.set_ylim(len(names) - 0.2, -0.6)
+    axes.margins(x=0.15)
+    axes.set(**labels)
+
+
+def curves(axes: Any, named: Mapping[str, Sequence[Mapping[str, Any]]], x: str, y: str = "mean", **labels: Any) -> None:
+    """A curve of points per name, with the standard deviation of points that have one as a band."""
+    for name, points in named.items():
+        places, values = [point[x] for point in points], [point[y] for point in points]
+        axes.plot(places, values, "o-", markersize=3, label=name)
+        deviations = [point.get("stdev", 0.0) for point in points]
+        bounds = ([value + sign * s for value, s in zip(values, deviations, strict=True)] for sign in (-1, 1))
+        axes.fill_between(places, *bounds, alpha=0.15, linewidth=0)
+    axes.grid(alpha=0.3, which="both")
+    axes.set(**labels)

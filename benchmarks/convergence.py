@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.common import REPOSITORY, YAML, Parser, plot, save, settings, table, this_machine, write_text
+from benchmarks.common import REPOSITORY, YAML, Parser, bars, curves, plot, publish, settings, table, this_machine
 from benchmarks.processes import failure_of, launcher
 from networks.metrics import accuracy
 from utils import build
@@ -202,10 +202,12 @@ def summarise(study: Study, condition: Condition, config: Config, results: Seque
     return summary
 
 
-def reach(summary: Mapping[str, Any], goal: float, rises: bool, interpolate: bool = False) -> dict[str, float] | None:
-    """The validation at which the mean curve first is as good as `goal`, or the point before; None if there is none."""
+def reach(
+    curve: Sequence[Mapping[str, float]], goal: float, rises: bool, interpolate: bool = False
+) -> dict[str, float] | None:
+    """The validation at which the mean first is as good as `goal`, or the point between two; None if it never is."""
     before: Mapping[str, float] | None = None
-    for point in summary["curve"]:
+    for point in curve:
         if point["mean"] >= goal if rises else point["mean"] <= goal:
             reached = {key: point[key] for key in ("epoch", "samples", "step", "seconds")}
             if before is None or not interpolate:
@@ -230,7 +232,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
             mean, deviation = (format(factor * summary[key][name], form) for name in ("mean", "stdev"))
             cells.append(f"{mean} ± {deviation}{unit}")
         cells.append(f"{summary['seconds']['mean']:.0f}")
-        reached = reach(summary, goal, study.rises, study.per_sample)
+        reached = reach(summary["curve"], goal, study.rises, study.per_sample)
         if reached is None:
             cells += ["never", ""]
         else:
@@ -240,48 +242,45 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
     return table(heads, rows)
 
 
-def draw_samples(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Final mean ± standard deviation, and the samples needed to be as good as the first condition at its end."""
-    goal = summaries[0][study.measure]["mean"]
-    with plot(path, (11, 1.2 + 0.3 * len(summaries)), 2, sharey=True) as (_, (final, samples)):
-        for row, summary in enumerate(summaries):
-            values = summary[study.measure]
-            final.errorbar(values["mean"], row, xerr=values["stdev"], color="C0", marker="o", capsize=3)
-            reached = reach(summary, goal, study.rises, study.per_sample)
-            count = 0 if reached is None else reached["samples"]
-            samples.barh(row, count, height=0.6, color="C0")
-            samples.annotate(f"{count:,.0f}" if reached else "never", (count, row), va="center")
-        final.axvline(goal, color="C7", linestyle="--", linewidth=1)
-        names = [summary["name"] for summary in summaries]
-        final.set(xlabel=f"final {study.label}", yticks=range(len(names)), yticklabels=names)
-        final.invert_yaxis()
-        samples.set(xlabel="training samples to the first one's final value", xmargin=0.15)
-
-
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Mean ± standard deviation after each epoch, over samples, steps and seconds."""
-    with plot(path, (13, 4.6), 3, sharey=True) as (figure, panels):
-        for axes, key in zip(panels, ("samples", "step", "seconds"), strict=True):
-            for summary in summaries:
-                points = summary["curve"][1:]  # the untrained network is the same in all conditions
-                places, means, deviations = ([point[name] for point in points] for name in (key, "mean", "stdev"))
-                axes.plot(places, means, marker="o", markersize=3, label=summary["name"])
-                low, high = ([m + sign * s for m, s in zip(means, deviations, strict=True)] for sign in (-1, 1))
-                axes.fill_between(places, low, high, alpha=0.15, linewidth=0)
-            axes.set(xlabel=key, yscale="linear" if study.rises else "log")
-            axes.grid(alpha=0.3, which="both")
-        panels[0].set_ylabel(study.label)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    """Mean ± standard deviation: the curves, or finally, with the samples to the first condition's final value."""
+    if not study.per_sample:
+        named = {summary["name"]: summary["curve"] for summary in summaries}
+        draw_curves(named, ("samples", "step", "seconds"), study.label, path, "linear" if study.rises else "log")
+        return
+    names, goal = [summary["name"] for summary in summaries], summaries[0][study.measure]["mean"]
+    found = [(summary[study.measure]["mean"], summary[study.measure]["stdev"]) for summary in summaries]
+    final = [{"median": mean, "min": mean - deviation, "max": mean + deviation} for mean, deviation in found]
+    reached = [reach(summary["curve"], goal, study.rises, interpolate=True) for summary in summaries]
+    samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
+    with plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
+        bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}")
+        bars(panels[0, 1], names, {"": samples}, xlabel="training samples to the first one's final value (0: never)")
+
+
+def draw_curves(
+    named: Mapping[str, Sequence[Mapping[str, Any]]], axes: Sequence[str], label: str, path: Path, scale: str = "log"
+) -> None:
+    """Points after each epoch; without the untrained network, which is the same in all conditions."""
+    with plot(path, (1 + 4 * len(axes), 4.6), len(axes), sharey=True) as panels:
+        for panel, key in zip(panels[0], axes, strict=True):
+            curves(panel, {name: points[1:] for name, points in named.items()}, key, xlabel=key, yscale=scale)
+        panels[0, 0].set_ylabel(label)
+
+
+def add_options(parser: Parser, runs: str) -> None:
+    """Adds the options of commands that run trainings."""
+    directory = REPOSITORY / "runs" / runs
+    parser.add_argument("--runs", type=Path, default=directory, help="directory of the trainings (%(default)s)")
+    parser.add_argument("--limit", type=positive, default=3600, help="seconds per training (%(default)s)")
+    parser.add_changes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
-    runs = REPOSITORY / "runs" / "convergence"
-    parser.add_argument("--runs", type=Path, default=runs, help="directory of the trainings (%(default)s)")
-    parser.add_argument("--limit", type=positive, default=3600, help="seconds per training (%(default)s)")
-    parser.add_changes()
+    add_options(parser, "convergence")
     options = parser.parse_args(argv)
     changes = read_changes(options.changes)
     study = STUDIES[options.study]
@@ -296,11 +295,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = [training for training in trainings if training.condition is condition]
         summaries.append(summarise(study, condition, own[0].config, [training.result() for training in own]))
     result = {"study": options.study, "settings": settings(options), "conditions": summaries}
-    path = save(f"convergence_{options.study}", result, options.output)
     text = result_table(study, summaries)
-    write_text(path.with_suffix(".md"), text + "\n")
-    (draw_samples if study.per_sample else draw)(study, summaries, path.with_suffix(".png"))
-    sys.stdout.write(f"{text}\nwritten: {path}, {path.with_suffix('.md')}, {path.with_suffix('.png')}\n")
+    publish(f"convergence_{options.study}", result, options.output, text, lambda path: draw(study, summaries, path))
 
 
 if __name__ == "__main__":

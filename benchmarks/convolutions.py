@@ -1,26 +1,18 @@
-"""Speed of the U-Net's convolutions by layer, pass, dtype and memory format, in % of the matmul peak.
-
-python -m benchmarks.convolutions
-python -m benchmarks.convolutions --batch 2 --crop 32 --width 8     # on a CPU
-"""
+"""Speed of the U-Net's convolutions by layer, pass, dtype and memory format, in % of the matmul peak."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import convolution_passes
 from benchmarks import peaks as upper_bounds
-from benchmarks.common import Parser, positive_float, save, table, this_machine
-from benchmarks.convolution_passes import DTYPES, FORMATS, NAMES, Calls, Job, plan, read_layers, scales
-from utils.cli import positive
-from utils.errors import one_line_errors, value_errors_for_users
+from benchmarks.common import table
+from benchmarks.convolution_passes import DTYPES, FORMATS, NAMES, Calls, Job, plan, read_layers
 from utils.profiling import timing
 
 ROW_SECONDS = 0.03
@@ -31,11 +23,11 @@ Row = dict[str, Any]
 
 def measure(
     device: torch.device,
-    batch: int = 64,
-    crop: int = 64,
+    batch: int,
+    crop: int,
+    budget: float,
     dtypes: Sequence[str] = tuple(DTYPES),
     formats: Sequence[str] = tuple(FORMATS),
-    budget: float = 240.0,
     peaks: Mapping[str, float] | None = None,
     **network: Any,
 ) -> dict[str, Any]:
@@ -46,33 +38,30 @@ def measure(
     started = time.perf_counter()
     deadline = started + budget
     layers = read_layers(crop, **network)
-    jobs = plan(layers, dtypes, formats)
+    jobs = plan(crop, dtypes, formats, **network)
     known = dict(peaks or {})
     rows: list[Row] = []
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
-        with _tf32_convolutions(device):
+        with upper_bounds.tf32(True):
             for job in jobs:
                 if job.dtype not in known and time.perf_counter() < deadline:
                     known[job.dtype] = _peak(device, job.dtype)
                 rows += _measure_job(job, device, batch, known.get(job.dtype), deadline)
     finally:
         torch.backends.cudnn.benchmark = before
+    settings = {"batch": batch, "crop": crop, "dtypes": list(dtypes), "formats": list(formats), "budget": budget}
     return {
-        "settings": {
-            "batch": batch,
-            "crop": crop,
-            "dtypes": list(dtypes),
-            "formats": list(formats),
-            "budget": budget,
-            **network,
-        },
+        "settings": {**settings, **network},
         "device": str(device),
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "seconds": time.perf_counter() - started,
         "peak_tflops": known,
-        "layers": [{**asdict(layer), "flops": layer.flops} for layer in layers],
+        "layers": [
+            {"name": each.name, "input": each.input_shape, "output": each.output_shape, "flops": each.flops}
+            for each in layers
+        ],
         "rows": rows,
         "missing": _missing(jobs, rows),
         "totals": totals(rows, dtypes, formats, len(layers)),
@@ -81,7 +70,7 @@ def measure(
 
 def _missing(jobs: Sequence[Job], rows: Sequence[Row]) -> list[dict[str, str]]:
     measured = {tuple(row[name] for name in NAMES) for row in rows}
-    planned = [job.names(name) for job in jobs for name in job.passes]
+    planned = [job.names(name) for job in jobs for name in job.layer.passes]
     return [names for names in planned if tuple(names.values()) not in measured]
 
 
@@ -181,10 +170,10 @@ def _measure_job(job: Job, device: torch.device, batch: int, peak: float | None,
             calls = convolution_passes.calls(job, device, batch)
         except Exception as error:  # such as out of memory: other jobs may need less
             failure = _text(error)
-    for name in job.passes:
+    for name in job.layer.passes:
         if time.perf_counter() >= deadline:
             break
-        row: Row = {**job.names(name), "passes": len(job.passes), "flops": batch * job.flops(name)}
+        row: Row = {**job.names(name), "passes": len(job.layer.passes), "flops": batch * job.flops(name)}
         if not failure:
             try:
                 row.update(_time(calls[name], device, job.format, row["flops"], peak))
@@ -231,26 +220,6 @@ def _peak(device: torch.device, dtype: str) -> float:
         return 0.0
 
 
-@contextlib.contextmanager
-def _tf32_convolutions(device: torch.device) -> Iterator[None]:
-    """TF32 for float32 convolutions on CUDA, which is torch's default; restored afterwards."""
-    if device.type != "cuda" or torch.backends.cudnn.conv.fp32_precision == "tf32":  # type: ignore[attr-defined]
-        yield
-        return
-    newer = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    try:
-        older = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # the two forms already contradict each other
-        older = True
-    # The older form also sets the newer one: code that reads the older one fails if they contradict each other.
-    torch.backends.cudnn.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = older
-        torch.backends.cudnn.conv.fp32_precision = newer  # type: ignore[attr-defined]
-
-
 def _sum(rows: Iterable[Row], key: str) -> float:
     return sum(row[key] for row in rows)
 
@@ -269,22 +238,3 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_integers(batch=64, crop=64, width=64)
-    parser.add_argument("--scales", type=positive, help="(6, or as many as the crop can be halved)")
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS))
-    parser.add_argument("--budget", type=positive_float, default=240.0, help="seconds (%(default)s)")
-    with one_line_errors(), value_errors_for_users():
-        options = vars(parser.parse_args())
-        output, options["scales"] = options.pop("output"), options["scales"] or scales(options["crop"])
-        result = measure(this_machine().device, **options)
-        print(markdown(result))
-        print(f"\nwritten: {save('convolutions', result, output)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.common import REPOSITORY, Parser, plot, save, settings, table, write_text
-from benchmarks.convergence import Condition, Training, run_missing
-from utils.cli import positive, read_changes
+from benchmarks.common import REPOSITORY, Parser, publish, settings, table
+from benchmarks.convergence import Condition, Training, add_options, draw_curves, reach, run_missing
+from utils.cli import read_changes
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_directory
 from utils.progress import format_duration
@@ -59,8 +59,7 @@ def summarise(training: Training, goal: float) -> dict[str, Any]:
     """One run: its final loss, and the samples and seconds at the first validation as good as `goal`."""
     curve, config = training.curve(), training.config
     started = curve[0]["seconds"]
-    points = [{**point, "seconds": point["seconds"] - started, "loss": point["Loss/valid"]} for point in curve]
-    reached = next((point for point in points[1:] if point["loss"] <= goal), None)
+    points = [{**point, "seconds": point["seconds"] - started, "mean": point["Loss/valid"]} for point in curve]
     records = read_records(training.directory / "metrics.jsonl")
     speeds = [record["Avg iters per sec"] for record in records if "Avg iters per sec" in record]
     return {
@@ -74,11 +73,11 @@ def summarise(training: Training, goal: float) -> dict[str, Any]:
         "samples": config.total_steps * config.global_batch_size,
         "seconds": points[-1]["seconds"],
         "samples per second": statistics.median_high(speeds) * config.global_batch_size if speeds else math.nan,
-        "initial loss": points[0]["loss"],
-        "final loss": points[-1]["loss"],
-        "to the goal": reached and {key: reached[key] for key in ("samples", "step", "seconds")},
+        "initial loss": points[0]["mean"],
+        "final loss": points[-1]["mean"],
+        "to the goal": reach(points[1:], goal, rises=False),
         "command": ["python", *training.command()[1:]],
-        "curve": [{key: point[key] for key in ("samples", "seconds", "loss")} for point in points],
+        "curve": [{key: point[key] for key in ("samples", "seconds", "mean")} for point in points],
     }
 
 
@@ -95,20 +94,6 @@ def result_table(runs: Sequence[Mapping[str, Any]], goal: str) -> str:
     return table(heads, rows)
 
 
-def draw(runs: Sequence[Mapping[str, Any]], goal: float, path: Path) -> None:
-    """Validation loss over samples and over seconds."""
-    with plot(path, (11, 4.4), 2, sharey=True) as (_, panels):
-        for axes, key in zip(panels, ("samples", "seconds"), strict=True):
-            for run in runs:
-                points = run["curve"][1:]
-                axes.plot([p[key] for p in points], [p["loss"] for p in points], "o-", markersize=3, label=run["name"])
-            axes.axhline(goal, color="0.5", linewidth=1, linestyle=":")
-            axes.set(xlabel=key, yscale="log")
-            axes.grid(alpha=0.3, which="both")
-        panels[0].set_ylabel("validation loss (mean absolute error)")
-        panels[0].legend()
-
-
 def keep(training: Training, logs: Path) -> None:
     """Copies a run's logs, without its checkpoints."""
     with atomic_directory(logs / training.condition.name) as partial:
@@ -121,12 +106,9 @@ def keep(training: Training, logs: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("set", choices=SETS)
-    runs = REPOSITORY / "runs" / "examples"
-    parser.add_argument("--runs", type=Path, default=runs, help="directory of the trainings (%(default)s)")
+    add_options(parser, "examples")
     logs = REPOSITORY / "example_logs"
     parser.add_argument("--logs", type=Path, default=logs, help="directory for the logs (%(default)s)")
-    parser.add_argument("--limit", type=positive, default=3600, help="seconds per training (%(default)s)")
-    parser.add_changes()
     options = parser.parse_args(argv)
     options.logs, options.output, options.runs = (
         path.absolute() for path in (options.logs, options.output, options.runs)
@@ -142,14 +124,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     goal = trainings[0].curve()[-1]["Loss/valid"]
     results = [summarise(training, goal) for training in trainings]
     result = {"set": options.set, "settings": settings(options), "goal": goal, "runs": results}
-    path = save(f"example_runs_{options.set}", result, options.output)
-    text = result_table(results, chosen["goal"])
-    write_text(path.with_suffix(".md"), text + "\n")
-    draw(results, goal, path.with_suffix(".png"))
     for training in trainings:
         keep(training, options.logs)
-    sys.stdout.write(
-        f"{text}\nwritten: {path}, {path.with_suffix('.md')}, {path.with_suffix('.png')}, {options.logs}\n"
+    named, text = {run["name"]: run["curve"] for run in results}, result_table(results, chosen["goal"])
+    publish(
+        f"example_runs_{options.set}",
+        result,
+        options.output,
+        text,
+        lambda path: draw_curves(named, ("samples", "seconds"), "validation loss (mean absolute error)", path),
     )
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
-import subprocess
 import sys
 import time
 import traceback
@@ -26,19 +26,29 @@ from typing import Any
 import torch
 
 from benchmarks import common, convolutions, ladder, ladder_report, ledger, loaders, peaks
+from benchmarks.convolution_passes import scales
 from benchmarks.ladder import Machine
+from benchmarks.processes import run_group
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.runs.provenance import provenance
 
-# Largest share of the total time of each part. Unused time goes to the next ones.
-SHARES = {"ladder": 0.42, "comparisons": 0.08, "ledger": 0.04, "convolutions": 0.15, "loaders": 0.08}
+# The parts in order of importance, and the largest share of the total time of each. Unused time goes to the next ones.
+PARTS = {
+    "peaks": 1.0,
+    "ladder": 0.42,
+    "comparisons": 0.08,
+    "ledger": 0.04,
+    "convolutions": 0.15,
+    "loaders": 0.08,
+    "tests": 1.0,
+}
 SMALL_BATCH = 16  # launching kernels may take longer than running them
 
 
 class Run:
-    """The parts in order of importance; a failed part is reported, and the next one runs."""
+    """Runs the parts; a failed one is reported, and the next one runs."""
 
     def __init__(self, options: argparse.Namespace, world: World, directory: Path) -> None:
         self.options, self.world, self.directory = options, world, directory
@@ -53,26 +63,16 @@ class Run:
         self.machine = Machine(options, world)
 
     def run(self) -> None:
-        parts: dict[str, Callable[[float], Any]] = {
-            "peaks": self.peaks,
-            "ladder": self.ladder,
-            "comparisons": self.comparisons,
-            "ledger": self.ledger,
-            "convolutions": self.convolutions,
-            "loaders": self.loaders,
-            "tests": self.tests,
-        }
         with closing(self.machine):
-            for name, part in parts.items():
+            for name in self.options.parts:
                 started = time.perf_counter()
                 left = self.deadline - started
                 if left <= 0:
                     self.skip(name, "no time left")
                     continue
                 sys.stderr.write(f"== {name}, {left:.0f} s left\n")
-                budget = min(left, 60 * self.options.minutes * SHARES.get(name, 1.0))
                 try:
-                    result = part(budget)
+                    result = getattr(self, name)(min(left, 60 * self.options.minutes * PARTS[name]))
                     if result is not None:
                         self.results[name] = result
                 except Exception as error:
@@ -107,35 +107,35 @@ class Run:
                 self.skip(f"ladder: {entry['name']}", entry.get("skipped") or f"failed: {entry['failed']}")
         return results
 
-    def best_entry(self) -> Mapping[str, Any] | None:
+    def best(self) -> Mapping[str, Any] | None:
         """The best step of the ladder at the requested batch size: larger batches are separate steps."""
         entries = [entry for entry in self.results.get("ladder", []) if not entry["name"].startswith("batch ")]
         return ladder_report.best_of(entries)
 
-    def best(self) -> dict[str, Any]:
-        """Config changes of the best step of the ladder, and whether it uses a CUDA graph."""
-        entry = self.best_entry()
-        if entry is None:
+    def best_state(self) -> dict[str, Any]:
+        """Its config changes, and whether it uses a CUDA graph."""
+        best = self.best()
+        if best is None:
             raise UserError("no step of the ladder was measured")
-        return entry["state"]
+        return best["state"]
 
     def comparisons(self, budget: float) -> dict[str, Any] | None:
         """Alternating trials in one process: a CUDA graph and the eager step, the best and the original's best."""
-        best, results = self.best(), {}
+        best, results = self.best_state(), {}
         measured = [entry for entry in self.results["ladder"] if "state" in entry]
         original = next((entry for entry in measured if entry["name"] == ladder.ORIGINAL_BEST), measured[0])
         end = time.perf_counter() + budget
-        changes, graph = best["changes"], best["graph"]
-        pairs: dict[str, dict[str, tuple[Any, bool]]] = {}
+        pairs = {}
         if original["state"] != best:
-            pairs["best and original's best"] = {
-                original["name"]: (original["state"]["changes"], original["state"]["graph"]),
-                "best": (changes, graph),
-            }
+            pairs["best and original's best"] = {original["name"]: original["state"], "best": best}
         if self.world.device.type == "cuda":
             for batch in (self.options.batch, SMALL_BATCH):
-                sized = {**changes, "local_batch_size": batch}
-                pairs[f"CUDA graph and eager, batch {batch}"] = {"eager": (sized, False), "CUDA graph": (sized, True)}
+                changes = {**best["changes"], "local_batch_size": batch}
+                pair = {
+                    "eager": {"changes": changes, "graph": False},
+                    "CUDA graph": {"changes": changes, "graph": True},
+                }
+                pairs[f"CUDA graph and eager, batch {batch}"] = pair
         for name, pair in pairs.items():
             if time.perf_counter() > end:
                 self.skip(name, "no time left")
@@ -146,25 +146,16 @@ class Run:
 
     def ledger(self, budget: float) -> dict[str, Any]:
         """Breakdown of the time of the best training's step."""
-        best = self.best()
-        built = ladder.prepare(self.machine, best["changes"], best["graph"])
+        built = ladder.prepare(self.machine, **self.best_state())
         built.batches.close()
         return ledger.measure(built.synthetic, self.world.device, steps=10)
 
     def convolutions(self, budget: float) -> dict[str, Any]:
         options = self.options
         measured = self.results.get("peaks", {}).get("matmul_tflops", {})
-        names = list(convolutions.DTYPES)
-        return convolutions.measure(
-            self.world.device,
-            options.batch,
-            options.crop,
-            names,
-            budget=budget,
-            peaks={name: measured[name]["median"] for name in names if name in measured},
-            width=options.width,
-            scales=convolutions.scales(options.crop),
-        )
+        known = {name: values["median"] for name, values in measured.items() if name in convolutions.DTYPES}
+        network = {"width": options.width, "scales": scales(options.crop)}
+        return convolutions.measure(self.world.device, options.batch, options.crop, budget, peaks=known, **network)
 
     def loaders(self, budget: float) -> dict[str, Any]:
         """Throughput of the loaders, and the gather kernel's share of a step."""
@@ -174,19 +165,18 @@ class Run:
             crop=self.options.crop,
             batch=self.options.batch,
             workers=min(8, torch.get_num_threads()),
-            plain=self.world.device.type != "cuda",  # its many processes would still work while others are timed
             batches=self.options.loader_batches,
             epoch_batches=64,
             trials=2,
             settle=1.0,
         )
         self.machine.close()  # its loaders also hold the volume
-        results = loaders.throughput(options)
+        # The plain DataLoader's many processes would still work while others are timed.
+        results = loaders.throughput(options, with_plain=self.world.device.type != "cuda")
         if self.world.device.type == "cuda":
             seconds = loaders.gather_seconds(options)
             results["gather kernel"] = {"seconds per batch": seconds}
-            best = self.best_entry()
-            if best is not None:
+            if best := self.best():
                 step = self.options.batch / best["SYNTHETIC"]["median"]
                 results["gather kernel"]["share of the best training's step"] = seconds / step
         return results
@@ -200,21 +190,11 @@ class Run:
         selection = self.options.tests or ["-m", "gpu"]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header"]
         command += ["--continue-on-collection-errors", *selection]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=common.RESULTS.parents[1],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=budget,
-            )
-            output, ended = done.stdout, f"exit code {done.returncode}"
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-            ended = "cut off: no time left"
-        (self.directory / "tests.txt").write_text(output)
-        lines = output.strip().splitlines()
+        output = self.directory / "tests.txt"
+        with open(output, "wb") as log:
+            code = run_group(command, os.environ, log, budget, common.REPOSITORY)
+        ended = "cut off: no time left" if code is None else f"exit code {code}"
+        lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         return {"command": command[1:], "ended": ended, "summary": lines[-1] if lines else "", "failed": failed}
 
@@ -299,6 +279,7 @@ def main() -> None:
     ladder.add_options(parser)
     parser.set_defaults(output=None)
     parser.add_argument("--minutes", type=common.positive_float, default=8.0, help="time limit (%(default)s)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
     parser.add_argument("--loader_batches", type=positive, default=20, help="timed batches per trial of a loader")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="write page and plot of DIR/results.json again")
     parser.add_argument("--rehearse", action="store_true", help="run all parts on a CPU, as a test")

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import math
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,13 @@ from typing import Any
 import torch
 
 from benchmarks import common, peaks
-from benchmarks.convolutions import scales
+from benchmarks.convolution_passes import scales
 from benchmarks.ladder_report import LOSS_STEPS, best_of, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
 from networks import build_network
 from utils import build
 from utils import config as configs
-from utils.cli import SWITCHES, positive
+from utils.cli import positive
 from utils.config import Config
 from utils.data import Batch, Loaders, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
@@ -105,7 +107,8 @@ class Machine:
 
     def __init__(self, options: argparse.Namespace, world: World) -> None:
         self.options, self.world = options, world
-        self._loaders: dict[tuple[Any, ...], Loaders] = {}
+        self._loaders = ExitStack()
+        self._current: tuple[tuple[Any, ...], Loaders] | None = None
 
     def config(self, changes: Changes) -> Config:
         options = self.options
@@ -122,20 +125,17 @@ class Machine:
 
     def loaders(self, config: Config) -> Loaders:
         key = (config.data_loader_config, config.num_data_workers, config.channels_last, config.local_batch_size)
-        if key not in self._loaders:
-            # The previous loader is not needed any more, and may fill the device.
-            self.close()
+        if self._current is None or self._current[0] != key:
+            self.close()  # the previous loader may fill the device
             if config.data_loader_config == "dali-lowmem":
-                for path in (self.options.data, self.options.valid_data):
-                    make_npy(path)
-            self._loaders[key] = get_loader(config.data_loader_config).build(config, self.world, lambda: 0)
-        return self._loaders[key]
+                make_npy(self.options.data, self.options.valid_data)
+            loaders = get_loader(config.data_loader_config).build(config, self.world, lambda: 0)
+            self._current = key, self._loaders.enter_context(loaders)
+        return self._current[1]
 
     def close(self) -> None:
-        for loaders in self._loaders.values():
-            with loaders:
-                pass
-        self._loaders.clear()
+        self._loaders.close()
+        self._current = None
         self.free()
 
     def free(self) -> None:
@@ -193,14 +193,14 @@ def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     return Built(config, step, fixed, batches, flops, losses, norms)
 
 
-def rate_of(machine: Machine, built: Built, action: Callable[[], object], steps: int) -> float:
-    """Samples/s of a trial."""
-    return steps * len(built.fixed.inputs) / common.seconds_of(action, machine.world.device, steps)
-
-
 def steps_per_trial(machine: Machine, built: Built) -> int:
     seconds_per_step = common.seconds_of(built.synthetic, machine.world.device, 2) / 2
     return max(2, math.ceil(machine.options.seconds / seconds_per_step))
+
+
+def trial(machine: Machine, built: Built, action: Callable[[], object], steps: int) -> Callable[[], float]:
+    """A measurement of samples/s."""
+    return lambda: steps * len(built.fixed.inputs) / common.seconds_of(action, machine.world.device, steps)
 
 
 def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
@@ -212,10 +212,9 @@ def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
     built = prepare(machine, changes, graph)
     ready = time.perf_counter() - started
     steps = steps_per_trial(machine, built)
-    rates: dict[str, list[float]] = {"SYNTHETIC": [], "FULL": []}
-    for _ in range(TRIALS):
-        rates["SYNTHETIC"].append(rate_of(machine, built, built.synthetic, steps))
-        rates["FULL"].append(rate_of(machine, built, built.full, steps))
+    kinds = {"SYNTHETIC": built.synthetic, "FULL": built.full}
+    trials = {kind: trial(machine, built, action, steps) for kind, action in kinds.items()}
+    rates = common.interleaved(trials, TRIALS, warmup=0)
     built.batches.close()
     result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     result |= {
@@ -241,7 +240,7 @@ def climb(
     durations = [0.0]  # the first steps are the slowest
     for step in steps:
         tried, tried_graph = {**changes, **step.changes}, graph if step.graph is None else step.graph
-        entry: dict[str, Any] = {"name": step.name, "command": command(machine, tried, tried_graph)}
+        entry: dict[str, Any] = {"name": step.name, "command": command(tried, tried_graph)}
         if step.predicted is not None:
             entry["predicted for an H200"] = step.predicted
         results.append(entry)
@@ -252,7 +251,7 @@ def climb(
             entry["skipped"] = "no time left"
             continue
         started = time.perf_counter()
-        sys.stderr.write(f"ladder: {step.name}\n")
+        sys.stderr.write(f"{step.name}\n")
         try:
             entry |= measure(machine, tried, tried_graph)
         except Exception as error:  # the others are measured all the same
@@ -269,7 +268,6 @@ def climb(
         entry["kept"] = step.always or score > BETTER * best
         if entry["kept"]:
             changes, graph, best = tried, tried_graph, score
-        sys.stderr.write(f"  SYNTHETIC {entry['SYNTHETIC']['median']:.4g}, FULL {entry['FULL']['median']:.4g}\n")
         entry["state"] = {"changes": tried, "graph": tried_graph}
         note(results)
     return results
@@ -286,18 +284,18 @@ def recover_from_failed_recording(device: torch.device) -> None:
         sys.stderr.write(f"the device does not recover: {error}\n")
 
 
-def compare(machine: Machine, pairs: Mapping[str, tuple[Changes, bool]], trials: int = 5) -> dict[str, Any]:
-    """SYNTHETIC trials of several trainings in turn, so that drift affects all of them; ratios to the first."""
-    built: dict[str, Built] = {}
-    for name, (changes, graph) in pairs.items():
-        built[name] = prepare(machine, changes, graph)
-        built[name].batches.close()  # the next one may replace the loader
-    counts = {name: steps_per_trial(machine, each) for name, each in built.items()}
-    rates: dict[str, list[float]] = {name: [] for name in built}
-    for _ in range(trials):
-        for name, each in built.items():
-            rates[name].append(rate_of(machine, each, each.synthetic, counts[name]))
-    first, *others = built
+def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: int = 5) -> dict[str, Any]:
+    """SYNTHETIC trials of several trainings in turn, so that drift affects all of them; ratios to the first.
+
+    states: arguments of `prepare` by name.
+    """
+    measures = {}
+    for name, state in states.items():
+        built = prepare(machine, **state)
+        built.batches.close()  # the next one may replace the loader
+        measures[name] = trial(machine, built, built.synthetic, steps_per_trial(machine, built))
+    rates = common.interleaved(measures, trials, warmup=0)
+    first, *others = rates
     result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     for name in others:
         ratios = [one / other for one, other in zip(rates[name], rates[first], strict=True)]
@@ -306,18 +304,11 @@ def compare(machine: Machine, pairs: Mapping[str, tuple[Changes, bool]], trials:
     return result
 
 
-def command(machine: Machine, changes: Changes, graph: bool) -> str:
+def command(changes: Changes, graph: bool) -> str:
     """The command line of this training."""
-    words = ["python", "train_graph.py" if graph else "train.py", "--config=base"]
-    for key, value in changes.items():
-        if key in SWITCHES and value is True:
-            words.append(f"--{key}")
-        elif key in ("num_data_workers", "data_loader_config", "local_batch_size"):
-            words.append(f"--{key}={value}")
-        elif value != configs.flatten(Config()).get(key):
-            text = str(value).lower() if isinstance(value, bool) else str(value).replace("'", "").replace(" ", "")
-            words += ["--set", f"{key}={text}"]
-    return " ".join(words)
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    changed = [f"--set={key}={text}" for key, text in texts.items()]
+    return shlex.join(["python", "train_graph.py" if graph else "train.py", "--config=base", *changed])
 
 
 def importable(package: str) -> bool:
@@ -381,11 +372,9 @@ def run(options: argparse.Namespace) -> None:
     if best_of(results) is None:
         reasons = {entry.get("failed") or entry.get("skipped") or "" for entry in results}
         raise UserError(f"no step of the ladder could be measured: {'; '.join(sorted(reasons))}")
-    keep(results)
-    print(markdown(results, peak))
-    picture = options.output / f"{name}.png"
-    draw(results, f"{device_name(world.device)}, {options.crop}³ crops, batch {options.batch}", picture)
-    print(f"written: {picture.with_suffix('.json')}, {picture}; {time.perf_counter() - started:.0f} s")
+    title = f"{device_name(world.device)}, {options.crop}³ crops, batch {options.batch}"
+    result = {**head, "ladder": results}
+    common.publish(name, result, options.output, markdown(results, peak), lambda path: draw(results, title, path))
 
 
 if __name__ == "__main__":

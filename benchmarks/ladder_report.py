@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import plot, ranged, table
+from benchmarks.common import bars, plot, ranged, table
 
 LOSS_STEPS = 10  # after which losses are compared
 
@@ -25,7 +25,7 @@ def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) ->
         cells = [entry["name"], *_measured(entry, peak)]
         cells += [""] * (len(heads) - 1 - len(cells))
         rows.append([*cells, entry.get("predicted for an H200", "")])
-    return table(heads, rows) + "\n"
+    return table(heads, rows)
 
 
 def _measured(entry: Mapping[str, Any], peak: Mapping[str, float]) -> list[str]:
@@ -53,18 +53,9 @@ def peak_of(changes: Mapping[str, Any], peak: Mapping[str, float]) -> float | No
 
 
 def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """SYNTHETIC and FULL rates; options that were not kept are pale."""
-    shown = [entry for entry in results if "SYNTHETIC" in entry][::-1]
-    with plot(path, (8, 0.9 + 0.36 * len(shown))) as (figure, (axes,)):
-        for place, entry in enumerate(shown):
-            for kind, offset, color in (("SYNTHETIC", 0.19, "0.6"), ("FULL", -0.19, "tab:blue")):
-                rate = entry[kind]
-                errors = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
-                label = kind if place == len(shown) - 1 else None
-                pale = 1.0 if entry["kept"] else 0.35
-                axes.barh(place + offset, rate["median"], 0.36, xerr=errors, color=color, alpha=pale, label=label)
-            axes.text(entry["FULL"]["max"], place - 0.19, f"  {entry['FULL']['median']:.3g}", va="center")
-        names = [entry["name"] + ("" if entry["kept"] else " (not kept)") for entry in shown]
-        axes.set_yticks(range(len(shown)), names)
-        axes.set(xlabel="samples/s, median and range", title=title)
-        figure.legend(loc="outside lower right", ncols=2, fontsize="small", frameon=False)
+    """SYNTHETIC and FULL samples/s of each measured step."""
+    shown = [entry for entry in results if "SYNTHETIC" in entry]
+    names = [entry["name"] + ("" if entry["kept"] else " (not kept)") for entry in shown]
+    groups = {kind: [entry[kind] for entry in shown] for kind in ("SYNTHETIC", "FULL")}
+    with plot(path, (8, 1.5 + 0.36 * len(shown))) as panels:
+        bars(panels[0, 0], names, groups, xlabel="samples/s, median and range", title=title)

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,6 @@ from utils.cli import positive
 from utils.config import Config
 from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, get_loader, symmetry
-from utils.data.files.page_cache import drop_from_page_cache
 from utils.data.loaders import dali
 from utils.data.plan import EpochPlan
 from utils.data.sources import crop_options
@@ -44,6 +44,7 @@ UNTIMED_BATCHES = 6
 # After its turn the DataLoader's processes fill their queues again: nothing is timed meanwhile.
 SETTLE_SECONDS = 2.0
 EPOCHS = 3  # per start: the first, and two later ones
+SECONDS = ("start seconds", "first epoch seconds", "later epoch seconds")
 ORIGINAL = "the original's DALI operators"
 
 # --- volumes of random values ----------------------------------------------------------------------------------------
@@ -71,10 +72,11 @@ def npy_paths(path: Path) -> dict[str, Path]:
     return {kind: path.with_name(f"{path.stem}_{kind}.npy") for kind in ("data", "label")}
 
 
-def make_npy(path: Path) -> None:
-    """Creates the file's .npy copies if they are missing."""
-    if not all(copy.exists() for copy in npy_paths(path).values()):
-        convert(path, overwrite=True)
+def make_npy(*paths: Path) -> None:
+    """Creates the .npy copies of files if they are missing."""
+    for path in paths:
+        if not all(copy.exists() for copy in npy_paths(path).values()):
+            convert(path, overwrite=True)
 
 
 def volume_keys(train: Path, valid: Path) -> dict[str, Any]:
@@ -196,12 +198,10 @@ def rotations(count: int) -> dict[str, np.ndarray]:
     """Axis and angle in degrees of `count` of the cube's 24 rotations, drawn at random."""
     from scipy.spatial.transform import Rotation
 
-    proper = [matrix for matrix in symmetry.matrices() if np.linalg.det(matrix) > 0]
-    drawn = np.random.default_rng(0).integers(0, len(proper), count)
-    vectors = Rotation.from_matrix(np.array(proper)[drawn]).as_rotvec()
-    angles = np.linalg.norm(vectors, axis=1)
-    axes = np.where(angles[:, None] > 0, vectors / np.maximum(angles, 1e-9)[:, None], [[0, 0, 1]])
-    return {"angle": np.degrees(angles).astype(np.float32), "axis": axes.astype(np.float32)}
+    vectors = Rotation.create_group("O")[np.random.default_rng(0).integers(0, 24, count)].as_rotvec()
+    angles = np.linalg.norm(vectors, axis=1, keepdims=True)
+    axes = np.where(angles > 0, vectors / np.maximum(angles, 1e-9), [[0, 0, 1]])
+    return {"angle": np.degrees(angles[:, 0]).astype(np.float32), "axis": axes.astype(np.float32)}
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def copied(options: argparse.Namespace, source: torch.device, target: torch.devi
     return 10 * options.batch / common.seconds_of(lambda: copy.copy_(batch, non_blocking=True), target, 10)
 
 
-def throughput(options: argparse.Namespace) -> dict[str, Any]:
+def throughput(options: argparse.Namespace, with_plain: bool = True) -> dict[str, Any]:
     """Samples/s of every loader and bound, in interleaved trials."""
     device, host = common.this_machine().device, torch.device("cpu")
     untimed = max(UNTIMED_BATCHES, 2 * options.workers + 2)
@@ -235,11 +235,10 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         ways: dict[str, Generator[Any, None, None]] = {}
         names = available(device)
-        if options.plain:
+        if with_plain:
             ways[plain] = endless_plain(options)
         if "dali-lowmem" in names:
-            for path in (options.data, options.valid_data):
-                make_npy(path)
+            make_npy(options.data, options.valid_data)
             ways[ORIGINAL] = endless_original(options, device)
         for name in names:
             ways[name] = common.endless(stack.enter_context(build_loader(options, name)).train)
@@ -269,13 +268,20 @@ def gather_seconds(options: argparse.Namespace) -> float:
         return options.batch / delivered(batches, options, common.this_machine().device, UNTIMED_BATCHES)
 
 
+def drop_from_page_cache(path: Path) -> None:
+    """Drops a file from the page cache; pages that a process has mapped stay. Linux only."""
+    with open(path, "rb", buffering=0) as file:
+        os.fsync(file.fileno())  # pages not yet written cannot be dropped
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Starts one loader with its files out of the page cache, and runs three epochs."""
     device = common.this_machine().device
     npy = get_loader(name).reads == "npy"
     for path in (options.data, options.valid_data):
         for file in npy_paths(path).values() if npy else [path]:
-            drop_from_page_cache(str(file))
+            drop_from_page_cache(Path(file))
     started = time.perf_counter()
     with build_loader(options, name) as loaders:
         common.synchronize(device)
@@ -286,12 +292,8 @@ def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 pass
             common.synchronize(device)
             seconds.append(time.perf_counter() - started)
-        return {
-            "start seconds": seconds[0],
-            "first epoch seconds": seconds[1],
-            "later epoch seconds": min(seconds[2:]),
-            "first epoch / later": seconds[1] / min(seconds[2:]),
-        }
+    measured = (seconds[0], seconds[1], min(seconds[2:]))
+    return {**dict(zip(SECONDS, measured, strict=True)), "first epoch / later": measured[1] / measured[2]}
 
 
 def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -307,17 +309,13 @@ def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def draw(results: dict[str, Any], starts: dict[str, Any], path: Path, title: str) -> None:
     """Throughput with its range, and the seconds of start and epochs."""
-    with common.plot(path, (11, 3.6), 2, width_ratios=(2, 1)) as (figure, (left, right)):
-        for name, each in reversed(results.items()):
-            errors = [[each["median"] - each["min"]], [each["max"] - each["median"]]]
-            left.barh(name, each["median"], xerr=errors, capsize=3, color="tab:blue" if name in LOADERS else "0.65")
-        left.set(xlabel="samples/s (median, range)", title=title)
-        for place, key in enumerate(("later epoch seconds", "first epoch seconds", "start seconds")):
-            seconds = [each[key] for each in reversed(starts.values())]
-            right.barh(np.arange(len(starts)) + 0.27 * (place - 1), seconds, 0.27, label=key)
-        right.set(yticks=range(len(starts)), yticklabels=list(starts)[::-1], title="from a cold page cache")
-        right.set_xlabel("seconds")
-        figure.legend(loc="outside right upper", fontsize="small")
+    seconds = {
+        key: [common.spread([trial[key] for trial in each["trials"]]) for each in starts.values()] for key in SECONDS
+    }
+    with common.plot(path, (12, 4.4), 2) as panels:
+        left, right = panels[0]
+        common.bars(left, list(results), {"": list(results.values())}, xlabel="samples/s (median, range)", title=title)
+        common.bars(right, list(starts), seconds, xlabel="seconds", title="from a cold page cache")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -325,8 +323,7 @@ def run(options: argparse.Namespace) -> None:
     device = common.this_machine().device
     names = available(device)
     if "dali-lowmem" in names:
-        make_npy(options.data)
-        make_npy(options.valid_data)
+        make_npy(options.data, options.valid_data)
     rounds = [{name: start_in_process(name, options) for name in names} for _ in range(options.starts)]
     starts = {
         name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
@@ -334,26 +331,27 @@ def run(options: argparse.Namespace) -> None:
         for name in names
     }
     results = throughput(options)
-    for name, result in results.items():
-        print(f"{name:<32} {common.ranged(result)} samples/s, {result['share of bound']:.2f} of the bound")
-    for name, values in starts.items():
-        seconds = ", ".join(f"{key} {values[key]:.2f}" for key in ("start seconds", "first epoch seconds"))
-        print(f"{name:<32} {seconds}, {values['first epoch / later']:.2f}× a later one")
+    rates = [(name, common.ranged(each), f"{each['share of bound']:.2f}") for name, each in results.items()]
+    keys = (*SECONDS, "first epoch / later")
+    text = common.table(("loader", "samples/s", "share of the bound"), rates) + "\n\n"
+    text += common.table(
+        ("loader", *keys), [(name, *(f"{each[key]:.2f}" for key in keys)) for name, each in starts.items()]
+    )
     report = {"settings": common.settings(options), "unit": "samples/s", "results": results, "starts": starts}
-    path = common.save("loaders" if device.type == "cpu" else "loaders_gpu", report, options.output)
-    draw(results, starts, path.with_suffix(".png"), f"{options.crop}³ crops, batch {options.batch}")
-    print(f"written: {path}, {path.with_suffix('.png')}")
+    name, title = (
+        ("loaders" if device.type == "cpu" else "loaders_gpu"),
+        f"{options.crop}³ crops, batch {options.batch}",
+    )
+    common.publish(name, report, options.output, text, lambda path: draw(results, starts, path, title))
 
 
 def main() -> None:
     parser = common.Parser(__doc__)
-    parser.add_integers(box=512, crop=64, batch=16)
+    parser.add_integers(box=512, crop=64, batch=16, trials=5)
     parser.add_argument("--workers", type=positive, default=2, help="threads, or processes of the plain DataLoader")
     parser.add_argument("--batches", type=positive, default=30, help="timed batches per trial")
     parser.add_argument("--epoch_batches", type=positive, default=64, help="batches per epoch")
-    parser.add_argument("--trials", type=positive, default=5)
     parser.add_argument("--starts", type=positive, default=3, help="starts of each loader; the median is reported")
-    parser.add_argument("--plain", action=argparse.BooleanOptionalAction, default=True, help="measure the DataLoader")
     parser.add_argument("--data", type=Path, help="HDF5 file (data/benchmark_<box>.h5, created if missing)")
     parser.add_argument("--start", choices=list(LOADERS), help=argparse.SUPPRESS)
     with one_line_errors():

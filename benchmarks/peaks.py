@@ -1,7 +1,4 @@
-"""Upper bounds of this machine: throughput of large matrix products and copies, on random data.
-
-python -m benchmarks.peaks
-"""
+"""Upper bounds of this machine: throughput of large matrix products and copies, on random data."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Parser, positive_float, ranged, save, spread, table, this_machine
-from utils.cli import positive
-from utils.errors import one_line_errors
+from benchmarks.common import ranged, spread, table
 from utils.profiling import timing
 
 # tf32 is float32 computed by the tensor cores; a CPU, which has no such mode, computes float32 for both.
@@ -41,7 +36,7 @@ def measure(
 
 def matmul_tflops(device: torch.device, dtype: str, seconds: float = 1.0, size: int | None = None) -> dict[str, Any]:
     """The product of two square matrices of normally distributed numbers in one of DTYPES."""
-    with _float32_products("high" if dtype == "tf32" else "highest", device):
+    with tf32(dtype == "tf32" and device.type == "cuda"):
         return spread(timing.matmul_tflops(device, DTYPES[dtype], seconds, size))
 
 
@@ -77,37 +72,17 @@ def _random_bytes(device: torch.device, size: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _float32_products(precision: str, device: torch.device) -> Iterator[None]:
-    """float32 matrix products in 'high' (TF32) or 'highest' precision on CUDA; restored afterwards."""
-    if device.type != "cuda":
-        yield
-        return
-    # torch holds this setting twice, in an older and a newer form. Setting only the newer one breaks code that reads
-    # the older one (torch 2.11's compiler does), so both are set, and both are restored.
-    newer = torch.backends.cuda.matmul.fp32_precision
+def tf32(enabled: bool) -> Iterator[None]:
+    """Turns TF32 on or off for float32 matrix products and convolutions on CUDA; restored afterwards.
+
+    Uses PyTorch's older switches, like `utils.build.backends`.
+    """
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
     try:
-        older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the two forms already contradict each other
-        older = "highest" if newer == "tf32" else "high"
-    torch.set_float32_matmul_precision(precision)
-    try:
+        for backend in backends:
+            backend.allow_tf32 = enabled
         yield
     finally:
-        torch.set_float32_matmul_precision(older)
-        torch.backends.cuda.matmul.fp32_precision = newer
-
-
-def main() -> None:
-    parser = Parser(__doc__)
-    parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each measurement")
-    parser.add_argument("--size", type=positive, help="side of the matrices (8192 on a GPU, 1024 on a CPU)")
-    with one_line_errors():
-        options = parser.parse_args()
-        device = this_machine().device
-        result = measure(device, options.seconds, options.size)
-        print(markdown(result))
-        print(f"written: {save('peaks', result, options.output)}")
-
-
-if __name__ == "__main__":
-    main()
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value

@@ -1,9 +1,9 @@
 """Weak and strong scaling over 1 … N ranks, from runs of benchmark mode (`train.py --enable_benchy`).
 
-python -m benchmarks.scaling --config=demo --ranks 1 2 4            the whole study on this machine
-python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 8 32 128 --weak 64 128 --strong 2048 --sbatch runs/scaling
-bash runs/scaling/submit.sh                                         one job per point and round
-python -m benchmarks.scaling --collect runs/scaling                 the results that exist so far
+python -m benchmarks.scaling --config=demo --ranks 1 2 4     the whole study on this machine
+python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 8 32 128 --weak 64 128 --strong 2048 \\
+    --output runs/scaling --submit                           submits a job for each point and round without a result
+                                                             --collect instead of --submit: reports the results so far
 
 Weak scaling keeps the samples per rank (--weak, one or more values), strong scaling those of all ranks (--strong). All
 points are measured once per round, in --trials rounds, so that drift affects all of them. Other arguments go to
@@ -21,7 +21,6 @@ ranks would seem to gain nothing. The report marks points with more threads than
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 import sys
 import tempfile
@@ -30,53 +29,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import (
-    RESULTS,
-    Parser,
-    plot,
-    ranged,
-    read_json,
-    save,
-    summary,
-    table,
-    write_text,
-)
+from benchmarks.common import RESULTS, Parser, curves, plot, publish, ranged, read_json, summary, table
 from benchmarks.processes import failure_of, launcher
 from benchmarks.scaling_plan import (
-    BENCHY,
-    SUBMIT,
     SUBMITTED_PER_NODE,
     Plan,
     Point,
     Series,
+    environment,
     make_plan,
-    prepare,
-    read_plan,
-    write_jobs,
+    submit,
+    write_settings,
 )
 from utils.cli import positive
 from utils.errors import UserError, one_line_errors
 
 KINDS = ("IO", "SYNTHETIC", "FULL", "NO-COMM")
 OVERHEADS = ("communication overhead", "input overhead")
+PARTS = ("compute", "communication", "input")
 
 
 def measure(plan: Plan, directory: Path) -> None:
     """Runs every point, round by round; earlier results in the directory are deleted."""
-    prepare(plan, directory)
+    write_settings(plan, directory)
     for old in directory.glob("ranks*_batch*_round*.json"):
         old.unlink()
     runs, log = list(plan.runs()), (directory / "log.txt").resolve()
     for place, (point, number) in enumerate(runs, 1):
-        output = (directory / point.name(number)).resolve()
-        environment = {
-            "OMP_NUM_THREADS": str(plan.threads),
-            "BENCHY_OUTPUT": str(output),
-            "BENCHY_CONFIG_FILE": str((directory / BENCHY).resolve()),
-        }
+        output = directory / point.name(number)
+        variables = {"OMP_NUM_THREADS": str(plan.threads), **environment(directory, output.name)}
         with tempfile.TemporaryDirectory() as scratch:  # nobody needs the run directory
             command = [*launcher(point.ranks), "train.py", *plan.flags(point), "--set", f"expdir={scratch}"]
-            reason = failure_of(command, log, environment)
+            reason = failure_of(command, log, variables)
         if reason or not output.exists():
             reason = reason or "it left no result"
             raise UserError(f"ranks {point.ranks}, local batch {point.local_batch}: {reason}; see {log}")
@@ -92,18 +76,12 @@ Measured = Mapping[Point, Mapping[str, Any]]  # results of `combined` by point
 
 def read_run(path: Path, point: Point) -> dict[str, Any]:
     """The result of benchmark mode for a point; UserError if it is broken or belongs to another point."""
-    result = read_json(path, "train --enable_benchy")
     kinds = KINDS[:3] if point.ranks == 1 else KINDS
-    try:
-        sound = all(0 < result[kind]["median"] < math.inf for kind in kinds)
-        found = Point(result["ranks"], result["global_batch_size"] // result["ranks"])
-        hosts = len(set(result["provenance"]["hostnames"]))
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError):
-        sound, found, hosts = False, point, 0
-    if not sound:
-        raise UserError(f"{path} is not a result of benchmark mode (train.py --enable_benchy); delete it and rerun it")
+    result = read_json(path, "train --enable_benchy", (*kinds, "ranks", "global_batch_size", "provenance"))
+    found = Point(result["ranks"], result["global_batch_size"] // result["ranks"])
     if found != point:
         raise UserError(f"{path} has {found.ranks} ranks at local batch {found.local_batch}; delete it and rerun it")
+    hosts = len(set(result["provenance"]["hostnames"]))
     return {**result, "NO-COMM": result.get("NO-COMM", result["SYNTHETIC"]), "hosts": hosts}
 
 
@@ -118,7 +96,7 @@ def gather(plan: Plan, directory: Path) -> tuple[dict[Point, dict[str, Any]], li
         else:
             missing.append(path.name)
     if not runs:
-        raise UserError(f"no results in {directory} yet; submit with bash {shlex.quote(str(directory / SUBMIT))}")
+        raise UserError(f"no results in {directory} yet; submit the study with --submit")
     return {point: combined(point, found) for point, found in sorted(runs.items())}, missing
 
 
@@ -179,58 +157,33 @@ def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-STYLES = {
-    "IO": ("tab:blue", "-", "IO: input alone"),
-    "NO-COMM": ("tab:orange", ":", "NO-COMM: steps without communication"),
-    "SYNTHETIC": ("tab:orange", "-", "SYNTHETIC: steps on one batch"),
-    "FULL": ("tab:green", "-", "FULL: training"),
-}
-
-
-def draw(plan: Plan, points: Measured, directory: Path) -> list[Path]:
-    """Efficiency, and the parts of a step's time; a panel per study."""
+def draw(plan: Plan, points: Measured, path: Path) -> None:
+    """Efficiency, and below it the parts of a step's time; a column per study."""
     shown = [series for series in plan.series if any(point in points for point in series.points)]
-    paths = []
-    for name, fill in (("efficiency", _efficiency), ("step", _step)):
-        paths.append(directory / f"scaling_{name}.png")
-        with plot(paths[-1], (4.6 * len(shown) + 0.8, 4.4), len(shown), sharey=name != "step") as (figure, panels):
-            for axes, series in zip(panels, shown, strict=True):
-                measured = [point for point in series.points if point in points]
-                places = fill(axes, series, measured, points)
-                axes.set_xticks(places, [f"{point.ranks}{plan.mark(point)}" for point in measured])
-                crowded = any(plan.mark(point) for point in measured)
-                axes.set(xlabel=f"ranks{' (*: they share cores)' if crowded else ''}", title=series.title)
-            handles, labels = panels[0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize="small", frameon=False)
-    return paths
-
-
-def _efficiency(axes: Any, series: Series, measured: Sequence[Point], points: Measured) -> list[int]:
-    ranks = [point.ranks for point in measured]
-    for kind, (color, style, label) in STYLES.items():
-        values = [100 * value for value in efficiencies(series, points, kind).values()]
-        axes.plot(ranks, values, style, color=color, marker="o", markersize=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("samples/s per rank, % of the fewest ranks")
-    axes.grid(alpha=0.25)
-    return ranks
-
-
-def _step(axes: Any, series: Series, measured: Sequence[Point], points: Measured) -> list[int]:
-    places, bottoms = list(range(len(measured))), [0.0] * len(measured)
-    for name, color in (("compute", "0.6"), ("communication", "tab:orange"), ("input", "tab:blue")):
-        heights = [max(0.0, points[point]["step ms"][name]) for point in measured]
-        axes.bar(places, heights, 0.6, bottoms, color=color, label=name)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set_ylabel("ms per step")
-    return places
+    with plot(path, (4.6 * len(shown) + 0.8, 8), len(shown), 2, sharey="row") as panels:
+        for (above, below), series in zip(panels.T, shown, strict=True):
+            found = {kind: efficiencies(series, points, kind) for kind in KINDS}
+            percent = {
+                kind: [{"ranks": ranks, "mean": 100 * value} for ranks, value in values.items()]
+                for kind, values in found.items()
+            }
+            curves(above, percent, "ranks", title=series.title, ylabel="samples/s per rank, % of the fewest ranks")
+            above.set_xscale("log", base=2)
+            above.set_ylim(bottom=0)
+            measured = [point for point in series.points if point in points]
+            names = [f"{point.ranks}{plan.mark(point)}" for point in measured]
+            above.set_xticks([point.ranks for point in measured], names)
+            bottoms = [0.0] * len(measured)
+            for part in PARTS:
+                heights = [max(0.0, points[point]["step ms"][part]) for point in measured]
+                below.bar(names, heights, 0.6, bottoms, label=part)
+                bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+            below.set(xlabel="ranks (*: they share cores)" if "*" in "".join(names) else "ranks", ylabel="ms per step")
 
 
 def report(plan: Plan, directory: Path, output: Path) -> None:
     """Writes result, tables and plots of the runs in `directory`."""
     points, missing = gather(plan, directory)
-    text = report_text(plan, points, missing)
     series = [
         {
             "study": one.study,
@@ -249,10 +202,8 @@ def report(plan: Plan, directory: Path, output: Path) -> None:
         "series": series,
         "missing": missing,
     }
-    path = save("scaling", result, output)
-    write_text(path.with_suffix(".md"), text + "\n")
-    pictures = draw(plan, points, output)
-    print(f"{text}\n\nwritten: {', '.join(map(str, [path, path.with_suffix('.md'), *pictures]))}")
+    text = report_text(plan, points, missing)
+    publish("scaling", result, output, text, lambda path: draw(plan, points, path))
 
 
 def main() -> None:
@@ -265,24 +216,21 @@ def main() -> None:
     parser.add_argument("--trials", type=positive, default=3, help="rounds, at least 3 (%(default)s)")
     parser.add_argument("--batches", type=positive, help="batches per benchmark trial (30; 5 on a CPU)")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--sbatch", type=Path, metavar="DIR", help="only write jobs for submit_pm.sh to DIR")
-    instead.add_argument("--collect", type=Path, metavar="DIR", help="only read the results in DIR")
+    instead.add_argument("--submit", action="store_true", help="only submit a job for each missing result")
+    instead.add_argument("--collect", action="store_true", help="only report the results in the output directory")
     per_node = "ranks per node of those jobs (%(default)s)"
     parser.add_argument("--ranks_per_node", type=positive, default=SUBMITTED_PER_NODE, help=per_node)
     with one_line_errors():
         options, rest = parser.parse_known_args()
         if options.trials < 3:
             raise UserError(f"{options.trials} rounds are too few for a spread; give --trials of at least 3")
-        if options.collect is not None and rest:
-            raise UserError(f"--collect takes no arguments of train.py, such as {rest[0]}; remove them")
-        if options.collect is not None:
-            report(read_plan(options.collect), options.collect, options.output)
-        elif options.sbatch is not None:
-            write_jobs(make_plan(options, rest), options.sbatch, options.ranks_per_node)
-        else:
-            plan = make_plan(options, rest)
-            measure(plan, options.output / "points")
-            report(plan, options.output / "points", options.output)
+        plan, directory = make_plan(options, rest), options.output / "points"
+        if options.submit:
+            submit(plan, directory, options.ranks_per_node)
+            return
+        if not options.collect:
+            measure(plan, directory)
+        report(plan, directory, options.output)
 
 
 if __name__ == "__main__":

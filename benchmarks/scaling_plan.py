@@ -1,26 +1,25 @@
-"""The plan of a scaling study (benchmarks/scaling.py): its points, its files, and its jobs for a cluster."""
+"""The plan of a scaling study (benchmarks/scaling.py): its points, and its jobs for a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import shlex
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import REPOSITORY, cores, read_json, write_text
+from benchmarks.common import REPOSITORY, cores, write_text
 from utils import cli
 from utils import config as configs
-from utils.config import Config
 from utils.errors import UserError
 
-PLAN, BENCHY, SUBMIT = "plan.json", "benchy.yaml", "submit.sh"
+BENCHY = "benchy.yaml"
 SUBMITTED_PER_NODE = 4  # ranks per node that submit_pm.sh asks for
 
 
@@ -107,9 +106,11 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
     plan = Plan(arguments, tuple(series), options.trials, options.batches or 30, config.model_dump())
     for point in plan.points:
         config.model_copy(update={"local_batch_size": point.local_batch}).for_world(point.ranks)
-    if options.sbatch is not None:
+    if options.submit or options.collect:
         return plan
-    check_gpus(config, max(options.ranks))
+    gpus = torch.cuda.device_count()
+    if on_gpus and gpus < max(options.ranks):
+        raise UserError(f"this machine has {gpus} GPUs, fewer than ranks; give fewer --ranks, or --submit")
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return replace(
         plan,
@@ -119,69 +120,48 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
     )
 
 
-def check_gpus(config: Config, ranks: int) -> None:
-    """UserError if this machine has GPUs, but fewer than ranks."""
-    gpus = torch.cuda.device_count()
-    if config.device != "cpu" and 0 < gpus < ranks:
-        raise UserError(
-            f"{ranks} ranks need {ranks} GPUs, and this machine has {gpus}; give fewer --ranks, or --sbatch"
-        )
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def prepare(plan: Plan, directory: Path) -> None:
-    """Writes the plan and the settings of benchmark mode to the directory of the results."""
-    series = [{**asdict(each), "points": [astuple(point) for point in each.points]} for each in plan.series]
+def write_settings(plan: Plan, directory: Path) -> None:
+    """Writes the settings of benchmark mode to the directory of the results."""
     trials = f"{{batches: {plan.batches}, trials: 3, warmup_trials: 1}}"  # few trials, since rounds repeat them
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_text(directory / PLAN, json.dumps({**asdict(plan), "series": series}, indent=2) + "\n")
         write_text(directory / BENCHY, "".join(f"{kind}: {trials}\n" for kind in ("IO", "SYNTHETIC", "FULL")))
     except OSError as error:
-        raise UserError(f"cannot write {directory}: {error.strerror or error}; choose another directory") from None
+        raise UserError(f"cannot write {directory}: {error.strerror or error}; choose another --output") from None
 
 
-def job(plan: Plan, point: Point, number: int, ranks_per_node: int) -> str:
-    """The shell line that submits one point of one round, unless its result exists."""
+def environment(directory: Path, output: str) -> dict[str, str]:
+    """The variables with which benchmark mode reads those settings and writes the result `output`."""
+    return {"BENCHY_CONFIG_FILE": str(directory.resolve() / BENCHY), "BENCHY_OUTPUT": str(directory.resolve() / output)}
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def job(plan: Plan, point: Point, ranks_per_node: int) -> list[str]:
+    """The command that submits a point."""
     nodes, left = divmod(point.ranks, ranks_per_node)
     if nodes and left:
         raise UserError(
             f"{point.ranks} ranks do not fill nodes of {ranks_per_node}; change --ranks or --ranks_per_node"
         )
-    output = f'"$results/{point.name(number)}"'
     words = ["sbatch", f"--nodes={max(1, nodes)}", f"--ntasks={point.ranks}"]
     if ranks_per_node != SUBMITTED_PER_NODE:
         words += [f"--ntasks-per-node={ranks_per_node}", f"--gpus-per-node={ranks_per_node}"]
-    words += ["submit_pm.sh", *plan.flags(point)]
-    return f"[ -e {output} ] || BENCHY_OUTPUT={output} {shlex.join(words)}"
+    return [*words, "submit_pm.sh", *plan.flags(point)]
 
 
-def write_jobs(plan: Plan, directory: Path, ranks_per_node: int) -> None:
-    """Writes a script that submits every point of every round without a result."""
-    lines = [job(plan, point, number, ranks_per_node) for point, number in plan.runs()]
-    head = [
-        "#!/usr/bin/env bash",
-        "# Submits the points of a scaling study that have no result yet; written by benchmarks/scaling.py.",
-        "# shellcheck disable=SC2016 # quoted text is literal",
-        "set -eu",
-        f"results={shlex.quote(str(directory.resolve()))}",
-        f'export BENCHY_CONFIG_FILE="$results/{BENCHY}"',
-        f"cd -- {shlex.quote(str(REPOSITORY))}",
-    ]
-    prepare(plan, directory)
-    path = directory / SUBMIT
-    write_text(path, "\n".join([*head, *lines]) + "\n")
-    print(f"written: {path}, {len(lines)} jobs; submit them with: bash {shlex.quote(str(path))}")
-    print(f"then: python -m benchmarks.scaling --collect {shlex.quote(str(directory))}")
-
-
-def read_plan(directory: Path) -> Plan:
-    """The plan that --sbatch wrote."""
-    values = read_json(directory / PLAN, f"benchmarks.scaling --sbatch {directory}", ("series", "arguments"))
-    series = (
-        Series(each["study"], each["batch"], tuple(Point(*point) for point in each["points"]))
-        for each in values["series"]
-    )
-    return Plan(**{**values, "series": tuple(series), "arguments": tuple(values["arguments"])})
+def submit(plan: Plan, directory: Path, ranks_per_node: int) -> None:
+    """Submits a job for each point of each round that has no result yet."""
+    missing = {
+        point.name(number): job(plan, point, ranks_per_node)
+        for point, number in plan.runs()
+        if not (directory / point.name(number)).exists()
+    }
+    write_settings(plan, directory)
+    for name, words in missing.items():
+        try:
+            subprocess.run(words, cwd=REPOSITORY, env={**os.environ, **environment(directory, name)}, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(f"{shlex.join(words)}: {error}; submit the study where sbatch works") from None
+    print(f"submitted {len(missing)} jobs; repeat the command with --collect instead of --submit for the results")

@@ -61,14 +61,14 @@ def test_mean_and_standard_deviation_are_over_seeds(both: list[dict[str, Any]]) 
 
 
 def test_a_goal_is_reached_at_a_validation_or_between_two(both: list[dict[str, Any]]) -> None:
-    first, second = both
+    first, second = (summary["curve"] for summary in both)
     assert reach(second, 0.85, rises=True) == {"epoch": 1.0, "samples": 100, "step": 10, "seconds": 1.0}
     between = {"epoch": 1.4, "samples": 140, "step": 14, "seconds": 2.8}
     assert reach(first, 0.7, rises=True, interpolate=True) == pytest.approx(between)
     for goal in (0.6, 0.05):  # at a validation, and before the first one
         assert reach(first, goal, rises=True, interpolate=True) == reach(first, goal, rises=True)
     assert reach(first, 0.925, rises=True) is reach(first, 0.925, rises=True, interpolate=True) is None
-    falling = {"curve": [{**point, "mean": 1 - point["mean"]} for point in first["curve"]]}
+    falling = [{**point, "mean": 1 - point["mean"]} for point in first]
     assert reach(falling, 0.3, rises=False, interpolate=True) == pytest.approx(between)
 
 
@@ -82,7 +82,7 @@ def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both:
         "| two | 32 | 12 | 528 | 0.70000 ± 0.00000 | 15.0 ± 0.0 % | 2 | never |  |",
     ]
     convergence.draw(STUDY, both, tmp_path / "curves.png")
-    convergence.draw_samples(losses, found, tmp_path / "samples.png")
+    convergence.draw(losses, found, tmp_path / "samples.png")
     for name in ("curves.png", "samples.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import convolution_passes, convolutions
-from benchmarks.convolution_passes import Job, read_layers
+from benchmarks.convolution_passes import FORMATS, Job, plan, read_layers
 from benchmarks.convolutions import Row, markdown, measure, weighted
-from networks import build_network
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.profiling import timing
 
 CPU = torch.device("cpu")
@@ -42,20 +36,17 @@ def test_layers_are_those_of_the_network() -> None:
     assert (down1.flops, last.flops) == (2 * 4 * 4 * 4**3 * 4**3, 2 * 8 * 5 * 4**3 * 4**3)
 
 
-@pytest.mark.parametrize(("name", "format"), [("down1", "NDHWC"), ("up2", "NCDHW")])
-def test_measured_passes_are_those_of_autograd(name: str, format: str) -> None:
-    layer = next(layer for layer in read_layers(8, width=4, scales=2) if layer.name == name)
-    calls = convolution_passes._plain_calls(Job(layer, "tf32", format), CPU, batch=2)
-    draw = convolution_passes.random_tensors(Job(layer, "tf32", format), CPU)
-    inputs = draw((2, *layer.input_shape)).requires_grad_()
-    module = build_network("unet", 8, width=4, scales=2).get_submodule(name)
-    module.weight.data = draw(layer.weight_shape, 0.02)
-    module.bias.data.zero_()
-    output = module(inputs)
-    expected = torch.autograd.grad(output, [inputs, module.weight], draw(tuple(output.shape)))
-    torch.testing.assert_close(calls["forward"](), output)
-    torch.testing.assert_close(calls["input gradient"](), expected[0])
-    torch.testing.assert_close(calls["weight gradient"](), expected[1])
+@pytest.mark.parametrize("job", plan(8, ["tf32"], ["NDHWC", "NCDHW"], width=4, scales=2))
+def test_passes_return_the_output_and_the_gradients(job: Job) -> None:
+    """Gradients of the inputs come first; down1 has none."""
+    calls = convolution_passes.calls(job, CPU, batch=2)
+    shapes = {"forward": (2, *job.layer.output_shape), "weight gradient": tuple(job.layer.module.weight.shape)}
+    shapes["input gradient"] = (2, *job.layer.input_shape)
+    shapes["backward"] = shapes["input gradient" if job.layer.needs_input_gradient else "weight gradient"]
+    assert tuple(calls) == job.layer.passes
+    for name, call in calls.items():
+        assert tuple(call().shape) == shapes[name]
+        assert call().is_contiguous(memory_format=FORMATS[job.format]) or job.layer.version == "space-to-depth"
 
 
 def test_a_table_is_complete_and_adds_up() -> None:
@@ -97,14 +88,14 @@ def test_rows_beyond_the_budget_are_listed_as_missing() -> None:
 
 
 def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = convolution_passes._plain_calls
+    real = convolution_passes.calls
 
     def failing(job: Job, device: torch.device, batch: int) -> convolution_passes.Calls:
         if job.layer.name == "up2":
             raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
         return real(job, device, batch)
 
-    monkeypatch.setattr(convolution_passes, "_plain_calls", failing)
+    monkeypatch.setattr(convolution_passes, "calls", failing)
     result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
     failed = [(row["layer"], row["error"]) for row in result["rows"] if "error" in row]
     assert failed == [("up2", "CUDA out of memory.")] * 3
@@ -137,27 +128,3 @@ def test_the_best_choice_is_made_layer_by_layer() -> None:
     assert (best["ms"], best["tflops"]) == (2.0, pytest.approx(1.0))
     assert weighted(rows)["choices"]["a"] == "float16 NDHWC"
     assert weighted(rows, "tf32")["layers"] == 0
-
-
-def test_the_command_writes_its_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # A crop of 4 cells can be halved twice.
-    command = ["convolutions", "--batch", "1", "--crop", "4", "--width", "2", "--dtypes", "tf32", "--formats", "NCDHW"]
-    monkeypatch.setattr(sys, "argv", [*command, "--budget", "1e9", "--output", str(tmp_path / "new")])
-    monkeypatch.setattr(convolutions, "this_machine", lambda: World(Launch("test"), CPU))
-    convolutions.main()
-    result = json.loads((tmp_path / "new" / "convolutions.json").read_text())
-    assert (result["settings"]["scales"], result["missing"]) == (2, [])
-    assert "provenance" in result
-    assert "| last | weight gradient |" in capsys.readouterr().out
-
-
-def test_tf32_is_allowed_while_measuring_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    convolution = torch.backends.cudnn.conv
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    before = convolution.fp32_precision
-    with convolutions._tf32_convolutions(torch.device("cuda")):
-        assert convolution.fp32_precision == "tf32"
-        assert torch.backends.cudnn.allow_tf32
-    assert (convolution.fp32_precision, torch.backends.cudnn.allow_tf32) == (before, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +81,7 @@ def test_a_printed_command_is_the_training_that_was_measured(steps: tuple[Ladder
     changes: dict[str, Any] = {}
     for step in steps:
         changes |= step.changes
-        words = command(FakeMachine(), changes, bool(step.graph)).split()
+        words = shlex.split(command(changes, bool(step.graph)))
         assert words[:3] == ["python", "train_graph.py" if step.graph else "train.py", "--config=base"]
         typed = cli.parse([f"--yaml_config={YAML}", *words[2:]])
         ours = configs.load(YAML, "base", changes)
@@ -143,9 +144,9 @@ def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     measure_peaks, throughput = gpu.peaks.measure, loaders.throughput
     monkeypatch.setattr(gpu.peaks, "measure", lambda device, seconds: measure_peaks(device, 1e-3, copied_bytes=4096))
 
-    def without_pauses(options: argparse.Namespace) -> dict[str, Any]:
+    def without_pauses(options: argparse.Namespace, with_plain: bool) -> dict[str, Any]:
         options.settle = 0.0
-        return throughput(options)
+        return throughput(options, with_plain)
 
     def broken(*arguments: Any) -> None:
         raise RuntimeError("cuDNN failed")

@@ -1,4 +1,4 @@
-"""The measured ceilings: what is counted and timed, and that float32's precision is restored; two small benchmarks."""
+"""The upper bounds: operations and bytes counted, TF32 restored; and the benchmarks of the loop and of checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ from utils.profiling import timing
 CPU = torch.device("cpu")
 
 
-def settings() -> tuple[str, str]:
-    """Both forms of torch's setting; the older one cannot be read where they contradict each other."""
-    try:
-        older = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        older = "contradiction"
-    return torch.backends.cuda.matmul.fp32_precision, older
+def settings() -> tuple[bool, bool]:
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
 
 def check(result: dict[str, Any], dtypes: list[str], copies: list[str]) -> None:
@@ -56,21 +51,13 @@ def test_a_multiplication_counts_as_two_operations_and_a_copy_as_read_and_write(
     assert peaks.device_copy_gb_per_s(CPU, 10**6)["median"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("precision", ["high", "highest"])
-@pytest.mark.parametrize(("older", "newer"), [("high", "tf32"), ("highest", "tf32")])
-def test_float32_precision_is_restored(older: str, newer: str, precision: str) -> None:
-    start = settings()
-    try:
-        torch.set_float32_matmul_precision(older)
-        torch.backends.cuda.matmul.fp32_precision = newer
-        before = settings()
-        with peaks._float32_products(precision, torch.device("cuda")):
-            assert settings() == ("tf32" if precision == "high" else "ieee", precision)
-        assert settings() == before
-    finally:
-        # Both forms agree again, or later readers raise an error.
-        torch.set_float32_matmul_precision("highest" if start[1] == "contradiction" else start[1])
-        torch.backends.cuda.matmul.fp32_precision = start[0]
+@pytest.mark.parametrize("enabled", [True, False])
+def test_tf32_is_restored(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    before = settings()
+    with peaks.tf32(enabled):
+        assert settings() == (enabled, enabled)
+    assert settings() == before
 
 
 @pytest.mark.parametrize(("benchmark", "steps"), [(checkpoints, 1), (loop_overhead, 2)])

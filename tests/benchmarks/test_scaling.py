@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from benchmarks import processes, scaling
 from benchmarks.scaling import combined, efficiencies, gather, measure
-from benchmarks.scaling_plan import Plan, Point, Series, read_plan, studies
+from benchmarks.scaling_plan import Plan, Point, Series, studies
 from utils.config import Config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -36,12 +35,12 @@ def plan_of(ranks: list[int], weak: list[int], strong: list[int], trials: int = 
     return Plan(tuple(SYNTHETIC), tuple(studies(ranks, weak, strong)), trials, 2, Config().model_dump(), **options)
 
 
-def results(directory: Path, plan: Plan, rates: dict[Point, list[dict[str, Any]]]) -> Path:
-    """A directory with the plan and the results of these rounds."""
-    scaling.prepare(plan, directory)
+def results(directory: Path, rates: dict[Point, list[dict[str, Any]]]) -> Path:
+    """A directory with the results of these rounds."""
+    (directory / "points").mkdir(parents=True)
     for point, rounds in rates.items():
         for number, values in enumerate(rounds, 1):
-            (directory / point.name(number)).write_text(json.dumps(values))
+            (directory / "points" / point.name(number)).write_text(json.dumps(values))
     return directory
 
 
@@ -60,16 +59,15 @@ def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return line
 
 
-def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tmp_path: Path) -> None:
+def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one() -> None:
     """Rounds alternate between the points, and a point that both studies share is measured once."""
     weak, strong = studies([4, 1, 2], [8], [8])
     assert weak == Series("weak", 8, (Point(1, 8), Point(2, 8), Point(4, 8)))
     assert strong == Series("strong", 8, (Point(1, 8), Point(2, 4), Point(4, 2)))
     plan = plan_of([1, 2], [8], [8], threads=2, cores=4)
-    runs = list(plan.runs())
-    assert runs == [(point, number) for number in (1, 2, 3) for point in (Point(1, 8), Point(2, 4), Point(2, 8))]
-    scaling.prepare(plan, tmp_path)
-    assert read_plan(tmp_path) == plan
+    assert list(plan.runs()) == [
+        (point, number) for number in (1, 2, 3) for point in (Point(1, 8), Point(2, 4), Point(2, 8))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +78,7 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one(tm
         (["--ranks", "1", "--weak", "9999999"], "Nsamples 64 is less than global_batch_size"),
         (["--noddp"], "--noddp is set by this command"),
         (["--set", "widht=3"], "unknown key widht"),
-        (["--sbatch", "jobs", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
+        (["--submit", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_runs(
@@ -134,7 +132,7 @@ def test_the_study_launches_every_point_with_the_same_threads(
     assert result["points"][0]["FULL"]["n"] == 3
     assert result["series"][0]["efficiency"]["FULL"] == {"1": 1.0, "2": 1.0, "4": 1.0}
     assert (tmp_path / "scaling.md").read_text().strip() in capsys.readouterr().out
-    assert len(list(tmp_path.glob("scaling_*.png"))) == 2
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_fails_ends_the_study_with_its_error(
@@ -158,41 +156,35 @@ def test_two_real_ranks_are_measured(tmp_path: Path) -> None:
     assert all(values[kind]["median"] > 0 for kind in scaling.KINDS)
 
 
-def submitted(tmp_path: Path, script: Path) -> list[tuple[str, str, list[str]]]:
-    """(BENCHY_OUTPUT, BENCHY_CONFIG_FILE, arguments) of each sbatch that the script calls."""
-    stub, record = tmp_path / "bin" / "sbatch", tmp_path / "record"
-    stub.parent.mkdir(exist_ok=True)
-    stub.write_text('#!/bin/bash\nprintf "%s\\0" "$BENCHY_OUTPUT" "$BENCHY_CONFIG_FILE" "$PWD" "$@" END >> "$RECORD"\n')
-    stub.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "RECORD": str(record)}
-    record.write_text("")
-    subprocess.run(["bash", script], check=True, env=environment, cwd="/")
-    jobs = []
-    for text in record.read_text().split("END\0")[:-1]:
-        output, settings, directory, *words = text.rstrip("\0").split("\0")
-        assert directory == str(REPOSITORY)
-        jobs.append((output, settings, words))
-    return jobs
-
-
-def test_the_script_submits_every_job_without_a_result(
+def test_every_point_without_a_result_is_submitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    directory = tmp_path / 'it\'s a "dir" with $HOME; and more'
-    odd = "train_path=/some where/it's.h5"
-    words = ["--config=bs64_opt", "--set", odd, "--ranks", "1", "4", "32", "--weak", "64", "--strong"]
-    call(monkeypatch, *words, "--sbatch", str(directory))
-    script = directory / "submit.sh"
-    assert f"9 jobs; submit them with: bash {shlex.quote(str(script))}\n" in capsys.readouterr().out
-    jobs = submitted(tmp_path, script)
-    assert len(jobs) == 3 * 3
-    for (output, settings, arguments), (point, number) in zip(jobs, read_plan(directory).runs(), strict=True):
-        assert output == str(directory / point.name(number))
-        assert Path(settings).read_text().startswith("IO: {batches: 30,")
-        size = [f"--nodes={max(1, point.ranks // 4)}", f"--ntasks={point.ranks}", "submit_pm.sh"]
-        assert arguments == [*size, "--config=bs64_opt", "--set", odd, "--enable_benchy", "--local_batch_size=64"]
-    Path(jobs[0][0]).write_text("{}")
-    assert len(submitted(tmp_path, script)) == len(jobs) - 1, "an existing result is not submitted again"
+    jobs: list[tuple[list[str], dict[str, str]]] = []
+
+    def sbatch(words: list[str], cwd: Path, env: dict[str, str], check: bool) -> None:
+        assert (cwd, check) == (REPOSITORY, True)
+        jobs.append((words, env))
+
+    monkeypatch.setattr(subprocess, "run", sbatch)
+    words = ["--config=bs64_opt", "--set", "seed=3", "--ranks", "1", "4", "32", "--weak", "64", "--strong", "--submit"]
+    call(monkeypatch, *words, f"--output={tmp_path}")
+    points = [(Point(ranks, 64), number) for number in (1, 2, 3) for ranks in (1, 4, 32)]
+    for (command, environment), (point, number) in zip(jobs, points, strict=True):
+        assert environment["BENCHY_OUTPUT"] == str(tmp_path / "points" / point.name(number))
+        assert Path(environment["BENCHY_CONFIG_FILE"]).read_text().startswith("IO: {batches: 30,")
+        size = [f"--nodes={max(1, point.ranks // 4)}", f"--ntasks={point.ranks}"]
+        flags = ["--config=bs64_opt", "--set", "seed=3", "--enable_benchy", "--local_batch_size=64"]
+        assert command == ["sbatch", *size, "submit_pm.sh", *flags]
+    Path(jobs[0][1]["BENCHY_OUTPUT"]).write_text("{}")
+    call(monkeypatch, *words, f"--output={tmp_path}")
+    assert len(jobs) == 2 * len(points) - 1, "a point with a result is not submitted again"
+    assert "submitted 8 jobs; repeat the command with --collect" in capsys.readouterr().out
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "sbatch")
+
+    monkeypatch.setattr(subprocess, "run", failing)
+    assert "submit the study where sbatch works" in complaint(monkeypatch, capsys, *words, f"--output={tmp_path}")
 
 
 def test_overheads_and_efficiency_equal_values_computed_by_hand() -> None:
@@ -209,15 +201,15 @@ def test_overheads_and_efficiency_equal_values_computed_by_hand() -> None:
     assert efficiencies(series, points, "FULL") == pytest.approx({2: 1.0, 8: (240 / 8) / (80 / 2)})
 
 
+COLLECT = [*SYNTHETIC, "--collect", "--strong", "--weak", "8", "--ranks"]
+
+
 def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    plan = plan_of([1, 2, 4], [8], [])
-    directory = results(
-        tmp_path / "jobs", plan, {Point(1, 8): [benchy(1, 8, 10, 9)] * 3, Point(4, 8): [benchy(4, 8, 36, 27, 40)]}
-    )
-    call(monkeypatch, "--collect", str(directory), "--output", str(tmp_path / "out"))
-    result = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    results(tmp_path, {Point(1, 8): [benchy(1, 8, 10, 9)] * 3, Point(4, 8): [benchy(4, 8, 36, 27, 40)]})
+    call(monkeypatch, *COLLECT, "1", "2", "4", f"--output={tmp_path}")
+    result = json.loads((tmp_path / "scaling.json").read_text())
     assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(1, 3), (4, 1)]
     assert result["points"][0]["communication overhead"]["median"] == 0.0
     assert result["series"][0]["efficiency"]["FULL"] == pytest.approx({"1": 1.0, "4": 0.75})
@@ -227,20 +219,17 @@ def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("values", "says"),
     [
-        (json.dumps(benchy(2, 8, 10, 9)), "{} is not a result of benchmark mode"),  # NO-COMM is missing
-        (json.dumps(benchy(4, 8, 10, 9, 11)), "has 4 ranks at local batch 8"),
+        (benchy(2, 8, 10, 9), "{} is not a result of train --enable_benchy"),  # NO-COMM is missing
+        (benchy(4, 8, 10, 9, 11), "has 4 ranks at local batch 8"),
         (None, "no results in "),
     ],
 )
 def test_a_result_that_cannot_be_used_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, text: str | None, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, values: dict[str, Any] | None, says: str
 ) -> None:
-    directory = results(tmp_path / "jobs", plan_of([2], [8], []), {})
-    path = directory / Point(2, 8).name(1)
-    if text is not None:
-        path.write_text(text)
-    line = complaint(monkeypatch, capsys, "--collect", str(directory), "--output", str(tmp_path / "out"))
-    assert says.format(path) in line
-    assert not (tmp_path / "out").exists()
+    results(tmp_path, {} if values is None else {Point(2, 8): [values]})
+    line = complaint(monkeypatch, capsys, *COLLECT, "2", f"--output={tmp_path}")
+    assert says.format(tmp_path / "points" / Point(2, 8).name(1)) in line
+    assert not (tmp_path / "scaling.json").exists()
