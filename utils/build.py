@@ -21,7 +21,7 @@ from utils.config import Config
 from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.sources import batch_like, open_box
+from utils.data.sources import open_box
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World, choose_device
@@ -111,7 +111,7 @@ def loaders(config: Config, world: World) -> Loaders:
     """The loaders of both splits for this rank. Every rank calls it, and all fail if one does."""
 
     def training_bytes() -> int:
-        return training_memory(config, lambda: network(config), lambda samples: batch_like(config, samples)).reserve
+        return training_memory(config, network).reserve
 
     return get_loader(config.data_loader_config).build(config, world, training_bytes)
 

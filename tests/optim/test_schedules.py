@@ -139,8 +139,8 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
         (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),
-        (["--preflight", "--plot=missing/rate.png"], "--plot=missing/rate.png: cannot write it: "),
-        (["--preflight", "--plot=."], "--plot=.: it is a directory; give a file to write"),
+        (["--preflight", "--plot=missing/rate.png"], "cannot write --plot=missing/rate.png: "),
+        (["--preflight", "--plot=."], "cannot write --plot=.: Is a directory; give another file"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tmp_path: Path) -> None:
@@ -182,6 +182,5 @@ def test_the_preflight_plots_the_learning_rate_of_every_step(
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
     schedule = build_schedule(config)
-    line, peak = axes.get_lines()
+    (line,) = axes.get_lines()
     assert list(line.get_ydata()) == [schedule(step) for step in range(config.total_steps)]
-    assert (list(peak.get_xdata()), list(peak.get_ydata())) == ([schedule.warmup_steps], [schedule.peak])

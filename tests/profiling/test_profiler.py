@@ -166,7 +166,7 @@ def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, capl
     with full_disk():
         profiler.before_step(length)
     (line,) = caplog.messages
-    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: torch could not write the trace; ")
+    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: ")
     assert line.endswith("; training continues without it")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
     assert (tmp_path / "trace.json.gz").read_text() == "an earlier trace"

@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from utils.config.schema import Config
+from utils.config.schema import Config, Section
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError, os_errors_for_users
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 # Keys of configs that earlier versions wrote, and what to use instead.
 REPLACED_KEYS = {
@@ -34,7 +36,9 @@ def read_file(path: str) -> dict[str, dict[str, Any]]:
     with os_errors_for_users(f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     configs = parse_value(text, path)
-    if not isinstance(configs, dict) or not all(isinstance(values, dict) for values in configs.values()):
+    if not isinstance(configs, dict) or not all(
+        isinstance(name, str) and isinstance(values, dict) for name, values in configs.items()
+    ):
         raise UserError(f"{path} must hold named configs, each a mapping of keys to values")
     return configs
 
@@ -68,11 +72,16 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
 def validate(values: Mapping[str, Any], name: str) -> Config:
     """The typed and checked config; raises UserError with all faults in one line."""
+    return validate_section(Config, values, f"config '{name}'")
+
+
+def validate_section(section: type[AnySection], values: Any, name: str) -> AnySection:
+    """The typed and checked values; raises UserError with all faults in one line that begins with `name`."""
     try:
-        return Config.model_validate(dict(values))
+        return section.model_validate(values)
     except ValidationError as error:
-        faults = "; ".join(_fault(fault) for fault in error.errors())
-        raise UserError(f"config '{name}': {faults}") from None
+        faults = "; ".join(_fault(section, fault) for fault in error.errors())
+        raise UserError(f"{name}: {faults}") from None
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -122,25 +131,24 @@ def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) 
     return {**values, first: _replace(inner, rest, value, name)}
 
 
-def _fault(fault: Any) -> str:
+def _fault(section: type[Section], fault: Any) -> str:
     """One line for one of pydantic's error records."""
     path = [str(part) for part in fault["loc"]]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
         remedy = REPLACED_KEYS.get(key)
-        return f"unknown key {key}{f'; {remedy}' if remedy else _nearest(path[-1], _keys(path[:-1]))}"
+        return f"unknown key {key}{f'; {remedy}' if remedy else _nearest(path[-1], _keys(section, path[:-1]))}"
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] in ("too_long", "too_short"):  # These messages already contain the value.
         return f"{key}: {message}" if path else message
     return f"{key}: {message}, not {fault['input']!r}"
 
 
-def _keys(path: list[str]) -> Iterable[str]:
-    """The keys of the section at a path."""
-    model: Any = Config
+def _keys(section: Any, path: list[str]) -> Iterable[str]:
+    """The keys at a path below `section`."""
     for part in path:
-        model = model.model_fields[part].annotation
-    return model.model_fields
+        section = section.model_fields[part].annotation
+    return section.model_fields
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

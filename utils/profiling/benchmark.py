@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from utils.config import Config, parse_value
+from utils.config import Config, parse_value, validate_section
 from utils.config.schema import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
 from utils.profiling.flops import training_flops
@@ -43,6 +43,9 @@ class Trials(Section):
     batches: Annotated[int, Field(ge=1)] = 30
     trials: Annotated[int, Field(ge=1)] = 5
     warmup_trials: Annotated[int, Field(ge=0)] = 1
+
+
+Plan = dict[str, tuple[Trials, Callable[[], object]]]  # what is measured, by name
 
 
 class Settings(Section):
@@ -79,38 +82,17 @@ def read_settings(world: World) -> Settings:
 
     Every rank calls it. Raises UserError if the settings are invalid or rank 0 could not write the output later.
     """
-    settings = _read()
-    with world.raise_together():
-        if world.is_root:
-            path = Path(settings.output)
-            if path.is_dir() or settings.output.endswith("/"):
-                raise UserError(f"cannot write {settings.output}: it is a directory; set BENCHY_OUTPUT to a file")
-            if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-                raise UserError(
-                    f"cannot write {settings.output}: {path.parent} is not a writable directory; set BENCHY_OUTPUT"
-                )
-    return settings
-
-
-def _read() -> Settings:
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
-    try:
-        values = parse_value(path.read_text(encoding="utf-8"), str(path)) or {}
-        if not isinstance(values, dict):
-            raise UserError(f"{path} must map IO, SYNTHETIC, FULL and output to their settings")
-        settings = Settings.model_validate(values)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read BENCHY_CONFIG_FILE {path}: {reason}") from None
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise UserError(f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
-    name = os.environ.get("BENCHY_OUTPUT")
-    if not name:
-        return settings
-    if not name.endswith(".json") and not os.path.isdir(name):
-        name += ".json"
-    return settings.model_copy(update={"output": name})
+    with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
+    output = Path(os.environ.get("BENCHY_OUTPUT") or settings.output)
+    if output.suffix != ".json":
+        output = output.with_name(f"{output.name}.json")
+    with world.raise_together():
+        if world.is_root and not os.access(output.parent, os.W_OK):
+            raise UserError(f"cannot write {output}: {output.parent} is not a writable directory; set BENCHY_OUTPUT")
+    return settings.model_copy(update={"output": str(output)})
 
 
 class Benchmark:
@@ -134,7 +116,7 @@ class Benchmark:
         endless = self._endless()
         fixed = Batch(*(part.clone() for part in next(endless)))
         settings, lr = self._settings, self._options.lr
-        plan: dict[str, tuple[Trials, Callable[[], object]]] = {
+        plan: Plan = {
             "IO": (settings.IO, lambda: next(endless)),
             "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, lr)),
             "FULL": (settings.FULL, lambda: self._step(*next(endless), lr)),
@@ -157,9 +139,7 @@ class Benchmark:
         self._write(results)
         return results
 
-    def _measure(
-        self, plan: dict[str, tuple[Trials, Callable[[], object]]], flops_per_sample: float, peak: float
-    ) -> dict[str, Any]:
+    def _measure(self, plan: Plan, flops_per_sample: float, peak: float) -> dict[str, Any]:
         """The result of each measurement of the plan."""
         results: dict[str, Any] = {}
         total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
@@ -235,9 +215,9 @@ class Benchmark:
         path = self._settings.output
         with self._world.raise_together():
             if self._world.is_root:
-                try:
-                    with atomic_write([Path(path)]) as (partial,):
-                        partial.write_text(json.dumps(results, indent=2) + "\n")
-                except OSError as error:
-                    raise UserError(f"cannot write {path}: {error.strerror}; set BENCHY_OUTPUT") from None
+                with (
+                    os_errors_for_users(f"cannot write {path}", "set BENCHY_OUTPUT"),
+                    atomic_write([Path(path)]) as (partial,),
+                ):
+                    partial.write_text(json.dumps(results, indent=2) + "\n")
         self._logger.info(f"Benchmark results: {path}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from utils.config import Config
+from utils.data.sources import batch_like
 from utils.errors import LocalError
 from utils.files import GIB
 
@@ -40,25 +41,20 @@ class TrainingMemory:
         return self.total + self.total // 5 + GIB
 
 
-def training_memory(
-    config: Config, build: Callable[[], nn.Module], batch_like: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-) -> TrainingMemory:
-    """The memory of the config's training; its batch sizes are resolved (`Config.for_world`).
-
-    `batch_like(n)` returns inputs and targets of n samples on torch's meta device.
-    """
+def training_memory(config: Config, build_network: Callable[[Config], nn.Module]) -> TrainingMemory:
+    """The memory of the config's training; its batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
     with torch.device("meta"):
-        network = build()
+        network = build_network(config)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    micro = config.local_batch_size // config.accumulation_steps
-    activations = activation_bytes(network, batch_like(micro)[0])
+    micro_batch = batch_like(config, config.local_batch_size // config.accumulation_steps)
+    activations = activation_bytes(network, micro_batch[0])
     return TrainingMemory(
         parameters,
         # fp32 weights, gradients, Adam's two moments, and the average of the weights
         state=(16 if config.ema_decay is None else 20) * parameters,
         activations=activations // 2 if config.enable_amp else activations,
-        batches=BATCHES * sum(part.nbytes for part in batch_like(config.local_batch_size)),
+        batches=BATCHES * config.accumulation_steps * sum(part.nbytes for part in micro_batch),
     )
 
 

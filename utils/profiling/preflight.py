@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +21,8 @@ from utils.data.plan import SPLITS
 from utils.data.sources import batch_like, open_split, open_split_npy
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World, choose_device
-from utils.errors import UserError, value_errors_for_users
-from utils.files import GIB, atomic_write
+from utils.errors import UserError, os_errors_for_users, value_errors_for_users
+from utils.files import GIB
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
@@ -39,7 +37,7 @@ def run(
     options: cli.Options,
     config: Config,
     build_network: Callable[[Config], nn.Module],
-    check: Callable[[Config], object] = lambda config: None,
+    check: Callable[[Config], object],
 ) -> None:
     """Prints the findings on the first rank; raises UserError at the first fault.
 
@@ -66,7 +64,7 @@ def _report(
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
     yield f"steps: {config.steps_per_epoch} per epoch × {config.num_epochs} epochs = {config.total_steps}"
-    memory = training_memory(config, partial(build_network, config), partial(batch_like, config))
+    memory = training_memory(config, build_network)
     shape = " × ".join(map(str, batch_like(config, 1)[0].shape[1:]))
     yield f"network: {config.network.name}, {memory.parameters:,} parameters, accepts samples of shape {shape}"
     build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
@@ -113,36 +111,16 @@ def _learning_rate(config: Config) -> str:
 
 def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     """Plots the learning rate of all steps of config `name` to a PNG file; returns the line to print."""
-    if file.is_dir():
-        raise UserError(f"--plot={file}: it is a directory; give a file to write")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("--plot needs matplotlib: pip install matplotlib, or remove --plot") from None
-    schedule, options, per_epoch = build_schedule(config), config.lr_schedule, config.steps_per_epoch
-    steps = range(config.total_steps)
+    from matplotlib.figure import Figure
+
+    schedule, steps, options = build_schedule(config), range(config.total_steps), config.lr_schedule
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
     axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
-    if schedule.warmup_steps:
-        axes.axvspan(0, schedule.warmup_steps, alpha=0.15, label=f"warm-up, {schedule.warmup_steps} steps")
-    axes.plot([schedule.warmup_steps], [schedule.peak], "o", label=f"peak {schedule.peak:.3e}")
-    axes.set_ylabel("learning rate")
-    if options.shape == "step":
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.set(xlabel="step")
-    conversions = (partial(operator.mul, 1 / per_epoch), partial(operator.mul, per_epoch))
-    axes.secondary_xaxis("top", functions=conversions).set_xlabel("epoch")
     axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
-    axes.legend()
     axes.grid(alpha=0.3)
-    try:
-        with atomic_write([file]) as (partial_file,):
-            figure.savefig(partial_file, format="png", dpi=150)
-    except OSError as error:
-        raise UserError(f"--plot={file}: cannot write it: {error.strerror or error}; give another file") from None
+    with os_errors_for_users(f"cannot write --plot={file}", "give another file"):
+        figure.savefig(file, format="png", dpi=150)
     return f"learning rate plotted in {file}"
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import atomic_write
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +32,6 @@ _named_range: Callable[[str], Range] | None = None  # creates a range of the run
 def annotate(name: str) -> Range:
     """A named range of the profile. It costs nothing while no profiler runs."""
     return contextlib.nullcontext() if _named_range is None else _named_range(name)
-
-
-class Tool(Protocol):
-    """A program or library that records a profile."""
-
-    def named_range(self, name: str) -> Range:
-        """A context manager that records its block under this name."""
-
-    def start(self) -> None:
-        """Starts recording."""
-
-    def stop(self, steps: str) -> None:
-        """Stops recording; `steps` describes the recorded steps for the log."""
 
 
 class Nsys:
@@ -98,53 +84,41 @@ class TorchProfiler:
         """Writes both files atomically; raises OSError and keeps earlier files of these names if it fails."""
         directory = self._trace.parent
         directory.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own node
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-", ignore_cleanup_errors=True) as name:
-            plain, trace, table = (Path(name) / part for part in ("plain.json", self._trace.name, self._table.name))
-            # With a name in .gz, torch compresses the file itself, even if the trace is incomplete.
+        with (
+            tempfile.TemporaryDirectory(dir=directory, prefix=".profile-", ignore_cleanup_errors=True) as folder,
+            atomic_write([self._trace, self._table]) as (trace, table),
+        ):
+            # Not to a name in .gz: torch would compress the file itself, even if it is incomplete.
+            plain = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(plain))
-            if not _is_complete(plain):
+            content = plain.read_bytes()
+            if not content.endswith(b"}"):  # torch raises no error if the disk is full
                 raise OSError("torch could not write the trace; is the disk full?")
-            with open(plain, "rb") as source, gzip.open(trace, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
+            trace.write_bytes(gzip.compress(content, compresslevel=6))
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
-            os.replace(trace, self._trace)
-            os.replace(table, self._table)
-
-
-def _is_complete(trace: Path) -> bool:
-    """If the disk is full, torch raises no error, but the file is missing or its end is."""
-    if not trace.exists():
-        return False
-    with open(trace, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        return file.read() == b"}"
 
 
 class Profiler(Protocol):
-    """Profiles some steps of a training."""
+    """Profiles some steps of a training. The methods do nothing unless they are overridden."""
 
     def before_step(self, step: int) -> None:
         """Called before each step with its number, counted from 0."""
+        return None
 
     def close(self) -> None:
         """Called after the last step."""
+        return None
 
 
-class NullProfiler:
+class NullProfiler(Profiler):
     """Profiles nothing."""
 
-    def before_step(self, step: int) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class WindowProfiler:
+class WindowProfiler(Profiler):
     """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the training."""
 
-    def __init__(self, first: int, length: int, tool: Tool, device: torch.device) -> None:
+    def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:
         self._first, self._end = first, first + length
         self._tool, self._device = tool, device
         self._step = 0  # the latest step
@@ -193,7 +167,7 @@ def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
     if options.ranks == "root" and not world.is_root:
         return NullProfiler()
     rank = world.rank if options.ranks == "all" else None
-    tool: Tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
+    tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
     return WindowProfiler(first, options.steps, tool, world.device)
 
 
