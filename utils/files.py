@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from utils.errors import UserError, os_errors_for_users
 from utils.progress import Progress
@@ -90,6 +93,26 @@ def _flush(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_locked(path: Path, fault: str, seconds: float = 0.0) -> IO[bytes]:
+    """Opens or creates a file that stays locked until it is closed or the process ends.
+
+    Raises UserError(fault) if another process holds the lock for `seconds`.
+    """
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.close()
+                raise UserError(fault) from None
+            time.sleep(0.5)
+        except OSError:
+            return file  # some parallel file systems have no locks
 
 
 def copy_file(source: str | Path, target: str | Path, description: str) -> None:

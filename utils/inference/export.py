@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
 from utils.inference.channels import Channel
 
@@ -72,19 +72,18 @@ class ExportedNetwork:
         """
         self.module.requires_grad_(False)
         content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
-        try:
-            with atomic_write([target]) as (partial,):
-                partial.write_bytes(content)
-                with open(partial, "rb") as file:
-                    difference = self.largest_difference(load_program(file))
-                if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
-                    raise UserError(
-                        f"{target} would differ from the network by {difference:.3g} of the largest value, so it is "
-                        f"not written: try another checkpoint"
-                    )
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(f"cannot write {target}: {reason}; free some space or give another --output") from None
+        with (
+            os_errors_for_users(f"cannot write {target}", "give another --output"),
+            atomic_write([target]) as (partial,),
+        ):
+            partial.write_bytes(content)
+            with open(partial, "rb") as file:
+                difference = self.largest_difference(load_program(file))
+            if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
+                raise UserError(
+                    f"{target} would differ from the network by {difference:.3g} of the largest value, so it is "
+                    f"not written: try another checkpoint"
+                )
         return (
             f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {metadata['units']} units, X, Y and Z "
             f"multiples of {self.divisor}; largest difference from the network {difference:.2g} of a channel's largest "

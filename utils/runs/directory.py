@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +10,8 @@ from utils import config as configs
 from utils.config import Config
 from utils.distributed.launch import restarted
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import os_errors_for_users
+from utils.files import open_locked
 from utils.runs.logger import Logger, NullLogger, RunLogger
 from utils.runs.provenance import provenance
 
@@ -36,16 +35,12 @@ def open_run(
     with world.raise_together():
         if not world.is_root:
             return NullLogger()
-        try:
+        remedy = "choose another with --set expdir=DIR"
+        with os_errors_for_users(f"cannot write to the run directory {directory}", remedy):
             directory.mkdir(parents=True, exist_ok=True)
             logger = RunLogger(directory, lock(directory), resumed)
             if not (complete and (directory / "provenance.json").exists()):  # missing after --resume of another run
                 _write_records(config, name, directory, record, resumed)
-        except OSError as error:
-            raise UserError(
-                f"cannot write to the run directory {directory}: {error.strerror or error}; "
-                f"choose another with --set expdir=DIR"
-            ) from None
         return logger
 
 
@@ -68,21 +63,8 @@ def _earlier(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def lock(directory: Path) -> IO[str]:
+def lock(directory: Path) -> IO[bytes]:
     """Locks the directory against a second run until the returned file is closed or the process ends."""
-    file = open(directory / ".lock", "w")  # noqa: SIM115
+    fault = f"another run is writing to {directory}; give this one a --run_num of its own"
     # Processes of a job that was restarted may take a moment to end.
-    deadline = time.monotonic() + (RESTART_SECONDS if restarted() else 0)
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                line = f"another run is writing to {directory}; give this one a --run_num of its own"
-                raise UserError(line) from None
-            time.sleep(0.5)
-        except OSError:
-            return file  # some parallel file systems have no locks
-        else:
-            return file
+    return open_locked(directory / ".lock", fault, RESTART_SECONDS if restarted() else 0.0)

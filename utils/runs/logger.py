@@ -74,7 +74,7 @@ class RunLogger(Logger):
     trains, does not touch those of an earlier training.
     """
 
-    def __init__(self, directory: Path, lock: IO[str], resumed: int | None = None) -> None:
+    def __init__(self, directory: Path, lock: IO[bytes], resumed: int | None = None) -> None:
         self._directory, self._lock = directory, lock
         self._last_kept_step = -1 if resumed is None else resumed
         self._handler = _LogFile(directory / "out.log")

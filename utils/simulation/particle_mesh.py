@@ -207,7 +207,7 @@ def deposit(
         touched = min(math.floor(highest) - base + 2, grid)
         window = torch.zeros(1 + len(velocity), touched * grid * grid)
         for piece in particles.pieces(rows):
-            for offset in itertools.product(fractions, repeat=3):
+            for offset in itertools.product(fractions, fractions, fractions):
                 values = [_between(component, piece, offset).reshape(-1) for component in velocity]
                 cic_deposit(window, particles.positions(piece, offset), values, grid, base)
         return base, window.numpy().reshape(len(window), touched, grid, grid)

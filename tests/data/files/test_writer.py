@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data.files import writer
+from utils import files
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.errors import UserError
 
@@ -205,7 +205,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(writer.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     assert write_all(tmp_path / "box.h5") == 0
     check_complete(tmp_path / "box.h5")
 

@@ -77,7 +77,7 @@ def read_file(path: Path) -> bytes:
         return read_bounded(file, path)
 
 
-def read_bounded(stream: IO[bytes], file: Path | str) -> bytes:
+def read_bounded(stream: IO[bytes] | gzip.GzipFile, file: Path | str) -> bytes:
     """Reads the stream to its end; raises UserError after LARGEST_BYTES."""
     data = stream.read(LARGEST_BYTES + 1)
     if len(data) > LARGEST_BYTES:

@@ -46,14 +46,12 @@ def _read_file(directory: Path, name: str, shape: tuple[int, ...]) -> tuple[Path
     """The file's path, and its bytes [N, *shape]."""
     path = find(directory, f"{name}.gz", name)
     data = read_file(path)
-    axes = 1 + len(shape)
-    header_bytes, bytes_per_sample = 4 * (1 + axes), math.prod(shape)
-    count = (len(data) - header_bytes) // bytes_per_sample
-    header = struct.pack(f">{1 + axes}I", UNSIGNED_BYTES + axes, max(count, 0), *shape)
-    if data[:header_bytes] != header or len(data) != header_bytes + count * bytes_per_sample:
+    axes, count = 1 + len(shape), int.from_bytes(data[4:8], "big")
+    header = struct.pack(f">{1 + axes}I", UNSIGNED_BYTES + axes, count, *shape)
+    if not data.startswith(header) or len(data) != len(header) + count * math.prod(shape):
         expected = " × ".join(map(str, ("N", *shape)))
         raise UserError(f"{path} is not a complete IDX file of {expected} bytes; {DOWNLOAD_AGAIN}")
-    return path, np.frombuffer(data, np.uint8, offset=header_bytes).reshape(count, *shape)
+    return path, np.frombuffer(data, np.uint8, offset=len(header)).reshape(count, *shape)
 
 
 def _dataset(checksums: Mapping[str, str]) -> Dataset:

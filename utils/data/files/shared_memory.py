@@ -53,7 +53,7 @@ def share_volume(volume: Volume, world: World) -> Volume:
     with world.raise_together(), os_errors_for_users(f"cannot read {volume.path}", REMEDY):
         if world.is_node_leader:
             _fill(volume, fields)
-    return Volume(volume.path, *fields)
+    return Volume(volume.path, fields[0], fields[1])
 
 
 def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:

@@ -7,7 +7,6 @@ what the file is made from, each later line the number of planes on disk.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-from utils.errors import UserError, os_errors_for_users
-from utils.files import check_target, make_output_directory
+from utils.errors import os_errors_for_users
+from utils.files import check_target, make_output_directory, open_locked
 
 
 class ResumableHDF5Writer:
@@ -50,9 +49,10 @@ class ResumableHDF5Writer:
         self._os_errors = partial(os_errors_for_users, f"cannot write {target}", "give another --output")
         check_target(target, overwrite)
         make_output_directory(target.parent, size=0)
+        busy = f"another process is writing {target.name}; wait, or give another --output"
         with self._os_errors():
             self._files = ExitStack()
-            self._journal = self._files.enter_context(_open_locked(self._journal_path))
+            self._journal = self._files.enter_context(open_locked(self._journal_path, busy))
             self.done, self.changed = self._read_journal()
             try:
                 if self.done == 0:
@@ -132,16 +132,3 @@ def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
     while data:
         written = os.pwrite(file.fileno(), data, offset)
         data, offset = data[written:], offset + written
-
-
-def _open_locked(path: Path) -> IO[bytes]:
-    """Opens or creates the file, locked against a second writer for as long as it is open."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f"another process is writing {path.name[1:-8]}; wait, or give another --output") from None
-    except OSError:
-        pass  # some parallel file systems have no locks
-    return file
