@@ -36,6 +36,8 @@ from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
 from utils.runs.logger import read_records
@@ -150,8 +152,8 @@ def training_accuracy(config: Config, directory: Path) -> float:
     network.eval()
     dataset, splits = open_splits(config)
     samples = len(splits["train"].labels)
-    plan = ShufflePlan(samples, samples, split="valid")
-    loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale)
+    plan, world = ShufflePlan(samples, samples, split="valid"), World(Launch("single process"), torch.device("cpu"))
+    loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale, world=world)
     with torch.no_grad():
         right = sum(float(accuracy(network(inputs), labels)) * len(labels) for inputs, labels in loader.epoch(0))
     return right / samples

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from utils.data import symmetry
-from utils.errors import UserError
 
 SPLITS = {"train": 0, "valid": 1}  # with the part of the random stream's key
 
@@ -65,19 +64,15 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class ShufflePlan:
-    """The order of `samples` out of the `available` samples of a data set; each is used at most once per epoch."""
+    """The order of `samples` out of the `available` samples of a data set; each is used at most once per epoch.
+
+    `samples` is at most `available`.
+    """
 
     samples: int
     available: int
     seed: int = 0
     split: str = "train"
-
-    def __post_init__(self) -> None:
-        if self.samples > self.available:
-            raise UserError(
-                f"{self.samples} samples are requested from the {self.split} split, which has {self.available}; "
-                "request at most that number"
-            )
 
     def epoch(self, epoch: int) -> np.ndarray:
         """The rows [samples] of one epoch, int64. Validation always uses the first rows, in order."""

@@ -166,14 +166,8 @@ class RunLogger(Logger):
 
 def configure_logging(rank: int) -> None:
     """Logs to stderr: everything on rank 0, warnings and errors on the other ranks."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        root.removeHandler(handler)
-        handler.close()
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter(LINE_FORMAT))
-    root.addHandler(handler)
-    root.setLevel(logging.WARNING if rank else logging.INFO)
+    level = logging.WARNING if rank else logging.INFO
+    logging.basicConfig(level=level, format=LINE_FORMAT, handlers=[_StderrHandler()], force=True)
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -12,10 +12,13 @@ import pytest
 import torch
 from reference_samples import rank_batches
 
+from utils.config import Config
 from utils.data.datasets import ClassificationData
-from utils.data.loaders.classification import ClassificationLoader
+from utils.data.loaders.classification import ClassificationLoader, shuffle_plan
 from utils.data.loaders.prefetcher import Batch
 from utils.data.plan import ShufflePlan
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 
 # These never change: a run that resumes under another numpy must continue with the same samples.
@@ -41,8 +44,11 @@ def batch_of(data: ClassificationData, rows: list[int], scale: float = 1 / 255) 
     return values, data.labels[rows]
 
 
-def loader_of(data: ClassificationData, plan: ShufflePlan, **changed: Any) -> ClassificationLoader:
-    return ClassificationLoader(data, plan, **({"batch_size": 4, "scale": 1 / 255} | changed))
+def loader_of(
+    data: ClassificationData, plan: ShufflePlan, rank: int = 0, ranks: int = 1, device: str = "cpu", **changed: Any
+) -> ClassificationLoader:
+    world = World(Launch("test", rank, rank, ranks), torch.device(device))
+    return ClassificationLoader(data, plan, world=world, **({"batch_size": 4, "scale": 1 / 255} | changed))
 
 
 def kept(batches: Iterator[Batch]) -> Arrays:
@@ -83,11 +89,16 @@ def test_golden_rows(epoch: int) -> None:
     assert ShufflePlan(4, 60000, seed=3).epoch(epoch).tolist() == GOLDEN_PART[epoch]
 
 
-@pytest.mark.parametrize("split", ["train", "valid"])
-def test_more_samples_than_available_is_an_error(split: str) -> None:
-    with pytest.raises(UserError, match=rf"^24 samples are requested from the {split} split, which has 23; "):
-        ShufflePlan(24, 23, split=split)
-    assert ShufflePlan(9, 23, 7, split="valid").epoch(9).tolist() == list(range(9)), "always the first rows in order"
+def test_validation_always_uses_the_first_rows_in_order() -> None:
+    assert ShufflePlan(9, 23, 7, split="valid").epoch(9).tolist() == list(range(9))
+
+
+@pytest.mark.parametrize(("split", "key"), [("train", "Nsamples"), ("valid", "Nsamples_val")])
+def test_more_samples_than_available_is_an_error(split: str, key: str) -> None:
+    config = Config(Nsamples=24, Nsamples_val=24)
+    with pytest.raises(UserError, match=f"^{key} 24 is more than the 23 {split} samples of "):
+        shuffle_plan(config, split, 23)
+    assert shuffle_plan(config, split, 24) == ShufflePlan(24, 24, split=split)
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
@@ -104,7 +115,7 @@ def test_ranks_together_get_the_plans_rows_bit_for_bit(kind: str, split: str, wo
     data = split_of(kind)
     for samples, rank in itertools.product((2, 7, 8, 17, 23), range(world)):
         plan = ShufflePlan(samples, AVAILABLE, seed=3, split=split)
-        loader = loader_of(data, plan, batch_size=8 // world, rank=rank, world_size=world)
+        loader = loader_of(data, plan, batch_size=8 // world, rank=rank, ranks=world)
         for epoch in (0, 5):
             rows = rank_batches(plan.epoch(epoch).tolist(), 8, rank, world, split == "train")
             assert len(loader) == len(rows)
@@ -143,7 +154,7 @@ def test_split_and_batches_keep_their_memory_without_warnings() -> None:
 def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str) -> None:
     """Each batch is read behind kernels that still run when the next ones are filled."""
     data, plan = split_of(kind), ShufflePlan(20, AVAILABLE, seed=3)
-    loader = loader_of(data, plan, device=torch.device("cuda"))
+    loader = loader_of(data, plan, device="cuda")
     busy = torch.randn(2048, 2048, device="cuda")
     batches = []
     torch.cuda.synchronize()

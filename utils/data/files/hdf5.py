@@ -90,7 +90,7 @@ class FieldReader:
         dataset = checked_dataset(file, path, name, channels, is_cube=False)
         check_transform(file.attrs, transform, path)
         self.path, self.name = path, name
-        self.has_nonfinite = False  # set once `planes` has met a NaN or infinite value
+        self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
         self.attributes = dict(file.attrs)
         self.shape: tuple[int, int, int] = dataset.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.

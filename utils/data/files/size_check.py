@@ -3,7 +3,7 @@
 Reading a mapped page that its file no longer has kills the process with SIGBUS. A check of the sizes before the reads
 turns nearly all such crashes into one line; if a file shrinks in between, `faulthandler` prints a traceback.
 
-A file that is unlinked, or replaced by another one under its name (mv), does no harm: the mapping keeps the old file.
+A file may be unlinked, or replaced by another one under its name (mv): the mapping keeps the old file.
 """
 
 from __future__ import annotations

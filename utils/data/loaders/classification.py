@@ -6,13 +6,13 @@ Only the epoch's order is copied from the host to the device.
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 
 import torch
 
 from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
-from utils.data.loaders.crops import CPU
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.data.sources import build_splits, split_of
 from utils.distributed.world import World
@@ -20,24 +20,14 @@ from utils.errors import UserError
 
 
 def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
-    assert config.local_batch_size is not None
-    batch_size = config.local_batch_size
     with world.raise_together():
         dataset, splits = open_splits(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
-    return build_splits(
-        lambda split: ClassificationLoader(
-            splits[split],
-            plans[split],
-            batch_size=batch_size,
-            rank=world.rank,
-            world_size=world.size,
-            device=world.device,
-            scale=dataset.scale,
-        ),
-        world,
-        f"{config.dataset.name}: {', '.join(f'{len(data.labels)} {split}' for split, data in splits.items())} samples",
-    )
+    assert config.local_batch_size is not None
+    make = partial(ClassificationLoader, batch_size=config.local_batch_size, scale=dataset.scale, world=world)
+    counts = ", ".join(f"{len(data.labels)} {split}" for split, data in splits.items())
+    note = f"{config.dataset.name}: {counts} samples"
+    return build_splits(lambda split: make(splits[split], plans[split]), world, note)
 
 
 def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]:
@@ -69,16 +59,13 @@ class ClassificationLoader(Loader):
         plan: ShufflePlan,
         *,
         batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        device: torch.device = CPU,
-        scale: float = 1.0,
+        scale: float,
+        world: World,
     ) -> None:
-        assert plan.available == len(data.inputs) == len(data.labels)
-        self._plan = plan
-        self._scale = scale
-        self._batches = rank_batches(plan.samples, batch_size, rank, world_size, drop_last=plan.split == "train")
-        self._mine = slice(rank, None, world_size)
+        device = world.device
+        self._plan, self._scale = plan, scale
+        self._batches = rank_batches(plan.samples, batch_size, world.rank, world.size, drop_last=plan.split == "train")
+        self._mine = slice(world.rank, None, world.size)
         self._inputs = torch.from_numpy(data.inputs).to(device)
         self._labels = torch.from_numpy(data.labels).to(device)
         self._order = torch.empty(len(range(plan.samples)[self._mine]), dtype=torch.int64, device=device)
