@@ -173,7 +173,7 @@ def test_existing_copies_are_kept_unless_overwrite_is_given_and_there_is_space(
     assert_copies(source, [tmp_path / "train_data.npy", tmp_path / "train_label.npy"])
 
 
-def test_a_chunk_that_cannot_be_unpacked_is_one_line(
+def test_a_chunk_that_cannot_be_unpacked_is_reported_in_one_line(
     volume_file: VolumeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second dataset is damaged: the first file is complete by then, and must not appear without the other."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from utils.errors import launched_rank
@@ -34,7 +33,6 @@ class Progress:
         self.done = self._lines = 0
         self._silent, self._live_only = launched_rank() > 0, live_only
         self._bar: Any = None
-        self._started = self._last_line = time.monotonic()
 
     def __enter__(self) -> Progress:
         self._started = self._last_line = time.monotonic()
@@ -58,9 +56,7 @@ class Progress:
             sys.stderr.write(f"{line} {note}".rstrip() + "\n")
             sys.stderr.flush()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif self._lines and kind is None:
@@ -76,11 +72,8 @@ def _rich_bar(description: str, total: int) -> Any:
     except ImportError:
         return None
     bar = progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[note]}"),
+        *progress.Progress.get_default_columns(),
+        progress.TextColumn("{task.completed}/{task.total} {task.fields[note]}"),
         console=Console(stderr=True),
         transient=True,
     )

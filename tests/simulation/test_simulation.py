@@ -161,7 +161,7 @@ def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> n
 # --- seeds and sizes -----------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_another_box() -> None:
+def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_gives_another_box() -> None:
     def nbody_and_hydro(seed: int, threads: int) -> Fields:
         return simulate.simulate(SimulationOptions(grid=20, seed=seed, n_steps=3, threads=threads))
 
@@ -310,7 +310,9 @@ def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
     assert h5py.is_hdf5(path)
 
 
-def test_bad_options_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_reported_in_one_line_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
         ("--box_size -1", "box_size is -1.0; give a positive length"),

@@ -113,7 +113,9 @@ def test_other_datasets_and_shapes_are_refused(tmp_path: Path, datasets: dict[st
     refused(tmp_path / "a.h5", match)
 
 
-def test_other_channels_boxes_and_types_than_the_configs_are_refused(volume_file: VolumeFile, tmp_path: Path) -> None:
+def test_channels_boxes_and_types_that_differ_from_the_config_are_refused(
+    volume_file: VolumeFile, tmp_path: Path
+) -> None:
     path = volume_file(tmp_path / "a.h5")
     refused(path, r"expected \(3, L, L, L\)", (3, 5))
     refused(path, r"expected \(6, L, L, L\)", (4, 6))
@@ -173,7 +175,7 @@ def test_a_changed_file_is_copied_again(volume_file: VolumeFile, tmp_path: Path,
     assert len(os.listdir(tmp_path / "cache")) == 1
 
 
-def test_a_failed_copy_is_one_line_and_leaves_the_earlier_one_or_nothing(
+def test_a_failed_copy_is_reported_in_one_line_and_leaves_the_earlier_one_or_nothing(
     volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cache = volume_file(tmp_path / "a.h5", seed=1), tmp_path / "cache"

@@ -56,7 +56,7 @@ def test_too_little_memory_is_reported_before_anything_is_read(volume: Volume, m
         share_volume(volume, ALONE)
 
 
-def test_a_failure_is_one_line(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_in_one_line(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_fill", fail)
     with pytest.raises(UserError, match=r"cannot read .*filter returned failure; use --data_loader_config=lowmem$"):
         share_volume(volume, ALONE)
@@ -82,7 +82,7 @@ def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
     return errors
 
 
-def test_a_failure_is_one_line_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_failure_is_reported_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     for errors in run_ranks(fail_on_two_ranks, 2, "a.h5", str(memory)):

@@ -210,7 +210,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: py
     check_complete(tmp_path / "box.h5")
 
 
-def test_existing_targets_are_kept_unless_overwrite_is_given_and_other_places_are_refused(tmp_path: Path) -> None:
+def test_existing_targets_are_kept_unless_overwrite_is_given_and_invalid_places_are_refused(tmp_path: Path) -> None:
     target = tmp_path / "box.h5"
     target.write_text("precious")
     with pytest.raises(UserError, match=r"box.h5 exists; give --overwrite to replace it, or another --output"):
@@ -243,7 +243,7 @@ def test_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
 # --- full disks ------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_one_line_and_the_output_resumes_when_there_is_space(
+def test_a_full_disk_is_reported_in_one_line_and_the_output_resumes_when_there_is_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "box.h5"
