@@ -17,6 +17,7 @@ from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
+from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import out_of_memory_for_users
 from utils.profiling.profiler import build_profiler
 from utils.runs import summary
@@ -45,7 +46,8 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     step_class.check(world, config.noddp)
     notes = build.backends(config, world.device)
     model = build.model(config)
-    benchmark, volume = build.benchmark_settings(config, world), build.evaluation_volume(config, world)
+    benchmark = read_settings(world) if config.enable_benchy else None
+    volume = build.evaluation_volume(config, world)
     directory = run_directory(config, options.config, options.run_num, world.size)
     start = build.start(config, options, directory, world)
     profiler = build_profiler(config, world, directory)

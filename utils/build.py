@@ -37,12 +37,12 @@ from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import build_schedule
 from utils.profiling import preflight
-from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
+from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
 from utils.profiling.profiler import Profiler
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
-from utils.training.callbacks import Callbacks
+from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpoint import FOLDER, build_checkpointer, read_weights, weights_file
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
@@ -87,6 +87,14 @@ def loss(config: Config) -> nn.Module:
     """The config's loss."""
     options = {"lambda_rho": config.lambda_rho, "fused": config.fused_pointwise, "weights": config.channel_weights}
     return build_loss(config.loss, config.is_classification, **options)
+
+
+def channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+    """The config's input and target channels."""
+    return (
+        input_channels(config.N_in_channels, config.transform),
+        target_channels(config.N_out_channels, config.transform),
+    )
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -172,13 +180,9 @@ def options_without_effect(config: Config, world: World) -> list[str]:
     if config.lr_schedule.scaling == "none" and (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs):
         notes.append("lr_schedule's warm-up has no effect: lr_schedule.scaling is none")
     if world.size == 1 or config.noddp:
-        exchange = {
-            "gradient_compression": config.gradient_compression != "none",
-            "static_graph": config.static_graph,
-        }
-        asked = [name for name, value in exchange.items() if value]
-        if asked:
-            notes.append(f"{' and '.join(asked)}: no effect, since no gradients are exchanged")
+        for name in ("gradient_compression", "static_graph"):
+            if getattr(config, name) not in ("none", False):
+                notes.append(f"{name} has no effect: no gradients are exchanged")
     if world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
         notes.append("ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host")
     if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
@@ -218,9 +222,8 @@ def callbacks(
 ) -> Callbacks:
     """What logs, saves, profiles and evaluates a training; `volume` is the validation volume, None: no evaluation."""
     checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), config.checkpoint.keep_last, world)
-    if volume is None:
-        return Callbacks(logger, checkpointer, profiler)
-    return Callbacks(logger, checkpointer, profiler, _evaluation(config, volume, made, world, directory, logger))
+    evaluation = _evaluation(config, volume, made, world, directory, logger) if volume else NullEvaluation()
+    return Callbacks(logger, checkpointer, profiler, evaluation)
 
 
 def evaluation_volume(config: Config, world: World) -> Volume | None:
@@ -250,10 +253,7 @@ def _evaluation(
     """Predictions of the whole validation volume, and their statistics."""
     assert config.local_batch_size is not None
     grid = _evaluation_grid(config, volume)
-    inputs, targets = (
-        input_channels(config.N_in_channels, config.transform),
-        target_channels(config.N_out_channels, config.transform),
-    )
+    inputs, targets = channels(config)
     # As many cells at once as in training, or fewer.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
     read, target = plane_readers(volume)
@@ -269,16 +269,16 @@ def _evaluation(
     )
 
 
-def benchmark_settings(config: Config, world: World) -> Settings | None:
-    """The benchmark's settings with --enable_benchy, else None."""
-    return read_settings(world) if config.enable_benchy else None
-
-
 def benchmark(
     config: Config, made: EagerStep, sources: Loaders, world: World, logger: Logger, settings: Settings
 ) -> Benchmark:
     """The benchmark of the step and the training loader."""
-    options = BenchmarkOptions.from_config(config, world)
+    options = BenchmarkOptions(
+        lr=build_schedule(config).peak,
+        global_batch_size=config.global_batch_size,
+        dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
+        exchanges_gradients=world.size > 1 and not config.noddp,
+    )
     return Benchmark(made, sources.train, world, logger, settings, options)
 
 
@@ -308,11 +308,7 @@ class TrainedNetwork:
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
         """Input and target channels."""
-        config = self.config
-        return (
-            input_channels(config.N_in_channels, config.transform),
-            target_channels(config.N_out_channels, config.transform),
-        )
+        return channels(self.config)
 
 
 def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork:

@@ -20,13 +20,12 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from utils.config import Config, parse_value, validate_section
+from utils.config import parse_value, validate_section
 from utils.config.schema import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
-from utils.optim.schedules import build_schedule
 from utils.profiling.flops import training_flops
 from utils.profiling.timing import matmul_tflops, summary, synchronize
 from utils.progress import Progress
@@ -66,15 +65,6 @@ class BenchmarkOptions:
     dtype: torch.dtype = torch.float32  # type of the step's matrix products
     exchanges_gradients: bool = False
     peak_seconds: float = 1.0  # duration of the measurement of the matmul peak
-
-    @classmethod
-    def from_config(cls, config: Config, world: World) -> BenchmarkOptions:
-        return cls(
-            lr=build_schedule(config).peak,
-            global_batch_size=config.global_batch_size,
-            dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
-            exchanges_gradients=world.size > 1 and not config.noddp,
-        )
 
 
 def read_settings(world: World) -> Settings:
