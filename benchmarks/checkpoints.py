@@ -11,10 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import Parser, save, settings, summary, synchronize, this_machine
+from benchmarks.common import Parser, publish, settings, summary, synchronize, this_machine
 from benchmarks.loop_overhead import LEARNING_RATE, unet_config
 from utils import build
-from utils.cli import positive
 from utils.config import Config
 from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
@@ -65,21 +64,18 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], size: f
         "extra seconds per save": summary(extra),
         "fraction of the default interval": cost / interval,
     }
-    print(
-        f"a checkpoint of {size / 1e9:.2f} GB costs {cost:.2f} s of training (median of {len(extra)}, {min(extra):.2f} "
+    text = (
+        f"A checkpoint of {size / 1e9:.2f} GB costs {cost:.2f} s of training (median of {len(extra)}, {min(extra):.2f} "
         f"to {max(extra):.2f}), of which {statistics.median(seconds['pause']):.2f} s are a pause: "
-        f"{100 * cost / interval:.2f} % with one every {interval / 60:.0f} minutes"
+        f"{100 * cost / interval:.2f} % with one every {interval / 60:.0f} minutes."
     )
-    print(f"written: {save('checkpoints', result, options.output)}")
+    publish("checkpoints", result, options.output, text)
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_integers(width=64, scales=6, crop=64, batch=1)
-    parser.add_argument(
-        "--steps", type=positive, default=4, help="steps per stretch, with or without a save at its start"
-    )
-    parser.add_argument("--trials", type=positive, default=5, help="pairs of stretches")
+    # A trial is a pair of stretches of steps, one of them with a save at its start.
+    parser.add_integers(width=64, scales=6, crop=64, batch=1, steps=4, trials=5)
     parser.add_argument("--folder", help="directory for the checkpoints, on the runs' file system (a temporary one)")
     with one_line_errors(), value_errors_for_users():
         options = parser.parse_args()

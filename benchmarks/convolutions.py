@@ -1,24 +1,145 @@
-"""Speed of the U-Net's convolutions by layer, pass, dtype and memory format, in % of the matmul peak."""
+"""Speed of the U-Net's convolutions by layer, pass, dtype and memory format, in % of the matmul peak.
+
+A part of benchmarks/gpu.py.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks import convolution_passes
 from benchmarks import peaks as upper_bounds
 from benchmarks.common import table
-from benchmarks.convolution_passes import DTYPES, FORMATS, NAMES, Calls, Job, plan, read_layers
+from networks import build_network
+from networks.unet import SPACE_TO_DEPTH
 from utils.profiling import timing
+
+# From the most valuable to the least: what the budget does not cover is skipped.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "tf32": torch.float32}
+FORMATS = {"NDHWC": torch.channels_last_3d, "NCDHW": torch.contiguous_format}
+NAMES = ("layer", "version", "pass", "dtype", "format")
 
 ROW_SECONDS = 0.03
 PEAK_SECONDS = 0.5
 
 Row = dict[str, Any]
+Calls = dict[str, Callable[[], torch.Tensor]]
+
+# --- the network's convolutions --------------------------------------------------------------------------------------
+
+
+def scales(crop: int) -> int:
+    """The full network's number of scales, or as many as the crop can be halved."""
+    return min(6, (crop & -crop).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution of the network, a module on the meta device; shapes of one sample, [C, D, H, W]."""
+
+    name: str
+    version: str  # plain or space-to-depth
+    module: nn.Conv3d | nn.ConvTranspose3d
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    needs_input_gradient: bool
+
+    @property
+    def flops(self) -> int:
+        """FLOP of one pass over one sample: two per weight and cell of the smaller grid."""
+        cells = (self.output_shape, self.input_shape)[self.module.transposed][1:]
+        return 2 * self.module.weight.numel() * math.prod(cells)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        if self.version == "space-to-depth":
+            return ("forward", "backward")  # the gradients share their rearrangement, so they are one pass
+        return ("forward", *(["input gradient"] if self.needs_input_gradient else []), "weight gradient")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Measurements on the same tensors."""
+
+    layer: Layer
+    dtype: str
+    format: str
+
+    def flops(self, name: str) -> int:
+        """FLOP per sample of a pass; a space-to-depth layer counts like the plain one."""
+        return self.layer.flops * (1 + self.layer.needs_input_gradient if name == "backward" else 1)
+
+    def names(self, name: str) -> dict[str, str]:
+        """The values that identify a row."""
+        return dict(zip(NAMES, (self.layer.name, self.layer.version, name, self.dtype, self.format), strict=True))
+
+
+def read_layers(crop: int, space_to_depth: Sequence[str] = (), **network: Any) -> list[Layer]:
+    """The network's convolutions in the order of the forward pass; nothing is computed."""
+    layers: list[Layer] = []
+
+    def record(name: str, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        version = "space-to-depth" if name in space_to_depth else "plain"
+        shapes = tuple(inputs[0].shape[1:]), tuple(output.shape[1:])
+        layers.append(Layer(name, version, module, *shapes, inputs[0].requires_grad))
+
+    with torch.device("meta"):
+        built: Any = build_network("unet", crop, space_to_depth=space_to_depth, **network)
+        hooks = [
+            module.register_forward_hook(functools.partial(record, name))
+            for name, module in built.named_modules()
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d)
+        ]
+        built(torch.empty(1, built.down1.in_channels, crop, crop, crop))
+    for hook in hooks:
+        hook.remove()
+    return layers
+
+
+def plan(crop: int, dtypes: Iterable[str], formats: Sequence[str], **network: Any) -> list[Job]:
+    """All jobs, the most informative first: dtype by dtype, and in each format the largest layers."""
+    layers = sorted(read_layers(crop, **network), key=lambda layer: layer.flops, reverse=True)
+    rewritten = read_layers(crop, list(SPACE_TO_DEPTH), **network)
+    layers += [layer for layer in rewritten if layer.name in SPACE_TO_DEPTH]
+    return [Job(layer, dtype, format) for dtype in dtypes for format in formats for layer in layers]
+
+
+def calls(job: Job, device: torch.device, batch: int) -> Calls:
+    """The job's passes by name: the layer without bias, and its gradients as autograd computes them."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: Sequence[int], scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, dtype=DTYPES[job.dtype], device=device, generator=generator)
+        return values.mul_(scale).contiguous(memory_format=FORMATS[job.format])
+
+    layer = job.layer
+    module = copy.deepcopy(layer.module)
+    module.bias = None
+    module.weight = nn.Parameter(draw(module.weight.shape, 0.02))
+    inputs = draw((batch, *layer.input_shape)).requires_grad_(layer.needs_input_gradient)
+    output = module(inputs)
+    gradient = draw(output.shape)
+    both = [inputs, module.weight] if layer.needs_input_gradient else [module.weight]
+    sources = {"input gradient": inputs, "weight gradient": module.weight, "backward": both}
+
+    def backward(name: str) -> torch.Tensor:
+        """The first gradient, which shows the memory format."""
+        return torch.autograd.grad(output, sources[name], gradient, retain_graph=True)[0]
+
+    found = {name: functools.partial(backward, name) for name in layer.passes[1:]}
+    return {"forward": torch.no_grad()(functools.partial(module, inputs)), **found}
+
+
+# --- measurements ----------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -68,10 +189,61 @@ def measure(
     }
 
 
+def _measure_job(job: Job, device: torch.device, batch: int, peak: float | None, deadline: float) -> list[Row]:
+    """A row for each pass until the deadline; a failed pass has the reason in its row."""
+    rows: list[Row] = []
+    ready: Calls = {}
+    for name in job.layer.passes:
+        if time.perf_counter() >= deadline:
+            break
+        row: Row = {**job.names(name), "passes": len(job.layer.passes), "flops": batch * job.flops(name)}
+        try:
+            ready = ready or calls(job, device, batch)
+            row.update(_time(ready[name], device, job.format, row["flops"], peak))
+            outcome = f"{row['ms']:.3f} ms, {_percent(row['share_of_peak'])} of peak"
+        except Exception as error:  # such as an unsupported dtype or out of memory: other passes may work
+            outcome = row["error"] = (str(error).splitlines() or [""])[0][:200] or repr(error)
+        sys.stderr.write(f"{' '.join(job.names(name).values())}: {outcome}\n")
+        rows.append(row)
+    ready.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _time(
+    call: Callable[[], torch.Tensor], device: torch.device, format: str, flops: int, peak: float | None
+) -> dict[str, Any]:
+    kept = call().is_contiguous(memory_format=FORMATS[format])
+    times = timing.repeat(call, device, ROW_SECONDS, most=100)
+    milliseconds = timing.spread([1e3 * seconds for seconds in times])
+    tflops = flops / milliseconds["median"] / 1e9
+    return {
+        "ms": milliseconds["median"],
+        "ms_range": [milliseconds["min"], milliseconds["max"]],
+        "n": milliseconds["n"],
+        "tflops": tflops,
+        "share_of_peak": tflops / peak if peak else None,
+        "format_kept": kept,
+    }
+
+
+def _peak(device: torch.device, dtype: str) -> float:
+    """TFLOP/s of a matrix product; 0 if the device has none in this dtype, so that no shares are computed."""
+    try:
+        return float(upper_bounds.matmul_tflops(device, dtype, PEAK_SECONDS)["median"])
+    except RuntimeError as error:
+        sys.stderr.write(f"no matmul peak in {dtype}: {error}\n")
+        return 0.0
+
+
 def _missing(jobs: Sequence[Job], rows: Sequence[Row]) -> list[dict[str, str]]:
     measured = {tuple(row[name] for name in NAMES) for row in rows}
     planned = [job.names(name) for job in jobs for name in job.layer.passes]
     return [names for names in planned if tuple(names.values()) not in measured]
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
 
 
 def weighted(
@@ -155,69 +327,6 @@ def markdown(result: Mapping[str, Any]) -> str:
         parts.append(f"Not measured within {result['settings']['budget']:g} s: {len(result['missing'])} rows.")
     parts += [f"Error in {' '.join(key)}: {row['error']}" for key, row in rows.items() if "error" in row]
     return "\n\n".join(parts)
-
-
-# --- measurements ----------------------------------------------------------------------------------------------------
-
-
-def _measure_job(job: Job, device: torch.device, batch: int, peak: float | None, deadline: float) -> list[Row]:
-    """A row for each pass until the deadline; a failed pass has the reason in its row."""
-    rows: list[Row] = []
-    calls: Calls = {}
-    failure = ""
-    if time.perf_counter() < deadline:
-        try:
-            calls = convolution_passes.calls(job, device, batch)
-        except Exception as error:  # such as out of memory: other jobs may need less
-            failure = _text(error)
-    for name in job.layer.passes:
-        if time.perf_counter() >= deadline:
-            break
-        row: Row = {**job.names(name), "passes": len(job.layer.passes), "flops": batch * job.flops(name)}
-        if not failure:
-            try:
-                row.update(_time(calls[name], device, job.format, row["flops"], peak))
-            except Exception as error:  # such as an unsupported dtype: other passes may work
-                row["error"] = _text(error)
-        else:
-            row["error"] = failure
-        outcome = row.get("error") or f"{row['ms']:.3f} ms, {_percent(row['share_of_peak'])} of peak"
-        sys.stderr.write(f"{' '.join(job.names(name).values())}: {outcome}\n")
-        rows.append(row)
-    calls.clear()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
-
-
-def _text(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200] or repr(error)
-
-
-def _time(
-    call: Callable[[], torch.Tensor], device: torch.device, format: str, flops: int, peak: float | None
-) -> dict[str, Any]:
-    kept = call().is_contiguous(memory_format=FORMATS[format])
-    times = timing.repeat(call, device, ROW_SECONDS, most=100)
-    milliseconds = timing.spread([1e3 * seconds for seconds in times])
-    tflops = flops / milliseconds["median"] / 1e9
-    return {
-        "ms": milliseconds["median"],
-        "ms_range": [milliseconds["min"], milliseconds["max"]],
-        "n": milliseconds["n"],
-        "tflops": tflops,
-        "share_of_peak": tflops / peak if peak else None,
-        "format_kept": kept,
-    }
-
-
-def _peak(device: torch.device, dtype: str) -> float:
-    """TFLOP/s of a matrix product; 0 if the device has none in this dtype, so that no shares are computed."""
-    try:
-        return float(upper_bounds.matmul_tflops(device, dtype, PEAK_SECONDS)["median"])
-    except RuntimeError as error:
-        sys.stderr.write(f"no matmul peak in {dtype}: {error}\n")
-        return 0.0
 
 
 def _sum(rows: Iterable[Row], key: str) -> float:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import common, convolutions, ladder, ladder_report, ledger, loaders, peaks
-from benchmarks.convolution_passes import scales
+from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
 from benchmarks.processes import run_group
 from utils.cli import positive
@@ -52,8 +52,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, world: World, directory: Path) -> None:
         self.options, self.world, self.directory = options, world, directory
-        self.started = time.perf_counter()
-        self.deadline = self.started + 60 * options.minutes
+        self.deadline = time.perf_counter() + 60 * options.minutes
         self.results: dict[str, Any] = {
             "provenance": provenance(world),
             "settings": common.settings(options),

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import common, peaks
-from benchmarks.convolution_passes import scales
+from benchmarks.convolutions import scales
 from benchmarks.ladder_report import LOSS_STEPS, best_of, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
 from networks import build_network
@@ -231,7 +231,10 @@ def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
 
 
 def climb(
-    machine: Machine, steps: Sequence[LadderStep], deadline: float, note: Callable[[list[dict]], None]
+    machine: Machine,
+    steps: Sequence[LadderStep],
+    deadline: float,
+    note: Callable[[list[dict]], None] = lambda results: None,
 ) -> list[dict]:
     """Measures the steps in turn, each on top of the best so far. `note` receives the results so far."""
     results: list[dict[str, Any]] = []
@@ -356,25 +359,19 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measures the ladder of this machine, and writes result and plot."""
     world = common.this_machine()
-    started = time.perf_counter()
+    deadline = time.perf_counter() + options.budget
     measured = peaks.measure(world.device)["matmul_tflops"]
     peak = {name: value["median"] for name, value in measured.items()}
-    machine = Machine(options, world)
     on_gpu = world.device.type == "cuda"
-    name = "ladder_gpu" if on_gpu else "ladder"
-    head = {"settings": common.settings(options), "matmul_peak_tflops": peak, "unit": "samples/s"}
-
-    def keep(results: list[dict[str, Any]]) -> None:
-        common.save(name, {**head, "ladder": results}, options.output)
-
-    with closing(machine):
-        results = climb(machine, GPU_STEPS if on_gpu else CPU_STEPS, started + options.budget, keep)
+    with closing(Machine(options, world)) as machine:
+        results = climb(machine, GPU_STEPS if on_gpu else CPU_STEPS, deadline)
     if best_of(results) is None:
         reasons = {entry.get("failed") or entry.get("skipped") or "" for entry in results}
         raise UserError(f"no step of the ladder could be measured: {'; '.join(sorted(reasons))}")
     title = f"{device_name(world.device)}, {options.crop}³ crops, batch {options.batch}"
-    result = {**head, "ladder": results}
-    common.publish(name, result, options.output, markdown(results, peak), lambda path: draw(results, title, path))
+    result = {"settings": common.settings(options), "matmul_peak_tflops": peak, "unit": "samples/s", "ladder": results}
+    name, text = "ladder_gpu" if on_gpu else "ladder", markdown(results, peak)
+    common.publish(name, result, options.output, text, lambda path: draw(results, title, path))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m benchmarks.loaders                       crops of 64³ from a 512³ file (5 GB and .npy copies, made in data/)
 python -m benchmarks.loaders --box 128 --trials 1  a quick look
 
-Throughput is measured in interleaved trials in one process; each start in a new process.
+Throughput is measured in interleaved trials.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -296,14 +294,6 @@ def start(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**dict(zip(SECONDS, measured, strict=True)), "first epoch / later": measured[1] / measured[2]}
 
 
-def start_in_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    keys = ("box", "crop", "batch", "workers", "epoch_batches", "data")
-    command = [sys.executable, "-m", "benchmarks.loaders", "--start", name]
-    command += [f"--{key}={getattr(options, key)}" for key in keys]
-    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(answer.stdout.splitlines()[-1])
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -324,11 +314,11 @@ def run(options: argparse.Namespace) -> None:
     names = available(device)
     if "dali-lowmem" in names:
         make_npy(options.data, options.valid_data)
-    rounds = [{name: start_in_process(name, options) for name in names} for _ in range(options.starts)]
+    rounds = [{name: start(name, options) for name in names} for _ in range(options.starts)]
+    trials = {name: [each[name] for each in rounds] for name in names}
     starts = {
-        name: {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
-        | {"trials": [each[name] for each in rounds]}
-        for name in names
+        name: {**{key: statistics.median(one[key] for one in each) for key in each[0]}, "trials": each}
+        for name, each in trials.items()
     }
     results = throughput(options)
     rates = [(name, common.ranged(each), f"{each['share of bound']:.2f}") for name, each in results.items()]
@@ -353,15 +343,11 @@ def main() -> None:
     parser.add_argument("--epoch_batches", type=positive, default=64, help="batches per epoch")
     parser.add_argument("--starts", type=positive, default=3, help="starts of each loader; the median is reported")
     parser.add_argument("--data", type=Path, help="HDF5 file (data/benchmark_<box>.h5, created if missing)")
-    parser.add_argument("--start", choices=list(LOADERS), help=argparse.SUPPRESS)
     with one_line_errors():
         options = parser.parse_args()
         options.settle = SETTLE_SECONDS
         options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
         options.valid_data = Path(f"data/benchmark_{max(128, options.crop)}.h5")
-        if options.start:
-            print(json.dumps(start(options.start, options)))
-            return
         make_file(options.data, options.box)
         make_file(options.valid_data, max(128, options.crop))
         run(options)

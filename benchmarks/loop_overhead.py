@@ -10,10 +10,9 @@ import statistics
 
 import torch
 
-from benchmarks.common import YAML, Parser, interleaved, save, seconds_of, settings, summary, this_machine
+from benchmarks.common import YAML, Parser, interleaved, publish, seconds_of, settings, summary, this_machine
 from utils import build
 from utils import config as configs
-from utils.cli import positive
 from utils.config import Config
 from utils.data import get_loader
 from utils.distributed.signals import NullSignals
@@ -74,18 +73,17 @@ def measure(options: argparse.Namespace) -> None:
         "seconds per step": {name: summary(trials) for name, trials in values.items()},
         "overhead": {**summary(overheads), "quartiles": [first, third]},
     }
-    print(
-        f"overhead of the loop: median {100 * statistics.median(overheads):.2f} % of n = {options.trials} pairs, "
-        f"quartiles {100 * first:.2f} and {100 * third:.2f} %"
+    text = (
+        f"Overhead of the loop: median {100 * statistics.median(overheads):.2f} % of n = {options.trials} pairs, "
+        f"quartiles {100 * first:.2f} and {100 * third:.2f} %."
     )
-    print(f"written: {save('loop_overhead', result, options.output)}")
+    publish("loop_overhead", result, options.output, text)
 
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_integers(width=16, scales=4, crop=32, batch=4, steps=20)
-    parser.add_argument("--trials", type=positive, default=60, help="pairs; many short ones average out drift")
-    parser.add_argument("--threads", type=positive, default=1, help="torch threads; several also measure the scheduler")
+    # Many short trials average out drift. Several threads would also measure the scheduler.
+    parser.add_integers(width=16, scales=4, crop=32, batch=4, steps=20, trials=60, threads=1)
     with one_line_errors(), value_errors_for_users():
         measure(parser.parse_args())
 

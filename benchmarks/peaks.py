@@ -22,9 +22,9 @@ def measure(
     cuda = device.type == "cuda"
     copied_bytes = copied_bytes or (2**30 if cuda else 2**28)
     dtypes = list(DTYPES) if cuda else ["bfloat16", "float32"]
-    copies = {"device": device_copy_gb_per_s(device, copied_bytes, seconds_each)}
+    copies = {"device": copy_gb_per_s(device, device, copied_bytes, seconds_each)}
     if cuda:
-        copies["pinned host to device"] = pinned_copy_gb_per_s(device, copied_bytes // 4, seconds_each)
+        copies["pinned host to device"] = copy_gb_per_s(torch.device("cpu"), device, copied_bytes // 4, seconds_each)
     return {
         "device": str(device),
         "matmul_size": size or timing.matmul_size(device),
@@ -40,19 +40,15 @@ def matmul_tflops(device: torch.device, dtype: str, seconds: float = 1.0, size: 
         return spread(timing.matmul_tflops(device, DTYPES[dtype], seconds, size))
 
 
-def device_copy_gb_per_s(device: torch.device, size: int, seconds: float = 1.0) -> dict[str, float | int]:
-    """A copy within the device's memory; counts bytes read plus bytes written."""
-    source = _random_bytes(device, size)
-    target = torch.empty_like(source)
-    return spread([2 * size / taken / 1e9 for taken in timing.repeat(lambda: target.copy_(source), device, seconds)])
-
-
-def pinned_copy_gb_per_s(device: torch.device, size: int, seconds: float = 1.0) -> dict[str, float | int]:
-    """A copy from page-locked host memory to a GPU; counts the bytes that cross the bus, once."""
-    source = _random_bytes(device, size).cpu().pin_memory()
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    times = timing.repeat(lambda: target.copy_(source, non_blocking=True), device, seconds)
-    return spread([size / taken / 1e9 for taken in times])
+def copy_gb_per_s(source: torch.device, target: torch.device, size: int, seconds: float = 1.0) -> dict[str, Any]:
+    """A copy of random bytes; counts bytes read plus bytes written, or once those that cross the bus to a GPU."""
+    generator = torch.Generator(source).manual_seed(0)
+    values = torch.randint(256, (size,), dtype=torch.uint8, device=source, generator=generator)
+    crosses = source.type != target.type
+    values = values.pin_memory() if crosses else values
+    copied = torch.empty(size, dtype=torch.uint8, device=target)
+    times = timing.repeat(lambda: copied.copy_(values, non_blocking=True), target, seconds)
+    return spread([(1 if crosses else 2) * size / taken / 1e9 for taken in times])
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -66,23 +62,16 @@ def markdown(result: dict[str, Any]) -> str:
     return table(("upper bound", "unit", "median (range)", "n"), rows, left=2)
 
 
-def _random_bytes(device: torch.device, size: int) -> torch.Tensor:
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=generator)
-
-
 @contextlib.contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
     """Turns TF32 on or off for float32 matrix products and convolutions on CUDA; restored afterwards.
 
     Uses PyTorch's older switches, like `utils.build.backends`.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [backend.allow_tf32 for backend in backends]
+    cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = cublas.allow_tf32, cudnn.allow_tf32
     try:
-        for backend in backends:
-            backend.allow_tf32 = enabled
+        cublas.allow_tf32 = cudnn.allow_tf32 = enabled
         yield
     finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.allow_tf32 = value
+        cublas.allow_tf32, cudnn.allow_tf32 = before

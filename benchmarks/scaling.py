@@ -20,33 +20,151 @@ ranks would seem to gain nothing. The report marks points with more threads than
 
 from __future__ import annotations
 
-import math
+import argparse
+import itertools
+import os
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, Parser, curves, plot, publish, ranged, read_json, summary, table
+import torch
+
+from benchmarks import common
 from benchmarks.processes import failure_of, launcher
-from benchmarks.scaling_plan import (
-    SUBMITTED_PER_NODE,
-    Plan,
-    Point,
-    Series,
-    environment,
-    make_plan,
-    submit,
-    write_settings,
-)
+from utils import cli
+from utils import config as configs
 from utils.cli import positive
 from utils.errors import UserError, one_line_errors
 
 KINDS = ("IO", "SYNTHETIC", "FULL", "NO-COMM")
 OVERHEADS = ("communication overhead", "input overhead")
 PARTS = ("compute", "communication", "input")
+BENCHY = "benchy.yaml"
+SUBMITTED_PER_NODE = 4  # ranks per node that submit_pm.sh asks for
+
+
+# --- plan ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A number of ranks, and the samples of each."""
+
+    ranks: int
+    local_batch: int
+
+    def name(self, number: int) -> str:
+        """File name of the result of one round."""
+        return f"ranks{self.ranks}_batch{self.local_batch}_round{number}.json"
+
+
+@dataclass(frozen=True)
+class Series:
+    """A study: 'weak' at a local batch, or 'strong' at a global one."""
+
+    study: str
+    batch: int
+    points: tuple[Point, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.study}, {'local' if self.study == 'weak' else 'global'} batch {self.batch}"
+
+
+def studies(ranks: Sequence[int], weak: Sequence[int], strong: Sequence[int]) -> list[Series]:
+    """The points of each study; UserError if a batch cannot be divided among the ranks."""
+    for batch, number in itertools.product(strong, ranks):
+        if batch % number:
+            raise UserError(f"--strong {batch} cannot be divided among {number} ranks; give a multiple of all --ranks")
+    counts = sorted(set(ranks))
+    return [
+        *(Series("weak", batch, tuple(Point(count, batch) for count in counts)) for batch in weak),
+        *(Series("strong", batch, tuple(Point(count, batch // count) for count in counts)) for batch in strong),
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The points to measure, and the arguments of train.py."""
+
+    arguments: tuple[str, ...]  # without the batch
+    series: tuple[Series, ...]
+    trials: int
+    batches: int  # per trial of benchmark mode
+    config: Mapping[str, Any]
+    threads: int | None = None  # per rank; None: set by a batch job's environment
+    cores: int | None = None  # of the machine if all ranks share its CPU
+
+    @property
+    def points(self) -> list[Point]:
+        """Each point once, also if several studies contain it."""
+        return sorted({point for series in self.series for point in series.points})
+
+    def runs(self) -> Iterator[tuple[Point, int]]:
+        """Points and round numbers, round by round."""
+        yield from ((point, number) for number in range(1, self.trials + 1) for point in self.points)
+
+    def flags(self, point: Point) -> list[str]:
+        return [*self.arguments, "--enable_benchy", f"--local_batch_size={point.local_batch}"]
+
+    def mark(self, point: Point) -> str:
+        """An asterisk if the point has more threads than the machine has cores."""
+        return "*" if self.cores and self.threads and point.ranks * self.threads > self.cores else ""
+
+
+def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
+    """The plan; UserError for every mistake that can be found before anything runs."""
+    for word in rest:
+        if word.split("=")[0] in ("--local_batch_size", "--enable_benchy", "--noddp", "--config"):
+            raise UserError(f"{word.split('=')[0]} is set by this command; give batches as --weak and --strong")
+    arguments = (f"--config={options.config}", *rest)
+    chosen = cli.parse(arguments)
+    config = configs.load(chosen.yaml_config, chosen.config, chosen.overrides)
+    batch = config.local_batch_size or config.global_batch_size
+    weak, strong = ([batch] if given is None else given for given in (options.weak, options.strong))
+    series = studies(options.ranks, weak, strong)
+    if not series:
+        raise UserError("there is nothing to measure; give --weak or --strong a batch")
+    on_gpus = config.device != "cpu" and torch.cuda.device_count() > 0
+    plan = Plan(arguments, tuple(series), options.trials, options.batches or 30, config.model_dump())
+    for point in plan.points:
+        config.model_copy(update={"local_batch_size": point.local_batch}).for_world(point.ranks)
+    if options.submit or options.collect:
+        return plan
+    gpus = torch.cuda.device_count()
+    if on_gpus and gpus < max(options.ranks):
+        raise UserError(f"this machine has {gpus} GPUs, fewer than ranks; give fewer --ranks, or --submit")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return replace(
+        plan,
+        batches=options.batches or (30 if on_gpus else 5),
+        threads=int(threads) if threads.isdigit() else max(1, common.cores() // max(options.ranks)),
+        cores=None if on_gpus else common.cores(),
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def write_settings(plan: Plan, directory: Path) -> None:
+    """Writes the settings of benchmark mode to the directory of the results."""
+    trials = f"{{batches: {plan.batches}, trials: 3, warmup_trials: 1}}"  # few trials, since rounds repeat them
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        common.write_text(directory / BENCHY, "".join(f"{kind}: {trials}\n" for kind in ("IO", "SYNTHETIC", "FULL")))
+    except OSError as error:
+        raise UserError(f"cannot write {directory}: {error.strerror or error}; choose another --output") from None
+
+
+def environment(directory: Path, output: str) -> dict[str, str]:
+    """The variables with which benchmark mode reads those settings and writes the result `output`."""
+    return {"BENCHY_CONFIG_FILE": str(directory.resolve() / BENCHY), "BENCHY_OUTPUT": str(directory.resolve() / output)}
 
 
 def measure(plan: Plan, directory: Path) -> None:
@@ -69,6 +187,35 @@ def measure(plan: Plan, directory: Path) -> None:
         sys.stderr.write(f"{place}/{len(runs)}: round {number}, {point}: FULL {rate:.4g} samples/s\n")
 
 
+def job(plan: Plan, point: Point, ranks_per_node: int) -> list[str]:
+    """The command that submits a point."""
+    nodes, left = divmod(point.ranks, ranks_per_node)
+    if nodes and left:
+        raise UserError(
+            f"{point.ranks} ranks do not fill nodes of {ranks_per_node}; change --ranks or --ranks_per_node"
+        )
+    words = ["sbatch", f"--nodes={max(1, nodes)}", f"--ntasks={point.ranks}"]
+    if ranks_per_node != SUBMITTED_PER_NODE:
+        words += [f"--ntasks-per-node={ranks_per_node}", f"--gpus-per-node={ranks_per_node}"]
+    return [*words, "submit_pm.sh", *plan.flags(point)]
+
+
+def submit(plan: Plan, directory: Path, ranks_per_node: int) -> None:
+    """Submits a job for each point of each round that has no result yet."""
+    missing = {
+        point.name(number): job(plan, point, ranks_per_node)
+        for point, number in plan.runs()
+        if not (directory / point.name(number)).exists()
+    }
+    write_settings(plan, directory)
+    for name, words in missing.items():
+        try:
+            subprocess.run(words, cwd=common.REPOSITORY, env={**os.environ, **environment(directory, name)}, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise UserError(f"{shlex.join(words)}: {error}; submit the study where sbatch works") from None
+    print(f"submitted {len(missing)} jobs; repeat the command with --collect instead of --submit for the results")
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 Measured = Mapping[Point, Mapping[str, Any]]  # results of `combined` by point
@@ -77,7 +224,7 @@ Measured = Mapping[Point, Mapping[str, Any]]  # results of `combined` by point
 def read_run(path: Path, point: Point) -> dict[str, Any]:
     """The result of benchmark mode for a point; UserError if it is broken or belongs to another point."""
     kinds = KINDS[:3] if point.ranks == 1 else KINDS
-    result = read_json(path, "train --enable_benchy", (*kinds, "ranks", "global_batch_size", "provenance"))
+    result = common.read_json(path, "train --enable_benchy", (*kinds, "ranks", "global_batch_size", "provenance"))
     found = Point(result["ranks"], result["global_batch_size"] // result["ranks"])
     if found != point:
         raise UserError(f"{path} has {found.ranks} ranks at local batch {found.local_batch}; delete it and rerun it")
@@ -110,7 +257,10 @@ def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         **asdict(point),
         "hosts": runs[0]["hosts"],
         "device": runs[0]["provenance"].get("device"),
-        **{name: summary(values) for name, values in {**rates, **dict(zip(OVERHEADS, lost, strict=True))}.items()},
+        **{
+            name: common.summary(values)
+            for name, values in {**rates, **dict(zip(OVERHEADS, lost, strict=True))}.items()
+        },
         # Noise can make a part negative.
         "step ms": {
             "compute": 1e3 * seconds["NO-COMM"],
@@ -123,7 +273,7 @@ def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def efficiencies(series: Series, points: Measured, kind: str) -> dict[int, float]:
     """Samples/s per rank relative to the fewest ranks, by number of ranks."""
     each = {point.ranks: points[point][kind]["median"] / point.ranks for point in series.points if point in points}
-    first = next(iter(each.values()), math.nan)
+    first = next(iter(each.values()), float("nan"))
     return {ranks: rate / first for ranks, rate in each.items()}
 
 
@@ -140,13 +290,13 @@ def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
             cells = [
                 f"{point.ranks}{plan.mark(point)}",
                 str(point.local_batch),
-                *(ranged(values[kind]) for kind in KINDS),
+                *(common.ranged(values[kind]) for kind in KINDS),
             ]
             cells += [f"{100 * each[point.ranks]:.1f} %" for each in found]
             cells += [f"{100 * values[name]['median']:.1f} %" for name in OVERHEADS]
             rows.append([*cells, values["FULL"]["n"]])
         if rows:
-            parts.append(f"**{series.title}**\n\n{table(heads, rows, left=0)}")
+            parts.append(f"**{series.title}**\n\n{common.table(heads, rows, left=0)}")
     parts.append("Medians of n rounds (smallest – largest); overheads are fractions of a step's time.")
     if plan.threads is not None:
         parts.append(f"Threads per rank: {plan.threads}.")
@@ -160,14 +310,16 @@ def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
 def draw(plan: Plan, points: Measured, path: Path) -> None:
     """Efficiency, and below it the parts of a step's time; a column per study."""
     shown = [series for series in plan.series if any(point in points for point in series.points)]
-    with plot(path, (4.6 * len(shown) + 0.8, 8), len(shown), 2, sharey="row") as panels:
+    with common.plot(path, (4.6 * len(shown) + 0.8, 8), len(shown), 2, sharey="row") as panels:
         for (above, below), series in zip(panels.T, shown, strict=True):
             found = {kind: efficiencies(series, points, kind) for kind in KINDS}
             percent = {
                 kind: [{"ranks": ranks, "mean": 100 * value} for ranks, value in values.items()]
                 for kind, values in found.items()
             }
-            curves(above, percent, "ranks", title=series.title, ylabel="samples/s per rank, % of the fewest ranks")
+            common.curves(
+                above, percent, "ranks", title=series.title, ylabel="samples/s per rank, % of the fewest ranks"
+            )
             above.set_xscale("log", base=2)
             above.set_ylim(bottom=0)
             measured = [point for point in series.points if point in points]
@@ -203,12 +355,12 @@ def report(plan: Plan, directory: Path, output: Path) -> None:
         "missing": missing,
     }
     text = report_text(plan, points, missing)
-    publish("scaling", result, output, text, lambda path: draw(plan, points, path))
+    common.publish("scaling", result, output, text, lambda path: draw(plan, points, path))
 
 
 def main() -> None:
-    parser = Parser(__doc__)
-    parser.set_defaults(output=RESULTS / "scaling")
+    parser = common.Parser(__doc__)
+    parser.set_defaults(output=common.RESULTS / "scaling")
     parser.add_argument("--config", default="demo", help="config of train.py (%(default)s)")
     parser.add_argument("--ranks", nargs="+", type=positive, default=[1, 2, 4], metavar="N", help="(1 2 4)")
     parser.add_argument("--weak", nargs="*", type=positive, metavar="BATCH", help="samples per rank (the config's)")

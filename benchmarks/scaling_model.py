@@ -30,7 +30,7 @@ import yaml
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.common import RESULTS, Parser, read_json, save, settings, table, write_text
+from benchmarks.common import RESULTS, Parser, publish, read_json, settings, table
 from networks import build_network
 from utils import build
 from utils import config as configs
@@ -293,48 +293,44 @@ def predictions(model: Model) -> dict[str, dict[str, float]]:
     return {name: {str(count): efficiency(one, count) for count in ranks} for name, one in variants.items()}
 
 
-def fit_table(figures: Sequence[Figure], model: Model) -> str:
-    """Measured and fitted values."""
-    rows = [
+def report(figures: Sequence[Figure], model: Model, result: Mapping[str, Any]) -> str:
+    """Measured and fitted values, predicted and published ones, and efficiencies."""
+    fits = [
         (f"{figure.what}: {figure.kind}", figure.local_batch, f"{figure.value:.4g}", f"{figure.modelled(model):.4g}")
         for figure in figures
     ]
-    return table(("measurement", "local batch", "measured", "fitted"), rows)
-
-
-def goal_table(predicted: Mapping[str, Mapping[str, float]]) -> str:
-    """Predicted and published figures."""
-    rows = [
-        (f"local batch {batch}, {name}", f"{100 * goal:.0f} %", f"{100 * predicted[str(batch)][name]:.1f} %")
-        for batch, goals in GOALS.items()
-        for name, goal in goals.items()
+    goals = [
+        (f"local batch {batch}, {name}", f"{100 * value:.0f} %", f"{100 * result['predicted'][str(batch)][name]:.1f} %")
+        for batch, values in result.get("published", {}).items()
+        for name, value in values.items()
     ]
-    return table((f"{GOAL_RANKS} GPUs", "published", "predicted"), rows)
+    shown = (8, 32, 128, 512, 2048, 8192)
+    efficiencies = [
+        (name, *(f"{100 * values[str(ranks)]:.1f} %" for ranks in shown))
+        for name, values in result["efficiency"].items()
+    ]
+    parts = [
+        table(("measurement", "local batch", "measured", "fitted"), fits),
+        f"Fitted: {', '.join(f'{key} {value:.4g}' for key, value in result['fitted'].items())}.",
+        *([table((f"{GOAL_RANKS} GPUs", "published", "predicted"), goals)] if goals else []),
+        table((f"efficiency at local batch {model.local_batch} on ranks", *shown), efficiencies),
+    ]
+    return "\n\n".join(parts)
 
 
 def run(options: argparse.Namespace) -> None:
     """Fits, predicts, and writes result and tables."""
     figures, start, unknown = calibrate(options.calibrate) if options.calibrate else (PUBLISHED, original(), UNKNOWN)
     model = fit(figures, start, unknown)
-    fitted = {name: getattr(model, name) for name in unknown}
-    efficiencies = predictions(model)
     result: dict[str, Any] = {
         "settings": settings(options),
         "figures": [{**asdict(figure), "fitted": figure.modelled(model)} for figure in figures],
-        "fitted": fitted,
-        "efficiency": efficiencies,
+        "fitted": {name: getattr(model, name) for name in unknown},
+        "efficiency": predictions(model),
+        **({} if options.calibrate else {"published": GOALS, "predicted": at_goal(model)}),
     }
-    parts = [fit_table(figures, model), f"Fitted: {', '.join(f'{key} {value:.4g}' for key, value in fitted.items())}."]
-    if not options.calibrate:
-        result |= {"published": GOALS, "predicted": at_goal(model)}
-        parts.append(goal_table(result["predicted"]))
-    shown = (8, 32, 128, 512, 2048, 8192)
-    rows = [(name, *(f"{100 * values[str(ranks)]:.1f} %" for ranks in shown)) for name, values in efficiencies.items()]
-    parts.append(table((f"efficiency at local batch {model.local_batch} on ranks", *shown), rows))
-    path = save("scaling_model_calibrated" if options.calibrate else "scaling_model", result, options.output)
-    write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
-    print("\n\n".join(parts))
-    print(f"\nwritten: {path}, {path.with_suffix('.md')}")
+    name = "scaling_model_calibrated" if options.calibrate else "scaling_model"
+    publish(name, result, options.output, report(figures, model, result))
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import shlex
 import signal
 import statistics
@@ -159,19 +158,12 @@ def benchmark(arguments: Sequence[str], ranks: int, batches: int) -> Measure:
             command = [*launcher(ranks), script, *arguments, "--enable_benchy", *flags]
             fault = failure_of(command, folder / "output", names, limit)
             seconds = time.monotonic() - started
-            warning = re.search(r"torch\.compile failed.*", (folder / "output").read_text(errors="replace"))
-            if fault or (warning and changes.get("enable_jit")):
-                return Trial(label, changes, seconds, fault=(fault or warning[0])[:160])  # type: ignore[index]
+            if fault:
+                return Trial(label, changes, seconds, fault=fault[:160])
             found = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
         return Trial(label, changes, seconds, {kind: found[kind]["trials"] for kind in KINDS}, "", found["provenance"])
 
     return measure
-
-
-def trial_table(trials: Sequence[Trial]) -> str:
-    """Median samples/s of each trial, or why it failed."""
-    rows = [(trial.change, f"{trial.rate:.1f}" if trial.rates else trial.fault) for trial in trials]
-    return table(("change", "FULL samples/s"), rows)
 
 
 def output_files(directory: Path, name: str, overwrite: bool) -> list[Path]:
@@ -207,7 +199,8 @@ def tune(options: argparse.Namespace, command: str) -> None:
     conclusion = f"{options.name} is {gain:.2f} times {name} in FULL samples/s"
     if best.change == "start":
         conclusion = f"nothing was faster than {name} by more than noise: {options.name} is the same"
-    print(trial_table(search.trials))
+    rows = [(trial.change, f"{trial.rate:.1f}" if trial.rates else trial.fault) for trial in search.trials]
+    print(table(("change", "FULL samples/s"), rows))
     if search.skipped:
         print(f"no time left for: {'; '.join(search.skipped)}")
     print(conclusion)

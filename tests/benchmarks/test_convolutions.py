@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from benchmarks import convolution_passes, convolutions
-from benchmarks.convolution_passes import FORMATS, Job, plan, read_layers
-from benchmarks.convolutions import Row, markdown, measure, weighted
+from benchmarks import convolutions
+from benchmarks.convolutions import FORMATS, Job, Row, markdown, measure, plan, read_layers, weighted
 from utils.profiling import timing
 
 CPU = torch.device("cpu")
@@ -39,7 +38,7 @@ def test_layers_are_those_of_the_network() -> None:
 @pytest.mark.parametrize("job", plan(8, ["tf32"], ["NDHWC", "NCDHW"], width=4, scales=2))
 def test_passes_return_the_output_and_the_gradients(job: Job) -> None:
     """Gradients of the inputs come first; down1 has none."""
-    calls = convolution_passes.calls(job, CPU, batch=2)
+    calls = convolutions.calls(job, CPU, batch=2)
     shapes = {"forward": (2, *job.layer.output_shape), "weight gradient": tuple(job.layer.module.weight.shape)}
     shapes["input gradient"] = (2, *job.layer.input_shape)
     shapes["backward"] = shapes["input gradient" if job.layer.needs_input_gradient else "weight gradient"]
@@ -88,14 +87,14 @@ def test_rows_beyond_the_budget_are_listed_as_missing() -> None:
 
 
 def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = convolution_passes.calls
+    real = convolutions.calls
 
-    def failing(job: Job, device: torch.device, batch: int) -> convolution_passes.Calls:
+    def failing(job: Job, device: torch.device, batch: int) -> convolutions.Calls:
         if job.layer.name == "up2":
             raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
         return real(job, device, batch)
 
-    monkeypatch.setattr(convolution_passes, "calls", failing)
+    monkeypatch.setattr(convolutions, "calls", failing)
     result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
     failed = [(row["layer"], row["error"]) for row in result["rows"] if "error" in row]
     assert failed == [("up2", "CUDA out of memory.")] * 3

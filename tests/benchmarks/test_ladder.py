@@ -62,7 +62,7 @@ def test_a_faster_step_is_kept_and_the_next_starts_from_it(monkeypatch: pytest.M
 
     monkeypatch.setattr(ladder, "measure", measure)
     missing = LadderStep("odd", package="no_such.package")
-    results = climb(FakeMachine(), [*(step for step, _ in steps), missing], math.inf, lambda _: None)
+    results = climb(FakeMachine(), [*(step for step, _ in steps), missing], math.inf)
     assert [entry["kept"] for entry in results[:-1]] == [True, True, False, True, True]
     base, workers = {"tf32": False}, {"tf32": False, "num_data_workers": 8}
     assert seen == [

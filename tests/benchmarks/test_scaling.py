@@ -12,8 +12,7 @@ from typing import IO, Any
 import pytest
 
 from benchmarks import processes, scaling
-from benchmarks.scaling import combined, efficiencies, gather, measure
-from benchmarks.scaling_plan import Plan, Point, Series, studies
+from benchmarks.scaling import Plan, Point, Series, combined, efficiencies, gather, measure, studies
 from utils.config import Config
 
 REPOSITORY = Path(__file__).parents[2]
