@@ -9,8 +9,9 @@ import pytest
 
 from utils.data import symmetry
 
-MATRICES = symmetry.matrices()
 ALL = range(symmetry.COUNT)
+# The group as matrices [48, 3, 3]: x' = M x. Row a has the sign of axis a in column perm[a].
+MATRICES = symmetry.SIGNS[:, :, None] * np.eye(3, dtype=np.int64)[symmetry.PERMUTATIONS]
 VECTOR = [(0, 1, 2)]
 
 

@@ -19,17 +19,6 @@ SIGNS = np.array([s for _ in range(6) for s in itertools.product((1, -1), repeat
 COUNT = len(PERMUTATIONS)
 IDENTITY = 0
 
-MODES = ("full", "grid", "none")
-
-
-def matrices() -> np.ndarray:
-    """The group as matrices [48, 3, 3]: x' = M x."""
-    result = np.zeros((COUNT, 3, 3), dtype=np.int64)
-    rows = np.arange(3)
-    for index in range(COUNT):
-        result[index, rows, PERMUTATIONS[index]] = SIGNS[index]
-    return result
-
 
 def move_axes(field: Any, symmetry: int) -> Any:
     """The view of a [..., D, D, D] array under symmetry `symmetry` of its last three axes; no copy."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,9 +51,8 @@ def run(
     with value_errors_for_users():
         check(config)
         for line in _report(options, config, ranks, build_network):
-            sys.stdout.write(f"preflight: {line}\n")
-            sys.stdout.flush()
-    sys.stdout.write("preflight: all checks passed\n")
+            print(f"preflight: {line}", flush=True)
+    print("preflight: all checks passed")
 
 
 def _report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -23,10 +24,8 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     """True if the training that ended after `step` has written its summary. Rank 0 looks; every rank calls it."""
     written = False
     if world.is_root:
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             written = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"] == step
-        except (OSError, ValueError, KeyError, TypeError):
-            written = False
     return bool(world.gather_objects(written)[0])
 
 

@@ -34,7 +34,7 @@ class CropOptions:
     threads: threads that cut crops; 0: the calling thread cuts them.
     device: where batches are delivered.
     vectors: the vector fields of the inputs and of the targets.
-    symmetry_mode: one of symmetry.MODES.
+    symmetry_mode: 'full', 'grid' or 'none', as the config's `symmetries`.
     """
 
     plan: SamplePlan

@@ -24,7 +24,8 @@ class CudaPrefetcher:
     """Fills slots on the device on a stream of its own, one batch ahead of the consumer.
 
     If `pending_work` is set, the fill of each batch is offered there along with the previous batch. Whoever takes it
-    runs it on the consumer's stream, which orders it with all kernels that read the slots.
+    runs it on the consumer's stream, which orders it with all kernels that read the slots. If nobody has taken it when
+    the batch is requested, it runs on the prefetcher's stream.
     """
 
     def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool = False) -> None:
@@ -44,11 +45,29 @@ class CudaPrefetcher:
         """
         pending_work = self.pending_work
         slots = _Slots(self._slots, self._stream, torch.cuda.current_stream(self._device))
+        ahead: _Filled | None = None
+        previous: torch.cuda.Event | None = None
         try:
-            if pending_work is None:
-                yield from _fill_ahead(slots, fills)
-            else:
-                yield from _offer_ahead(slots, fills, pending_work)
+            for number, (size, fill) in enumerate(fills):
+                slot = slots.slot(number, size)
+                if ahead is None or pending_work is None:
+                    filled = slots.fill(slot, fill)
+                    if ahead is not None:
+                        yield from slots.lend(ahead)
+                else:
+                    pending_work.offer(Work((slot.number, size), functools.partial(fill, slot.batch)))
+                    yield from slots.lend(ahead)
+                    if pending_work.take() is None:
+                        ahead = slot
+                        continue
+                    # Fills that were taken before may still run on the consumer's stream, and fills run in order.
+                    slots.wait_for_consumer()
+                    filled = slots.fill(slot, fill)
+                if previous is not None:
+                    previous.synchronize()  # was enqueued a step ago; the host memory that it read is rewritten next
+                ahead, previous = filled, filled.event
+            if ahead is not None:
+                yield from slots.lend(ahead)
         finally:
             if pending_work is not None:
                 pending_work.take()
@@ -101,42 +120,6 @@ class _Slots:
         event = torch.cuda.Event()
         event.record(self._consumer)
         self._released[filled.number] = event
-
-
-def _fill_ahead(slots: _Slots, fills: Fills) -> Generator[Batch, None, None]:
-    """Fills each batch on the prefetcher's stream before the previous one is requested."""
-    ahead: _Filled | None = None
-    for number, (size, fill) in enumerate(fills):
-        filled = slots.fill(slots.slot(number, size), fill)
-        if ahead is not None:
-            yield from slots.lend(ahead)
-            assert ahead.event is not None
-            ahead.event.synchronize()  # was enqueued a step ago; the host memory that it read is rewritten next
-        ahead = filled
-    if ahead is not None:
-        yield from slots.lend(ahead)
-
-
-def _offer_ahead(slots: _Slots, fills: Fills, pending_work: PendingWork) -> Generator[Batch, None, None]:
-    """Offers the fill of each batch along with the previous one; does it on the prefetcher's stream if not taken."""
-    ahead: _Filled | None = None
-    previous: torch.cuda.Event | None = None
-    for number, (size, fill) in enumerate(fills):
-        slot = slots.slot(number, size)
-        if ahead is not None:
-            pending_work.offer(Work((slot.number, size), functools.partial(fill, slot.batch)))
-            yield from slots.lend(ahead)
-            if pending_work.take() is None:
-                ahead = slot
-                continue
-            # Fills that were taken before may still run on the consumer's stream, and fills run in order.
-            slots.wait_for_consumer()
-        ahead = slots.fill(slot, fill)
-        if previous is not None:
-            previous.synchronize()  # the host memory that it read is rewritten next
-        previous = ahead.event
-    if ahead is not None:
-        yield from slots.lend(ahead)
 
 
 def copies(batches: Generator[Batch, None, None]) -> Fills:
