@@ -1,6 +1,8 @@
 """Cost of a checkpoint to the training: the pause for the copy, and the slowdown while it is written.
 
 python -m benchmarks.checkpoints
+
+A trial is a pair of stretches of --steps steps, one of them with a save at its start.
 """
 
 from __future__ import annotations
@@ -74,7 +76,6 @@ def report(options: argparse.Namespace, seconds: dict[str, list[float]], size: f
 
 def main() -> None:
     parser = Parser(__doc__)
-    # A trial is a pair of stretches of steps, one of them with a save at its start.
     parser.add_integers(width=64, scales=6, crop=64, batch=1, steps=4, trials=5)
     parser.add_argument("--folder", help="directory for the checkpoints, on the runs' file system (a temporary one)")
     with one_line_errors(), value_errors_for_users():

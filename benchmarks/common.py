@@ -204,15 +204,3 @@ def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[
     axes.set_ylim(len(names) - 0.2, -0.6)
     axes.margins(x=0.15)
     axes.set(**labels)
-
-
-def curves(axes: Any, named: Mapping[str, Sequence[Mapping[str, Any]]], x: str, y: str = "mean", **labels: Any) -> None:
-    """A curve of points per name, with the standard deviation of points that have one as a band."""
-    for name, points in named.items():
-        places, values = [point[x] for point in points], [point[y] for point in points]
-        axes.plot(places, values, "o-", markersize=3, label=name)
-        deviations = [point.get("stdev", 0.0) for point in points]
-        bounds = ([value + sign * s for value, s in zip(values, deviations, strict=True)] for sign in (-1, 1))
-        axes.fill_between(places, *bounds, alpha=0.15, linewidth=0)
-    axes.grid(alpha=0.3, which="both")
-    axes.set(**labels)

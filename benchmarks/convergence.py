@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import yaml
 
-from benchmarks.common import REPOSITORY, YAML, Parser, bars, curves, plot, publish, settings, table, this_machine
+from benchmarks import common
 from benchmarks.processes import failure_of, launcher
 from networks.metrics import accuracy
 from utils import build
@@ -71,9 +71,9 @@ def read_studies(path: Path) -> dict[str, Study]:
     studies = {}
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
-            common = values.pop("changes", {})
+            shared = values.pop("changes", {})
             listed = values.pop("conditions")
-            conditions = [Condition(**{**one, "changes": {**common, **one.get("changes", {})}}) for one in listed]
+            conditions = [Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in listed]
             studies[name] = Study(conditions, **values)
     return studies
 
@@ -93,7 +93,7 @@ class Training:
         self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
         self._run_num = f"{name}-seed{seed}"
         self.directory = runs / condition.config / f"{condition.ranks}GPU" / self._run_num
-        self.config = configs.load(YAML, condition.config, self._changes).for_world(condition.ranks)
+        self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
 
     def command(self) -> list[str]:
         flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
@@ -107,7 +107,7 @@ class Training:
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
         except (OSError, ValueError, UserError):
             return False
-        same_commit = made.get("git_commit") == provenance(this_machine())["git_commit"]
+        same_commit = made.get("git_commit") == provenance(common.this_machine())["git_commit"]
         steps = saved_steps(self.directory / FOLDER)
         return (
             same_commit and config.for_world(self.condition.ranks) == self.config and self.config.total_steps in steps
@@ -115,7 +115,7 @@ class Training:
 
     def run(self, limit: float) -> None:
         """Trains; UserError with the reason if that fails."""
-        threads = max(1, (os.cpu_count() or 1) // self.condition.ranks)
+        threads = max(1, common.cores() // self.condition.ranks)
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         self._runs.mkdir(parents=True, exist_ok=True)
         log = self._runs / f"{self._run_num}.log"
@@ -241,7 +241,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
             share = f"{100 * reached['samples'] / samples:.0f} %"
             cells += [f"{reached['samples']:,.0f} samples, {reached['step']:,.0f} steps", share]
         rows.append(cells)
-    return table(heads, rows)
+    return common.table(heads, rows)
 
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -255,31 +255,39 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
     final = [{"median": mean, "min": mean - deviation, "max": mean + deviation} for mean, deviation in found]
     reached = [reach(summary["curve"], goal, study.rises, interpolate=True) for summary in summaries]
     samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
-    with plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
-        bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}")
-        bars(panels[0, 1], names, {"": samples}, xlabel="training samples to the first one's final value (0: never)")
+    with common.plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
+        common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}")
+        common.bars(
+            panels[0, 1], names, {"": samples}, xlabel="training samples to the first one's final value (0: never)"
+        )
 
 
 def draw_curves(
     named: Mapping[str, Sequence[Mapping[str, Any]]], axes: Sequence[str], label: str, path: Path, scale: str = "log"
 ) -> None:
     """Points after each epoch; without the untrained network, which is the same in all conditions."""
-    with plot(path, (1 + 4 * len(axes), 4.6), len(axes), sharey=True) as panels:
+    with common.plot(path, (1 + 4 * len(axes), 4.6), len(axes), sharey=True) as panels:
         for panel, key in zip(panels[0], axes, strict=True):
-            curves(panel, {name: points[1:] for name, points in named.items()}, key, xlabel=key, yscale=scale)
+            for name, (_, *points) in named.items():
+                places, means = [point[key] for point in points], [point["mean"] for point in points]
+                panel.plot(places, means, "o-", markersize=3, label=name)
+                low, high = ([each["mean"] + sign * each.get("stdev", 0) for each in points] for sign in (-1, 1))
+                panel.fill_between(places, low, high, alpha=0.15, linewidth=0)
+            panel.grid(alpha=0.3, which="both")
+            panel.set(xlabel=key, yscale=scale)
         panels[0, 0].set_ylabel(label)
 
 
-def add_options(parser: Parser, runs: str) -> None:
+def add_options(parser: common.Parser, runs: str) -> None:
     """Adds the options of commands that run trainings."""
-    directory = REPOSITORY / "runs" / runs
+    directory = common.REPOSITORY / "runs" / runs
     parser.add_argument("--runs", type=Path, default=directory, help="directory of the trainings (%(default)s)")
     parser.add_argument("--limit", type=positive, default=3600, help="seconds per training (%(default)s)")
     parser.add_changes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(__doc__)
+    parser = common.Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
     add_options(parser, "convergence")
@@ -296,9 +304,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for condition in study.conditions:
         own = [training for training in trainings if training.condition is condition]
         summaries.append(summarise(study, condition, own[0].config, [training.result() for training in own]))
-    result = {"study": options.study, "settings": settings(options), "conditions": summaries}
+    result = {"study": options.study, "settings": common.settings(options), "conditions": summaries}
     text = result_table(study, summaries)
-    publish(f"convergence_{options.study}", result, options.output, text, lambda path: draw(study, summaries, path))
+    common.publish(
+        f"convergence_{options.study}", result, options.output, text, lambda path: draw(study, summaries, path)
+    )
 
 
 if __name__ == "__main__":

@@ -179,10 +179,7 @@ def measure(
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "seconds": time.perf_counter() - started,
         "peak_tflops": known,
-        "layers": [
-            {"name": each.name, "input": each.input_shape, "output": each.output_shape, "flops": each.flops}
-            for each in layers
-        ],
+        "flops of a pass": {layer.name: layer.flops for layer in layers},
         "rows": rows,
         "missing": _missing(jobs, rows),
         "totals": totals(rows, dtypes, formats, len(layers)),
@@ -301,7 +298,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     """% of the matmul peak and milliseconds: a row per layer and pass, a column per dtype and format."""
     columns = [(dtype, format) for dtype in result["settings"]["dtypes"] for format in result["settings"]["formats"]]
     rows = {tuple(row[name] for name in NAMES): row for row in result["rows"]}
-    order = [layer["name"] for layer in result["layers"]]
+    order = list(result["flops of a pass"])
     lines = dict.fromkeys(
         (names["layer"], names["version"], names["pass"]) for names in [*result["rows"], *result["missing"]]
     )

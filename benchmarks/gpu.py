@@ -79,15 +79,12 @@ class Run:
                     self.skip(name, f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
                 self.results["seconds"][name] = time.perf_counter() - started
                 self.machine.free()
-                self.keep()
+                write(self.results, self.directory, with_plot=False)
         write(self.results, self.directory)
 
     def skip(self, name: str, reason: str) -> None:
         self.results["skipped"][name] = reason
         sys.stderr.write(f"skipped: {name}: {reason}\n")
-
-    def keep(self) -> None:
-        write(self.results, self.directory, with_plot=False)
 
     # --- the parts -----------------------------------------------------------------------------------------------
 
@@ -97,7 +94,7 @@ class Run:
     def ladder(self, budget: float) -> list[dict[str, Any]]:
         def note(entries: list[dict[str, Any]]) -> None:
             self.results["ladder"] = entries
-            self.keep()
+            write(self.results, self.directory, with_plot=False)
 
         steps = ladder.GPU_STEPS if self.world.device.type == "cuda" else ladder.CPU_STEPS
         results = ladder.climb(self.machine, steps, time.perf_counter() + budget, note)
@@ -158,17 +155,9 @@ class Run:
 
     def loaders(self, budget: float) -> dict[str, Any]:
         """Throughput of the loaders, and the gather kernel's share of a step."""
-        options = argparse.Namespace(
-            data=self.options.data,
-            valid_data=self.options.valid_data,
-            crop=self.options.crop,
-            batch=self.options.batch,
-            workers=min(8, torch.get_num_threads()),
-            batches=self.options.loader_batches,
-            epoch_batches=64,
-            trials=2,
-            settle=1.0,
-        )
+        workers, batches = min(8, torch.get_num_threads()), self.options.loader_batches
+        sizes = {"workers": workers, "batches": batches, "epoch_batches": 64, "trials": 2, "settle": 1.0}
+        options = argparse.Namespace(**vars(self.options), **sizes)
         self.machine.close()  # its loaders also hold the volume
         # The plain DataLoader's many processes would still work while others are timed.
         results = loaders.throughput(options, with_plain=self.world.device.type != "cuda")
@@ -268,11 +257,6 @@ def _tests(result: dict[str, Any]) -> str:
     return f"`{' '.join(result['command'])}`: {result['ended']}; {result['summary']}{failed}"
 
 
-def slug(name: str) -> str:
-    """A directory name for a device: NVIDIA H200 -> nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def main() -> None:
     parser = common.Parser(__doc__)
     ladder.add_options(parser)
@@ -292,7 +276,8 @@ def main() -> None:
         world = common.this_machine()
         if world.device.type != "cuda" and not options.rehearse:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
-        run = Run(options, world, options.output or common.RESULTS / slug(provenance(world)["device"]))
+        name = re.sub(r"[^a-z0-9]+", "-", provenance(world)["device"].lower()).strip("-")  # such as nvidia-h200
+        run = Run(options, world, options.output or common.RESULTS / name)
         ladder.settle(options)  # counts as the run's time
         run.run()
         print((run.directory / "README.md").read_text())

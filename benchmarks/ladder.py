@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import shlex
@@ -149,7 +150,6 @@ class Machine:
 class Built:
     """A step of the ladder, ready to be measured."""
 
-    config: Config
     step: Step
     fixed: Batch
     batches: Generator[Batch, None, None]
@@ -181,16 +181,14 @@ def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
     least = WARMUP_STEPS + DEVICE_SLOTS + 1 if graph else LOSS_STEPS
     losses, norms, end = [], [], time.perf_counter() + WARMUP_SECONDS
-    inputs, targets = first
-    while True:
-        losses.append(float(step(inputs, targets, LEARNING_RATE)))
+    for batch in itertools.chain([first], batches):
+        losses.append(float(step(*batch, LEARNING_RATE)))
         norms.append(float(step.gradient_norm))
         if len(losses) >= machine.options.warmup_steps or (len(losses) >= least and time.perf_counter() > end):
             break
-        inputs, targets = next(batches)
-    step(fixed.inputs, fixed.targets, LEARNING_RATE)
+    step(*fixed, LEARNING_RATE)
     common.synchronize(device)
-    return Built(config, step, fixed, batches, flops, losses, norms)
+    return Built(step, fixed, batches, flops, losses, norms)
 
 
 def steps_per_trial(machine: Machine, built: Built) -> int:

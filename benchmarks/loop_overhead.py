@@ -1,6 +1,9 @@
 """Overhead of the training loop: its time per step against a bare forward, backward and update on the same batch.
 
 python -m benchmarks.loop_overhead
+
+A trial is a pair of --steps steps each; many short ones average out drift. Several --threads would also measure the
+scheduler.
 """
 
 from __future__ import annotations
@@ -82,7 +85,6 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = Parser(__doc__)
-    # Many short trials average out drift. Several threads would also measure the scheduler.
     parser.add_integers(width=16, scales=4, crop=32, batch=4, steps=20, trials=60, threads=1)
     with one_line_errors(), value_errors_for_users():
         measure(parser.parse_args())

@@ -14,7 +14,6 @@ from typing import IO
 
 from benchmarks.common import REPOSITORY
 
-STOPPED = "stopped after"
 # torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
 GRACE_SECONDS = 40.0
 
@@ -76,7 +75,7 @@ def failure_reason(code: int | None, output: str, limit: float = 0) -> str:
     if code == 0:
         return ""
     if code is None:
-        return f"{STOPPED} {limit:.0f} s"
+        return f"stopped after {limit:.0f} s"
     lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in output.splitlines()]
     reported = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)", line)]

@@ -250,17 +250,14 @@ def gather(plan: Plan, directory: Path) -> tuple[dict[Point, dict[str, Any]], li
 def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A point's rounds: rates in samples/s, overheads as fractions, each computed from one run's rates."""
     rates = {kind: [run[kind]["median"] for run in runs] for kind in KINDS}
-    overheads = (("SYNTHETIC", "NO-COMM"), ("FULL", "SYNTHETIC"))
-    lost = [[1 - a / b for a, b in zip(rates[one], rates[other], strict=True)] for one, other in overheads]
+    pairs = zip(OVERHEADS, (("SYNTHETIC", "NO-COMM"), ("FULL", "SYNTHETIC")), strict=True)
+    lost = {name: [1 - run[one]["median"] / run[other]["median"] for run in runs] for name, (one, other) in pairs}
     seconds = {kind: point.ranks * point.local_batch / statistics.median(rates[kind]) for kind in KINDS}
     return {
         **asdict(point),
         "hosts": runs[0]["hosts"],
         "device": runs[0]["provenance"].get("device"),
-        **{
-            name: common.summary(values)
-            for name, values in {**rates, **dict(zip(OVERHEADS, lost, strict=True))}.items()
-        },
+        **{name: common.summary(values) for name, values in {**rates, **lost}.items()},
         # Noise can make a part negative.
         "step ms": {
             "compute": 1e3 * seconds["NO-COMM"],
@@ -287,11 +284,8 @@ def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
         rows = []
         for point in (point for point in series.points if point in points):
             values = points[point]
-            cells = [
-                f"{point.ranks}{plan.mark(point)}",
-                str(point.local_batch),
-                *(common.ranged(values[kind]) for kind in KINDS),
-            ]
+            cells = [f"{point.ranks}{plan.mark(point)}", str(point.local_batch)]
+            cells += [common.ranged(values[kind]) for kind in KINDS]
             cells += [f"{100 * each[point.ranks]:.1f} %" for each in found]
             cells += [f"{100 * values[name]['median']:.1f} %" for name in OVERHEADS]
             rows.append([*cells, values["FULL"]["n"]])
@@ -312,16 +306,11 @@ def draw(plan: Plan, points: Measured, path: Path) -> None:
     shown = [series for series in plan.series if any(point in points for point in series.points)]
     with common.plot(path, (4.6 * len(shown) + 0.8, 8), len(shown), 2, sharey="row") as panels:
         for (above, below), series in zip(panels.T, shown, strict=True):
-            found = {kind: efficiencies(series, points, kind) for kind in KINDS}
-            percent = {
-                kind: [{"ranks": ranks, "mean": 100 * value} for ranks, value in values.items()]
-                for kind, values in found.items()
-            }
-            common.curves(
-                above, percent, "ranks", title=series.title, ylabel="samples/s per rank, % of the fewest ranks"
-            )
+            for kind in KINDS:
+                found = efficiencies(series, points, kind)
+                above.plot(list(found), [100 * value for value in found.values()], "o-", markersize=4, label=kind)
+            above.set(title=series.title, ylabel="samples/s per rank, % of the fewest ranks", ylim=(0, None))
             above.set_xscale("log", base=2)
-            above.set_ylim(bottom=0)
             measured = [point for point in series.points if point in points]
             names = [f"{point.ranks}{plan.mark(point)}" for point in measured]
             above.set_xticks([point.ranks for point in measured], names)
@@ -336,14 +325,10 @@ def draw(plan: Plan, points: Measured, path: Path) -> None:
 def report(plan: Plan, directory: Path, output: Path) -> None:
     """Writes result, tables and plots of the runs in `directory`."""
     points, missing = gather(plan, directory)
-    series = [
-        {
-            "study": one.study,
-            "batch": one.batch,
-            "efficiency": {kind: efficiencies(one, points, kind) for kind in KINDS},
-        }
-        for one in plan.series
-    ]
+    series = []
+    for one in plan.series:
+        efficiency = {kind: efficiencies(one, points, kind) for kind in KINDS}
+        series.append({"study": one.study, "batch": one.batch, "efficiency": efficiency})
     result = {
         "arguments of train.py": plan.arguments,
         "unit": "samples/s",

@@ -158,6 +158,8 @@ def benchmark(arguments: Sequence[str], ranks: int, batches: int) -> Measure:
             command = [*launcher(ranks), script, *arguments, "--enable_benchy", *flags]
             fault = failure_of(command, folder / "output", names, limit)
             seconds = time.monotonic() - started
+            if "torch.compile failed" in (folder / "output").read_text(errors="replace") and changes.get("enable_jit"):
+                fault = fault or "torch.compile failed"
             if fault:
                 return Trial(label, changes, seconds, fault=fault[:160])
             found = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
