@@ -10,7 +10,7 @@ import yaml
 from utils.errors import UserError
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictSafeLoader(yaml.SafeLoader):
     """PyYAML's safe loader with YAML 1.2's booleans and numbers; refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -32,16 +32,16 @@ class _Dumper(yaml.SafeDumper):
 _FLOAT, _BOOL, _INT, _DATE, _NULL = (
     f"tag:yaml.org,2002:{kind}" for kind in ("float", "bool", "int", "timestamp", "null")
 )
-_Loader.yaml_implicit_resolvers = {
+_StrictSafeLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_FLOAT, _BOOL, _INT, _DATE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
+_StrictSafeLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_StrictSafeLoader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), list("-+0123456789"))
 _FLOAT_PATTERN = re.compile(
     r"^[-+]?(?:(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+|\d+\.\d*|\.\d+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
 )
-for _kind in (_Loader, _Dumper):
+for _kind in (_StrictSafeLoader, _Dumper):
     _kind.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("-+.0123456789"))
     _kind.add_implicit_resolver(_NULL, re.compile("^None$"), ["N"])
 
@@ -49,7 +49,7 @@ for _kind in (_Loader, _Dumper):
 def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value; None without quotes means null, as in the original's configs. Errors mention `name`."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_StrictSafeLoader)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         # PyYAML raises its own errors, and passes on others for a wrong tag (!!int word) and for a value inside itself.
         reason = str(error).replace('in "<unicode string>", ', "")
