@@ -14,7 +14,7 @@ Phase = Literal["start", "data", "step", "validation", "prediction", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)  # in their order within a step
 UNTIMED = ("start", "save")  # staging, compilation and slow storage have no time limit
 # Kinds of events, the most likely cause first, and for how many seconds a more likely cause may still be reported.
-WAITS = {"died": 0.0, "failed": 1.0, "agreed": 5.0, "consequence": 2.0}
+WAITS = {"failed": 1.0, "agreed": 5.0, "consequence": 2.0}
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
 
@@ -36,7 +36,6 @@ class RankStatus:
     host: str
     heard: float
     changed: float
-    address: tuple[str, int] = ("", 0)  # for the connection of the previous rank
     heartbeat: int = 0
     state: Literal["running", "failed", "left"] = "running"
     step: int = 0
@@ -44,7 +43,7 @@ class RankStatus:
     calls: int = 0  # of Watchdog.progress
 
     def update(self, report: Mapping[str, Any], now: float) -> None:
-        """Takes over a report, which has the fields from `host` and `address` on."""
+        """Takes over a report, with the other fields."""
         if report["heartbeat"] != self.heartbeat:
             self.heard = now
         if any(report[name] != getattr(self, name) for name in ("state", "step", "phase", "calls")):
@@ -87,8 +86,6 @@ def decide(
     if now < cause.time + WAITS[cause.kind]:
         return None
     status = statuses[cause.rank]
-    if cause.kind == "died":
-        return diagnose_death(cause.rank, status)
     # Rank 0 itself prints errors that usually occur on all ranks: bad input, an interrupt.
     is_printed = not cause.text or (cause.rank == 0 and cause.code != 1)
     what = f"rank {cause.rank} (host {status.host}) failed at {status}: {cause.text}"

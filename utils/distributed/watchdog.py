@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -39,7 +40,7 @@ from utils.errors import EXIT_HANG, Stopped
 
 TICK = 0.25  # seconds between two exchanges with the store
 GAP = 2.0  # a thread that did not run for longer was suspended, probably together with all other ranks
-UNLINKED_SECONDS = 30.0  # without a heartbeat, after which a rank that accepts no connection counts as dead
+UNLINKED_SECONDS = 30.0  # without a heartbeat, after which a rank that could not be connected to counts as dead
 LEAVING_SECONDS = 10.0  # for which rank 0, whose process may hold the store, waits for the last rank at a normal end
 ACKNOWLEDGE_SECONDS = 3.0  # for which rank 0 waits until the others have read why the run stops
 REPORT_SECONDS = 15.0  # for the rank that failed to print its traceback and exit
@@ -53,10 +54,11 @@ class Watchdog:
         """A main thread without progress for `hang_seconds` hangs; 0: no limit."""
         self.rank, self.hang_seconds = rank, hang_seconds
         self.diagnosis: Diagnosis | None = None
-        self._report: dict[str, Any] = {"host": socket.gethostname(), "address": None, "heartbeat": 0}
-        self._report |= {"state": "running", "step": 0, "phase": "start", "calls": 0}  # fields of RankStatus
+        self._report: dict[str, Any] = {"host": socket.gethostname(), "heartbeat": 0, "state": "running"}
+        self._report |= {"step": 0, "phase": "start", "calls": 0}  # fields of RankStatus
         self._own = make_statuses([rank])[rank]
         self._over = threading.Event()  # all ranks have left, or the run stops
+        self._is_substitute = True  # prints the diagnosis if the store cannot be used to choose a rank
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -85,27 +87,21 @@ class Watchdog:
             last = now
             diagnosis = self._find_hang(now)
             if diagnosis is not None:
-                self._stop(diagnosis)
+                self._announce(diagnosis, speaks=self._is_substitute)
+                self._exit(diagnosis)
 
     def _find_hang(self, now: float) -> Diagnosis | None:
         return find_hang({self.rank: self._own}, now, self.hang_seconds)
 
-    def _speaks(self, diagnosis: Diagnosis) -> bool:
-        return True
-
-    def _stop(self, diagnosis: Diagnosis) -> None:
-        self._announce(diagnosis)
-        self._exit(diagnosis)
-
-    def _announce(self, diagnosis: Diagnosis) -> None:
-        """Prints the stacks of the rank that hangs, and the diagnosis."""
+    def _announce(self, diagnosis: Diagnosis, speaks: bool) -> None:
+        """Prints the stacks on the rank that hangs, and the diagnosis on the rank that speaks."""
         self.diagnosis = diagnosis
         if diagnosis.code == EXIT_HANG and diagnosis.rank == self.rank:
             write(diagnosis.message.removeprefix("error: ").split(" for ")[0] + "; its threads:\n")
             faulthandler.dump_traceback(2)
         elif diagnosis.code == EXIT_HANG:
             time.sleep(1)  # the diagnosis refers to the stacks above it
-        if diagnosis.message and self._speaks(diagnosis):
+        if diagnosis.message and speaks:
             write(f"{diagnosis.message}\n")
 
     def _exit(self, diagnosis: Diagnosis) -> None:
@@ -139,15 +135,6 @@ def open_link(address: tuple[str, int], seconds: float) -> socket.socket:
     return link
 
 
-def is_closed(link: socket.socket) -> bool:
-    try:
-        return not link.recv(1)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
 def make_statuses(ranks: Iterable[int]) -> dict[int, RankStatus]:
     now = time.monotonic()
     return {rank: RankStatus("unknown", now, now) for rank in ranks}
@@ -172,19 +159,26 @@ class ProcessGroupWatchdog(Watchdog):
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
         # A store operation also fails if the store is gone, but then C++ prints a stack trace.
         self._store_link = open_link((launch.master_addr, launch.master_port), join_seconds)
-        # The previous rank connects here. Nothing accepts the connection: the kernel resets it when this process ends.
+        # The previous rank connects to it. It never accepts: the kernel resets the connection when this process ends.
         address = self._store_link.getsockname()[0]  # of the network interface that leads to rank 0
         self._listener = socket.create_server((address, 0), family=self._store_link.family, backlog=16)
-        self._report["address"] = self._listener.getsockname()[:2]
-        self._next, self._next_died = (self.rank + 1) % self._size, False
+        self._store.set(f"watchdog: address of rank {self.rank}", json.dumps(self._listener.getsockname()[:2]))
+        self._next = (self.rank + 1) % self._size
         self._next_link: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            self._next_link = open_link(json.loads(self._store.get(f"watchdog: address of rank {self._next}")), 5.0)
+        self._is_substitute = self.rank == self._size - 1  # the last rank may be on another machine than rank 0
         self._statuses = make_statuses({0, self._next} if self.rank else range(self._size))
-        self._own_events: list[Event] = []
-        self._events: dict[tuple[str, int], Event] = {}  # of all ranks, by kind and rank
-        self._wake, self._leaving_deadline = threading.Event(), float("inf")
+        self._event: Event | None = None
+        self._events: dict[int, Event] = {}  # by rank
+        self._leaving_deadline = float("inf")
+        self._waker, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for link in (self._store_link, self._next_link, self._woken):
+            if link is not None:
+                self._selector.register(link, selectors.EVENT_READ)
 
     def start(self) -> None:
-        self._wake.set()
         threading.Thread(target=self._exchange_all, name="watchdog store", daemon=True).start()
         super().start()
 
@@ -192,9 +186,9 @@ class ProcessGroupWatchdog(Watchdog):
         if isinstance(error, SystemExit | Stopped):  # on all ranks
             self.leave()
         elif not self._over.is_set():
-            self._own_events.append(describe(error, self.rank))
+            self._event = describe(error, self.rank)
             self._report["state"] = "failed"
-            self._wake.set()
+            self._waker.send(b"x")
             self._over.wait(WAITS["agreed"] + 3)
         if self.diagnosis is not None and self.diagnosis.rank != self.rank:
             time.sleep(REPORT_SECONDS)  # the other thread exits
@@ -203,7 +197,7 @@ class ProcessGroupWatchdog(Watchdog):
     def leave(self) -> None:
         self._leaving_deadline = time.monotonic() + LEAVING_SECONDS
         self._report["state"] = "left"
-        self._wake.set()
+        self._waker.send(b"x")
         self._over.wait(2.0 if self.rank else LEAVING_SECONDS + ACKNOWLEDGE_SECONDS + 1)
         if self.diagnosis is not None:
             time.sleep(REPORT_SECONDS)  # the other thread exits
@@ -217,47 +211,54 @@ class ProcessGroupWatchdog(Watchdog):
             return None
         return find_hang({0: root, self.rank: self._own}, now, self.hang_seconds)
 
-    def _speaks(self, diagnosis: Diagnosis) -> bool:
-        root_is_gone = diagnosis.rank == 0 and diagnosis.kind in ("died", "silent")
-        return self.rank == (self._size - 1 if root_is_gone else 0)  # the last rank may be on another machine
-
     def _exchange_all(self) -> None:
         last = time.monotonic()
         while not self._over.is_set():
-            self._wake.wait(TICK)
-            self._wake.clear()
             now = time.monotonic()
             if now - last > GAP:
                 for status in self._statuses.values():
                     status.heard = status.changed = now
             last = now
             try:
-                if is_closed(self._store_link):
-                    raise ConnectionError
                 self._exchange(now)
+                if self._over.is_set():
+                    return
+                ready = self._wait(TICK)
+                if ready:
+                    time.sleep(0.05)  # if the process that holds the store dies, several links close one after another
+                    ready |= self._wait(0)
+                if self._store_link in ready:
+                    raise ConnectionError
+                if self._woken in ready:
+                    self._woken.recv(64)
+                self._check_next(self._next_link in ready)
             except (dist.DistError, OSError, RuntimeError):
-                self._lose_store(now)
+                self._lose_store()
 
-    def _lose_store(self, now: float) -> None:
+    def _wait(self, seconds: float) -> set[object]:
+        """The sockets that become readable: links that close, or `_woken`."""
+        return {key.fileobj for key, _ in self._selector.select(seconds)}
+
+    def _lose_store(self) -> None:
         # torchrun holds the store for its ranks. They receive SIGTERM when it ends, and may save.
         if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
         else:
-            self._stop(diagnose_death(0, self._statuses[0]))
+            diagnosis = diagnose_death(0, self._statuses[0])
+            self._announce(diagnosis, speaks=self._is_substitute)
+            self._exit(diagnosis)
 
     def _exchange(self, now: float) -> None:
         """Writes this rank's report; reads those of other ranks, or the end of the run."""
         leaving = self._report["state"] == "left" and self.rank != 0
-        next_closed = self._next_link is not None and is_closed(self._next_link)  # before its last report is read
         self._report["heartbeat"] += 1
-        self._store.set(key(self.rank), json.dumps([self._report, self._own_events]))
+        self._store.set(key(self.rank), json.dumps([self._report, self._event]))
         if leaving:
             self._over.set()
         elif self._store.check([END]):
             self._follow(self._store.get(END))
         else:
             self._read_reports(now)
-            self._check_next(next_closed, now)
             if self.rank == 0:
                 self._decide(now)
 
@@ -266,25 +267,20 @@ class ProcessGroupWatchdog(Watchdog):
         written = [r for r, status in self._statuses.items() if status.heartbeat or self._store.check([key(r)])]
         texts = self._store.multi_get([key(rank) for rank in written])
         for rank, text in zip(written, texts, strict=True):
-            report, events = json.loads(text)
+            report, event = json.loads(text)
             self._statuses[rank].update(report, now)
-            for event in (Event(*fields)._replace(time=now) for fields in events):
-                self._events.setdefault((event.kind, event.rank), event)
+            if event is not None:
+                self._events.setdefault(rank, Event(*event)._replace(time=now))
 
-    def _check_next(self, closed: bool, now: float) -> None:
-        """Reports the death of the next rank."""
+    def _check_next(self, closed: bool) -> None:
+        """Stops the run if the next rank dies."""
         status = self._statuses[self._next]
-        if not status.heartbeat or not status.is_running or self._next_died:
-            return
-        if self._next_link is None:
-            with contextlib.suppress(OSError):
-                self._next_link = open_link(status.address, 1)
-        if closed or (self._next_link is None and now - status.heard > UNLINKED_SECONDS):
-            self._next_died = True
-            if self._next == 0:
-                self._publish(diagnose_death(0, status))
-            else:
-                self._own_events.append(Event("died", self._next))
+        if closed and self._next_link is not None:
+            self._selector.unregister(self._next_link)
+            self._read_reports(time.monotonic())  # the rank may have left before
+        is_dead = closed or (self._next_link is None and time.monotonic() - status.heard > UNLINKED_SECONDS)
+        if is_dead and status.is_running:
+            self._publish(diagnose_death(self._next, status))
 
     def _decide(self, now: float) -> None:
         """Rank 0 stops the run on an event or a hang, or once all ranks have left."""
@@ -298,15 +294,17 @@ class ProcessGroupWatchdog(Watchdog):
 
     def _publish(self, diagnosis: Diagnosis | None) -> None:
         """Ends the watchdogs of all ranks, and the run if there is a diagnosis; the first call of any rank counts."""
-        self._follow(self._store.compare_set(END, "", json.dumps(diagnosis)))
+        text = json.dumps(diagnosis)
+        end = self._store.compare_set(END, "", text)
+        self._follow(end, speaks=end == text.encode())
 
-    def _follow(self, end: bytes) -> None:
+    def _follow(self, end: bytes, speaks: bool = False) -> None:
         fields = json.loads(end)
         diagnosis = None if fields is None else Diagnosis(*fields)
         if self.rank != 0:
             self._store.add(ACKNOWLEDGED, 1)
         if diagnosis is not None:
-            self._announce(diagnosis)
+            self._announce(diagnosis, speaks)
         if self.rank == 0:
             self._wait_for_acknowledgements(diagnosis)
         if diagnosis is not None:

@@ -8,6 +8,7 @@ import os
 import resource
 import secrets
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from utils.config.schema import TimeoutsConfig
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.watchdog import ProcessGroupWatchdog, Watchdog
-from utils.errors import LocalError, Stopped, UserError
+from utils.errors import EXIT_USER_ERROR, LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
 
@@ -263,6 +264,12 @@ def _rendezvous(
         raise LocalError(
             f"cannot resolve MASTER_ADDR of {address} ({error.strerror}); set it to the first node"
         ) from None
+    failure = f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at {address}"
+    remedy = "check MASTER_ADDR, MASTER_PORT and that all ranks were started"
+    # Store operations block without a time limit if the process at that address does not answer.
+    limit = threading.Timer(timeouts.rendezvous + 10, _give_up, [f"{failure} (no answer); {remedy}"])
+    limit.daemon = True
+    limit.start()
     try:
         store, rank, size = next(
             dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeouts.rendezvous))
@@ -272,11 +279,15 @@ def _rendezvous(
         chosen = choose_devices(device, launch, store)
         watchdog = ProcessGroupWatchdog(launch, store, timeouts.hang, timeouts.rendezvous)
     except (dist.DistError, OSError) as error:
-        raise LocalError(
-            f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at {address} "
-            f"({str(error).splitlines()[0]}); check MASTER_ADDR, MASTER_PORT and that all ranks were started"
-        ) from None
+        raise LocalError(f"{failure} ({str(error).splitlines()[0]}); {remedy}") from None
+    finally:
+        limit.cancel()
     return store, chosen, watchdog
+
+
+def _give_up(message: str) -> None:
+    os.write(2, f"error: {message}\n".encode())
+    os._exit(EXIT_USER_ERROR)
 
 
 @contextlib.contextmanager
