@@ -62,7 +62,12 @@ class TritonGather:
         """`field` is [C, L, L, L], contiguous, float32 or float16."""
         assert field.is_contiguous()
         assert field.dtype in (torch.float32, torch.float16)
-        self._kernel = _kernel()
+        try:
+            self._kernel = _kernel()
+        except ImportError:  # triton comes with CUDA builds of torch only
+            raise UserError(
+                "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
+            ) from None
         channels, box = field.shape[0], field.shape[-1]
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
@@ -112,14 +117,9 @@ class TritonGather:
 # wider, which would require an alignment that is not known here.
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, compiled on first use; UserError if triton is missing, which comes with CUDA builds of torch only."""
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:
-        raise UserError(
-            "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
-        ) from None
+    """The kernel, compiled on first use."""
+    import triton
+    import triton.language as tl
 
     @triton.jit(do_not_specialize=["step"])
     def gather(  # type: ignore[no-untyped-def]
