@@ -69,7 +69,6 @@ def predict(options: Options, world: World, signals: Signals) -> None:
         **{key: value for key, value in config.transform.model_dump().items() if value is not None},
         **{f"checkpoint_{key}": value for key, value in trained.record.items()},
         "config": configs.to_yaml(config, "trained"),
-        "periodic": not options.not_periodic,
         "provenance": json.dumps(provenance(world)),
     }
     with closing(source):
@@ -78,7 +77,7 @@ def predict(options: Options, world: World, signals: Signals) -> None:
             source=source,
             weights=weights,
             channels=targets,
-            precision=options.precision,
+            options=options,
             physical=options.physical,
             overwrite=options.overwrite,
             attributes=attributes,

@@ -19,6 +19,7 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.inference.channels import Channel
+from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import Slab, SlidingWindowPredictor
 from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
@@ -39,7 +40,7 @@ class PredictionFile:
     source: FieldReader
     weights: Path
     channels: Sequence[Channel]
-    precision: str
+    options: InferenceOptions
     physical: bool  # also write physical values
     overwrite: bool
     attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
@@ -74,7 +75,8 @@ class PredictionFile:
             "input": str(source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
-            "precision": self.precision,
+            "precision": self.options.precision,
+            "periodic": not self.options.not_periodic,
             **self.attributes,
         }
         names = [channel.name for channel in self.channels]
@@ -92,7 +94,7 @@ class PredictionFile:
             "input": str(source),
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
-            "precision": self.precision,
+            "precision": self.options.precision,
             "physical": self.physical,
         }
         writer = ResumableHDF5Writer(self.path, datasets, about, identity, self.overwrite)
