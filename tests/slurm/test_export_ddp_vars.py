@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.distributed.world import first_host, read_launch
+from utils.distributed.launch import first_host, read_launch
 
 TOP = Path(__file__).parent.parent.parent
 BASH = shutil.which("bash") or "bash"

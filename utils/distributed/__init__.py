@@ -1,1 +1,1 @@
-"""Join ranks, watch them and answer signals."""
+"""Launchers, ranks and their collectives, the watchdog, and stop signals."""

@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
 @dataclass
 class RankStatus:
-    """The last report of a rank, and the times of its last heartbeat and its last progress."""
+    """A rank's last report, and the times of its last heartbeat and its last progress."""
 
     host: str
     heard: float
@@ -43,7 +43,7 @@ class RankStatus:
     calls: int = 0  # of Watchdog.progress
 
     def update(self, report: Mapping[str, Any], now: float) -> None:
-        """Takes over a report, with the other fields."""
+        """Stores a report, a dict of the other fields."""
         if report["heartbeat"] != self.heartbeat:
             self.heard = now
         if any(report[name] != getattr(self, name) for name in ("state", "step", "phase", "calls")):
@@ -108,7 +108,8 @@ def find_hang(statuses: Mapping[int, RankStatus], now: float, hang_seconds: floa
     last_change = max((status.changed for status in statuses.values()), default=now)
     if not hang_seconds or now - last_change < hang_seconds or not any(each.is_timed for each in running.values()):
         return None
-    silent = {rank for rank, status in running.items() if now - status.heard >= hang_seconds}
+    # A write to slow storage may hold the GIL, and so the heartbeat.
+    silent = {rank for rank, status in running.items() if status.phase != "save" and now - status.heard >= hang_seconds}
     rank, status = min(running.items(), key=lambda item: (item[0] not in silent, item[1].position, item[0]))
     if not status.is_timed and not silent:
         return None

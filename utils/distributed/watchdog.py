@@ -141,7 +141,7 @@ def make_statuses(ranks: Iterable[int]) -> dict[int, RankStatus]:
 
 
 def key(rank: int) -> str:
-    """The store's key for the report of a rank."""
+    """The store's key for a rank's report."""
     return f"watchdog: rank {rank}"
 
 
@@ -155,11 +155,11 @@ class ProcessGroupWatchdog(Watchdog):
         """A rank that writes no report within `join_seconds` is reported."""
         super().__init__(hang_seconds, launch.rank)
         self._size, self._join_seconds = launch.world_size, join_seconds
-        # A connection for this thread alone: operations on one connection wait for each other.
+        # A connection of its own: operations on one connection wait for each other.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
-        # A store operation also fails if the store is gone, but then C++ prints a stack trace.
+        # Shows the end of the store's process. Store operations do, too, but then C++ prints a stack trace.
         self._store_link = open_link((launch.master_addr, launch.master_port), join_seconds)
-        # The previous rank connects to it. It never accepts: the kernel resets the connection when this process ends.
+        # For the link of the previous rank. It is never accepted: the kernel resets it when this process ends.
         address = self._store_link.getsockname()[0]  # of the network interface that leads to rank 0
         self._listener = socket.create_server((address, 0), family=self._store_link.family, backlog=16)
         self._store.set(f"watchdog: address of rank {self.rank}", json.dumps(self._listener.getsockname()[:2]))

@@ -154,8 +154,8 @@ def store_of_this_start(store: dist.Store, rank: int, size: int, seconds: float)
     """A part of the store that no earlier start of the same job has written to; returns when all ranks have called it.
 
     torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without this function gloo,
-    NCCL and the watchdog would read the addresses of dead ranks there. The restart count cannot tell the starts apart,
-    because each node's agent has its own. So every rank writes a random number, and rank 0 replies to that number.
+    NCCL and the watchdog would read the addresses of dead ranks there. The restart count does not identify the start,
+    because each node's agent has its own count. So every rank writes a random number, and rank 0 replies to it.
     """
     own, deadline, pause = secrets.token_hex(8), time.monotonic() + seconds, 0.01
     others = range(1, size)
