@@ -12,7 +12,6 @@ once. Each sum over cells is split among a fixed number of programs, whose parti
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -195,9 +194,10 @@ class _L1(torch.autograd.Function):
 def _kernels() -> Any:
     """The module of the kernels, or None without Triton."""
     try:
-        return importlib.import_module("networks.kernels")
+        from networks import kernels
     except ImportError:
         return None
+    return kernels
 
 
 # --- launching -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Libraries that training on existing data does not need. Functions that use them import them.
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
-# The module of Triton kernels, and those that simulate data, may import optional libraries; others import them late.
+# Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
+DRAWING = {"evaluate", *(f"utils.evaluation.{name}" for name in ("figures", "report", "training_figures"))}
 TRITON_MODULES = {"networks.kernels"}
 SIMULATION = {
     f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
@@ -167,12 +168,14 @@ def test_imports_of_modules_have_no_cycles() -> None:
 
 def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> None:
     """The simulation needs scipy and colossus, so a module that imports it at the top would need them, too."""
-    forbidden = {*OPTIONAL, "torch.utils.tensorboard", *SIMULATION, *TRITON_MODULES}
+    forbidden = {*OPTIONAL, "torch.utils.tensorboard", *SIMULATION, *TRITON_MODULES, *DRAWING}
     assert [
         f"{module}, line {line}: {name}"
         for module in SOURCES
         for name, at_import, line in imports_of(module)
-        if at_import and module not in SIMULATION | TRITON_MODULES and any(within(name, other) for other in forbidden)
+        if at_import
+        and module not in SIMULATION | TRITON_MODULES | DRAWING
+        and any(within(name, other) for other in forbidden)
     ] == []
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from utils.data.files.hdf5 import Volume
 from utils.data.files.size_check import SizeCheck
-from utils.evaluation import figures, results
+from utils.evaluation import results
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_slabs
@@ -57,6 +57,8 @@ class VolumeEvaluation:
                 predictor.slabs(), self._target, statistics, metadata, predictor.world, stop_if_requested
             )
         if predictor.world.is_root:
+            from utils.evaluation import figures  # matplotlib takes time to import
+
             self._save(found, step)
             for name, figure in figures.draw_all(found).items():
                 self._logger.figure(tags.evaluation(name), figure, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.evaluation import baselines, report, results, training_figures
+from utils.evaluation import baselines, results
 from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.runs import tags
@@ -43,7 +43,7 @@ def begin_run(directory: Path, resume: str, start: Start, world: World, logger: 
     for line in start.describe():
         logger.info(line)
     if start.is_complete:
-        logger.info("The summary of this training is missing: it is written now, and nothing is trained")
+        logger.info("The summary of this training is missing: writing it now, without training")
 
 
 def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: str) -> None:
@@ -91,11 +91,13 @@ def result_table(result: FitResult, losses: dict[str, float], directory: Path) -
 
 
 def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) -> list[str]:
-    """Draws the pictures and the report; returns lines for the result table. An error costs a warning."""
+    """Draws the pictures and the report; returns lines for the result table. An error is logged as a warning."""
     logger = trainer.logger
     pictures: list[Path] = []
     reports: list[Path] = []
     try:
+        from utils.evaluation import report, training_figures  # matplotlib takes time to import
+
         pictures.append(training_figures.write_loss_curves(directory, config.is_classification))
         if not config.is_classification:
             loader, steps = trainer.loaders.valid, result.steps
