@@ -137,7 +137,7 @@ def publish(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes atomically."""
+    """Writes a text file atomically."""
     with atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
 

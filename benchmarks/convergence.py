@@ -101,7 +101,7 @@ class Training:
         return [*launcher(self.condition.ranks), "train.py", *flags]
 
     def is_complete(self) -> bool:
-        """Whether it is finished, with this commit and these settings."""
+        """True if the training is finished, with this commit and these settings."""
         try:
             made = json.loads((self.directory / "provenance.json").read_text(encoding="utf-8"))
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
@@ -245,7 +245,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Mean ± standard deviation: the curves, or finally, with the samples to the first condition's final value."""
+    """Curves with standard deviations; per sample: final values, and samples to the first condition's final value."""
     if not study.per_sample:
         named = {summary["name"]: summary["curve"] for summary in summaries}
         draw_curves(named, ("samples", "step", "seconds"), study.label, path, "linear" if study.rises else "log")
@@ -265,7 +265,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 def draw_curves(
     named: Mapping[str, Sequence[Mapping[str, Any]]], axes: Sequence[str], label: str, path: Path, scale: str = "log"
 ) -> None:
-    """Points after each epoch; without the untrained network, which is the same in all conditions."""
+    """A curve per name, without its first point: the untrained network is the same in all conditions."""
     with common.plot(path, (1 + 4 * len(axes), 4.6), len(axes), sharey=True) as panels:
         for panel, key in zip(panels[0], axes, strict=True):
             for name, (_, *points) in named.items():

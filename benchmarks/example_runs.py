@@ -110,9 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     logs = REPOSITORY / "example_logs"
     parser.add_argument("--logs", type=Path, default=logs, help="directory for the logs (%(default)s)")
     options = parser.parse_args(argv)
-    options.logs, options.output, options.runs = (
-        path.absolute() for path in (options.logs, options.output, options.runs)
-    )
+    for name in ("logs", "output", "runs"):
+        setattr(options, name, getattr(options, name).absolute())
     chosen, changes = SETS[options.set], read_changes(options.changes)
     # Relative paths: the logs should not contain directories of this machine.
     os.chdir(REPOSITORY)

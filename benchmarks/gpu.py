@@ -1,7 +1,8 @@
-"""All measurements that need a GPU, for a few minutes on one: `make bench-gpu`.
+"""All measurements that need a GPU, in a few minutes: `make bench-gpu`.
 
 python -m benchmarks.gpu                 about 8 minutes on one GPU; results in benchmarks/results/<gpu>/
 python -m benchmarks.gpu --minutes 4     the most important parts first; parts without time left are listed
+python -m benchmarks.gpu --parts loaders tests
 python -m benchmarks.gpu --draw DIR      write the page and the plot of existing results again
 
 It needs torch, numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data. Results are written after every

@@ -275,7 +275,7 @@ def climb(
 
 
 def recover_from_failed_recording(device: torch.device) -> None:
-    """Records a graph that works: until then PyTorch treats the device as recording, and refuses to draw numbers."""
+    """Records a small graph: until one succeeds, PyTorch generates no random numbers on the device."""
     if device.type != "cuda":
         return
     try:
@@ -355,7 +355,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures the ladder of this machine, and writes result and plot."""
+    """Measures the steps for this machine, and writes result, table and plot."""
     world = common.this_machine()
     deadline = time.perf_counter() + options.budget
     measured = peaks.measure(world.device)["matmul_tflops"]

@@ -1,9 +1,8 @@
 """Weak and strong scaling over 1 … N ranks, from runs of benchmark mode (`train.py --enable_benchy`).
 
-python -m benchmarks.scaling --config=demo --ranks 1 2 4     the whole study on this machine
-python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 8 32 128 --weak 64 128 --strong 2048 \\
-    --output runs/scaling --submit                           submits a job for each point and round without a result
-                                                             --collect instead of --submit: reports the results so far
+python -m benchmarks.scaling --config=demo --ranks 1 2 4                 the whole study on this machine
+python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --submit   one Slurm job per point and round without a result
+python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --collect  the results so far
 
 Weak scaling keeps the samples per rank (--weak, one or more values), strong scaling those of all ranks (--strong). All
 points are measured once per round, in --trials rounds, so that drift affects all of them. Other arguments go to
@@ -163,7 +162,7 @@ def write_settings(plan: Plan, directory: Path) -> None:
 
 
 def environment(directory: Path, output: str) -> dict[str, str]:
-    """The variables with which benchmark mode reads those settings and writes the result `output`."""
+    """Environment variables that make benchmark mode read those settings and write the result `output`."""
     return {"BENCHY_CONFIG_FILE": str(directory.resolve() / BENCHY), "BENCHY_OUTPUT": str(directory.resolve() / output)}
 
 

@@ -49,7 +49,7 @@ Changes = Mapping[str, Any]  # config keys, dotted, to values; and SCRIPT
 
 
 def candidates(ranks: int, on_gpu: bool) -> dict[str, list[Changes]]:
-    """What to try, by group."""
+    """The candidates by group."""
     layers = [[], *([name] for name in SPACE_TO_DEPTH), list(SPACE_TO_DEPTH)]
     return {
         "loader": [{"data_loader_config": name} for name in ("lowmem", "inmem", "resident", "dali-lowmem")],
@@ -81,7 +81,7 @@ class Trial:
         return statistics.median(self.rates["FULL"]) if self.rates else 0.0
 
     def faster_than(self, other: Trial) -> bool:
-        """Whether it is faster by more than noise, or all its trials are faster than the other's median."""
+        """True if it is faster by more than noise, or if all its trials are faster than the other's median."""
         return self.rate > (1 + NOISE) * other.rate or min(self.rates.get("FULL", [0.0])) > other.rate
 
 
