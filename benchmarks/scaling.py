@@ -1,7 +1,7 @@
 """Weak and strong scaling over 1 … N ranks, from runs of benchmark mode (`train.py --enable_benchy`).
 
 python -m benchmarks.scaling --config=demo --ranks 1 2 4                 the whole study on this machine
-python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --submit   one Slurm job per point and round without a result
+python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --submit   one Slurm job per missing point and round
 python -m benchmarks.scaling --config=bs64_opt --ranks 1 4 32 --collect  the results so far
 
 Weak scaling keeps the samples per rank (--weak, one or more values), strong scaling those of all ranks (--strong). All
