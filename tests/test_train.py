@@ -1,4 +1,4 @@
-"""How a run is assembled: what it measures, and that it closes what it opens."""
+"""The assembly of a run: it measures the step that it trains, and closes what it opens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def flags(tmp_path: Path) -> list[str]:
 
 
 class Ended(Exception):
-    """Ends a run where a test has seen enough."""
+    """Ends a run once a test has seen enough."""
 
 
 def refuse(*_: Any, **__: Any) -> Any:
@@ -31,7 +31,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def test_benchmark_measures_the_step_that_training_makes(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The noise-scale hook was on in training and off in the benchmark."""
+    """The noise-scale hook was once on in training and off in the benchmark."""
     options, current = {}, ("", "")
 
     class NotedStep(EagerStep):
@@ -59,7 +59,7 @@ def test_loaders_are_closed_when_a_run_fails(flags: list[str], monkeypatch: pyte
     assert len(closed) == 1
 
 
-def test_both_loaders_are_closed_where_the_first_cannot_be() -> None:
+def test_both_loaders_are_closed_if_the_first_fails_to_close() -> None:
     closed = []
 
     class Loader:

@@ -101,7 +101,7 @@ def channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
 
 
 class Model(NamedTuple):
-    """What a step trains and evaluates with."""
+    """Network, loss and metrics of a step."""
 
     network: nn.Module
     loss: nn.Module
@@ -109,7 +109,7 @@ class Model(NamedTuple):
 
 
 def model(config: Config) -> Model:
-    """Network, loss and metrics. Weights that torch draws by itself are drawn with the config's seed on every rank."""
+    """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         return Model(network(config), loss(config), build_metrics(config.metrics, config.is_classification))
@@ -148,7 +148,7 @@ def step(config: Config, world: World, parts: Model, step_class: type[EagerStep]
 
 
 def backends(config: Config, device: torch.device) -> list[str]:
-    """Sets cuDNN's algorithm search, which pays off since shapes stay the same, and TF32; returns lines for the log.
+    """Sets TF32 and cuDNN's algorithm search, which suits shapes that never change; returns lines for the log.
 
     Uses PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
     """
@@ -191,7 +191,7 @@ def options_without_effect(config: Config, world: World) -> list[str]:
 
 
 def start(config: Config, options: cli.Options, directory: Path, world: World) -> Start:
-    """Where the training starts. A benchmark starts from scratch and reads no checkpoint."""
+    """The start of the training. A benchmark starts from scratch and reads no checkpoint."""
     if config.enable_benchy:
         return Start(config.model_dump(), options.init_from)
     return find_start(directory, options.resume, options.init_from, config.model_dump(), world)
@@ -220,7 +220,7 @@ def callbacks(
     logger: Logger,
     profiler: Profiler,
 ) -> Callbacks:
-    """What logs, saves, profiles and evaluates a training; `volume` is the validation volume, None: no evaluation."""
+    """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
     checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), config.checkpoint.keep_last, world)
     evaluation = _evaluation(config, volume, made, world, directory, logger) if volume else NullEvaluation()
     return Callbacks(logger, checkpointer, profiler, evaluation)
@@ -254,7 +254,7 @@ def _evaluation(
     assert config.local_batch_size is not None
     grid = _evaluation_grid(config, volume)
     inputs, targets = channels(config)
-    # As many cells at once as in training, or fewer.
+    # No more cells at once than in training.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
     read, target = plane_readers(volume)
     return VolumeEvaluation(
@@ -286,7 +286,7 @@ def run_preflight(options: cli.Options, config: Config, step_class: type[EagerSt
     """Carries out --preflight on the first rank."""
 
     def check(config: Config) -> None:
-        if step_class.capturable:  # an eager step runs on every device, and a login node may lack that of the run
+        if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
             step_class.check(World(Launch("preflight"), choose_device(config.device, 0)), config.noddp)
         loss(config)
         evaluation_volume(config, World(Launch("preflight"), torch.device("cpu")))
@@ -365,7 +365,7 @@ def predictor(
 
 
 def exported_network(trained: TrainedNetwork, units: str) -> ExportedNetwork:
-    """What export.py writes, in `units` "physical" or "channel"; UserError if the physical values are unknown."""
+    """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
     inputs, targets = trained.channels
     physical = units == "physical"
     if physical:

@@ -1,4 +1,4 @@
-"""The sample plan: reproducible, complete, uniform, equal for any number of ranks."""
+"""The sample plan: reproducible, complete, uniform, independent of the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a training per sample, counted without using the network or the device."""
+"""The operations of the training per sample, counted without using the network or the device."""
 
 from __future__ import annotations
 

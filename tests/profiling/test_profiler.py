@@ -146,7 +146,7 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Limits the files of this process to 100 bytes. A full disk has the same effect, with another error name."""
+    """Limits the files of this process to 100 bytes. A full disk has the same effect, with another error code."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

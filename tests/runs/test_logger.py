@@ -1,4 +1,4 @@
-"""A run's records: one run at a time in a directory, each point once across restarts, and no end for a full disk."""
+"""The records of a run: one run at a time per directory, each point once across restarts; a full disk ends no run."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tm
 
 @pytest.mark.parametrize("rest", ['{"step": 4, "sec', '{"step": 4', "null\n", "\udcff\n"])
 def test_a_half_written_line_is_removed(tmp_path: Path, rest: str) -> None:
-    """Also one that lacks only its line end: the next record would be written behind it."""
+    """Also a line that lacks only its line end, to which the next record would be appended."""
     run = start(tmp_path)
     record(run, range(4))
     run.close()
@@ -184,7 +184,7 @@ def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
 def test_scalars_survive_a_full_disk_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """metrics.jsonl continues as soon as there is room, TensorBoard's curves with the next start; all is readable."""
+    """metrics.jsonl continues as soon as there is room, TensorBoard's curves with the next start."""
     logging.getLogger().setLevel(logging.INFO)
     with small_disk(tmp_path / "run", "200k") as disk:
         run = start(disk)

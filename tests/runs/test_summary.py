@@ -40,7 +40,7 @@ def start(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[s
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """TensorBoard's curves, but for those that measure time."""
+    """TensorBoard's curves, except those that measure time."""
     return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
 
 
@@ -52,7 +52,7 @@ def contents(run: Path) -> dict[str, bytes]:
 def test_a_restart_writes_the_summary_that_a_kill_prevented(
     moment: str, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old defect: a run killed between its last checkpoint and its end never got its hparam scalars."""
+    """A run killed between its last checkpoint and its end once never got its hparam scalars."""
     whole, _ = start("whole")
     with monkeypatch.context() as patch:
         if moment == "before the hyperparameters":
@@ -117,7 +117,7 @@ def test_more_epochs_replace_the_summary(start: Any) -> None:
     assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"
 
 
-def test_a_missing_matplotlib_costs_the_pictures_only(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run, printed = start("00")
     assert "Cannot draw pictures" in printed

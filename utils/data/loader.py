@@ -12,7 +12,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.pending_work import PendingWork
 
-# Bytes that the training itself needs on the device. A function: computing them takes seconds, and few loaders ask.
+# Returns the bytes that the training needs on the device. Called only if needed, because it takes seconds.
 TrainingBytes = Callable[[], int]
 
 

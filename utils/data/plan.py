@@ -1,7 +1,7 @@
 """The sample plan: which crop under which symmetry is sample k of epoch e.
 
 It is a pure function of (seed, split, epoch). Loaders carry it out and draw nothing themselves. So batches do not
-depend on the loader, on the number of threads or ranks, or on a restart: rank r of w takes rows r, r + w, r + 2w, …
+depend on the loader, the number of threads or a restart. Rank r of w takes rows r, r + w, r + 2w, …
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from utils.data import symmetry
 
-SPLITS = {"train": 0, "valid": 1}  # with the part of the random stream's key
+SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Words:
 def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
     """`count` integers in [0, bound), distinct if possible; otherwise the values' counts differ by at most one."""
     if 2 * count > bound:
-        # Few values: complete shuffled rounds, and a part of one.
+        # Few values: all of them, shuffled, as many times as needed; the last shuffle is cut.
         rounds = -(-count // bound)
         order = [np.argsort(words.below(2**62, bound), kind="stable") for _ in range(rounds)]
         return np.concatenate(order)[:count]

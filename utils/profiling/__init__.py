@@ -1,1 +1,1 @@
-"""Profiler, benchmark, and what is known of a run before it starts."""
+"""Profiler, benchmark, estimates of memory and operations, and the preflight."""

@@ -1,4 +1,4 @@
-"""The arithmetic that training needs per sample."""
+"""Floating-point operations of the training per sample."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TrainingMemory:
 
 
 def training_memory(config: Config, build_network: Callable[[Config], nn.Module]) -> TrainingMemory:
-    """The memory of the config's training; its batch sizes are resolved (`Config.for_world`)."""
+    """The memory of a training with this config, whose batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
     with torch.device("meta"):
         network = build_network(config)

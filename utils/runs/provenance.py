@@ -1,4 +1,4 @@
-"""What made a result: command, commit, versions, machines."""
+"""Provenance of a result: command, commit, versions, machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shuffled plan and the classification loader: exact, equal for any number of ranks, resumable."""
+"""The shuffled plan and the classification loader: exact, resumable, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_split_and_batches_keep_their_memory_without_warnings() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str) -> None:
-    """Each batch is read behind kernels that still run when the next ones are filled."""
+    """Each batch is read after kernels that still run when the next ones are filled."""
     data, plan = split_of(kind), ShufflePlan(20, AVAILABLE, seed=3)
     loader = loader_of(data, plan, device="cuda")
     busy = torch.randn(2048, 2048, device="cuda")

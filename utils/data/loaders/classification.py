@@ -49,8 +49,8 @@ def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
 class ClassificationLoader(Loader):
     """Carries out one rank's part of a plan: images as float32 times `scale`, or int64 word indices; int64 labels.
 
-    All work is enqueued on the stream that is current when a batch is requested, behind what the consumer has enqueued
-    there; the host waits for none of it.
+    All work is enqueued on the stream that is current when a batch is requested, after the consumer's work; the host
+    never waits.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ClassificationLoader(Loader):
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         order = torch.from_numpy(self._plan.epoch(epoch)[self._mine].copy())
         if self._order.is_cuda:
-            order = order.pin_memory()  # PyTorch frees it only after it has been read
+            order = order.pin_memory()  # PyTorch keeps this memory until the copy has finished
         self._order.copy_(order, non_blocking=True)
         start = first_batch * len(self._targets)
         for batch in self._batches[first_batch:]:

@@ -18,7 +18,7 @@ from utils.data.loaders.crops import Vectors
 from utils.data.plan import EpochPlan
 from utils.errors import UserError
 
-# Rows and columns of a program's tile if it gathers all channels at once, and if it gathers one.
+# Rows and columns of the tile of a program that gathers all channels at once, and of one that gathers one channel.
 TILE_ALL_CHANNELS, TILE_ONE_CHANNEL = (32, 16), (32, 32)
 
 
@@ -34,10 +34,11 @@ def _strides(box: int) -> np.ndarray:
 def walks(box: int, crop: int, strides: Sequence[int]) -> np.ndarray:
     """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
 
-    One of the sample's axes is the plane, one the tile's row, and the last one (the fastest in memory) its column. The
-    row is the axis that the field's fastest axis is moved to; if that one is still last, it is any other. Columns of
-    the table: whether the fastest axis has moved; then for the crop, and again for the sample with `strides` along its
-    axes: the offset where the path starts, and its signed strides along plane, row and column.
+    One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
+    column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
+    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; then for the crop, and again for
+    the sample with `strides` along its axes: the offset where the path starts, and its signed strides along plane, row
+    and column.
     """
     table = np.empty((symmetry.COUNT, 9), dtype=np.int64)
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
@@ -72,7 +73,7 @@ class TritonGather:
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
         sources, signs = symmetry.channel_table(channels, vectors, mode)
-        # Signs are changed in the bits, which is exact for zeros and NaN, too.
+        # Signs are flipped in the bits, which is exact for zeros and NaN, too.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
         flips = np.where(signs < 0, torch.iinfo(bits).min, 0)
         tables = (walks(box, crop, self._strides[2:]), sources * box**3, flips)
@@ -105,12 +106,12 @@ class TritonGather:
 
 
 # Each program copies a tile of rows × columns in one plane of a sample, of one channel or of all of them. If the
-# symmetry moves the field's fastest axis, either reads or writes would be far apart: then the tile is read along its
-# rows, written along its columns, and transposed in between in the multiprocessor's shared memory. The compiler does
-# that, if it can see along which axis of the tile memory is contiguous: so one branch of the reading adds `row`, the
-# other `column`, without a stride. If channels are contiguous in the sample, they come last in the tile, which makes
-# them neighbours in the writes. A crop starts anywhere, so tiles share cache lines at their edges: the second read hits
-# the L2 cache.
+# symmetry moves the field's fastest axis, either reads or writes would be far apart. Then the tile is read along its
+# rows, transposed in the multiprocessor's shared memory, and written along its columns. The compiler does that if it
+# can see along which axis of the tile memory is contiguous; so one branch of the read adds `row` without a stride, the
+# other `column`. If channels are contiguous in the sample, they come last in the tile, so that the writes of a cell's
+# channels are adjacent. A crop can start anywhere, so tiles share cache lines at their edges; the second read hits the
+# L2 cache.
 #
 # Values that may exceed 2^31 are int64: 5 · 1024³ does. `max_contiguous` is a hint for the order in which threads
 # write: neighbours along the sample's last axis are adjacent in memory, or a cell's channels apart. It makes no write

@@ -19,10 +19,10 @@ from utils.data.loaders.crops import CropOptions
 from utils.data.plan import EpochPlan
 from utils.errors import LocalError, os_errors_for_users
 
-# Batches that are being read when one is requested; while that one is in use, all others but it are.
+# Batches that are started before the first of them is awaited, so that one is read while another is in use.
 BATCHES_AHEAD = 2
 
-# Writes the inputs and the targets of the crop at an origin [3] under a symmetry.
+# Called with an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the arrays.
 Copy = Callable[[np.ndarray, int, Sequence[np.ndarray]], None]
 
 
@@ -56,7 +56,7 @@ class CropReader:
                     pending.popleft()
                     yield rows, buffer
         finally:
-            # After an early end or a failure, too, the threads must release the buffers before another epoch.
+            # Even after an early end or a failure, no thread may still use a buffer when the next epoch starts.
             for _, _, tasks in pending:
                 for task in tasks:
                     task.cancel() or task.exception()

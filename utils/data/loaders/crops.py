@@ -1,8 +1,8 @@
-"""Options of the loaders that cut crops, and the copy of one crop under a symmetry straight to its place in a batch.
+"""Options of the crop loaders, and the copy of one crop under a symmetry directly to its place in a batch.
 
-Permuting axes while reading a huge array is slow: consecutive reads lie kilobytes apart. So each channel of the crop is
-first read row by row into a scratch block that stays in the core's cache, and its axes are permuted from there. The
-sign of a vector component is applied on the way at no cost. numpy releases the interpreter lock in both passes.
+Permuting axes while reading a huge array is slow, because consecutive reads are kilobytes apart. So each channel of the
+crop is first read row by row into a scratch block that stays in the core's cache, and its axes are permuted from there.
+The sign of a vector component is applied in the first pass at no cost. numpy releases the interpreter lock in both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that a
 
 CPU = torch.device("cpu")
 
-# Symmetries that read rows forwards and in order: these need no scratch block.
+# Symmetries that keep rows in order and read them forwards; they need no scratch block.
 ROWS_STAY = frozenset(np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist())
 
 
@@ -86,6 +86,6 @@ class CropCopier:
         """This thread's scratch block."""
         if not hasattr(self._scratch, "block"):
             side = self._crop
-            # Rows and planes a power of two apart would share a few lines of the cache: they are padded.
+            # Padded, because rows and planes a power of two apart would compete for a few cache lines.
             self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
         return self._scratch.block

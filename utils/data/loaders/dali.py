@@ -41,7 +41,7 @@ INSTALL = 'pip install -e ".[dali]"'
 QUEUE = 2  # batches that DALI has at a time
 SPARE = 2  # buffers for the batch that is being read, and for the consumer's, whose copy to the device may still run
 
-# Mirrored before they are permuted: output axis a of a symmetry is source axis perm[a].
+# [48, 3]: 1 for each source axis that a symmetry mirrors. Axes are mirrored before they are permuted.
 MIRRORED = np.empty((symmetry.COUNT, 3), dtype=np.int32)
 MIRRORED[np.arange(symmetry.COUNT)[:, None], symmetry.PERMUTATIONS] = symmetry.SIGNS < 0
 
@@ -88,7 +88,7 @@ class DaliLoader(Loader):
         self._reader = CropReader(volume.volume(), options, buffers, self._copy)
         with _dali_errors():
             self._pipeline = self._build()
-            # DALI's first run fills its whole queue, however short the epoch is: it needs input for that.
+            # DALI's first run fills its whole queue and needs input for that, however short the epoch is.
             for buffer in buffers[:QUEUE]:
                 self._feed(buffer, [])
             self._pipeline.schedule_run()
@@ -100,7 +100,7 @@ class DaliLoader(Loader):
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         running: deque[int] = deque()  # sizes of the batches that DALI has
-        copied: deque[torch.cuda.Event] = deque()  # passed once a batch is on the device
+        copied: deque[torch.cuda.Event] = deque()  # reached once a batch has been copied to the device
         read = self._reader.read(epoch, first_batch)
         try:
             while True:
@@ -120,9 +120,9 @@ class DaliLoader(Loader):
                 size = running.popleft()
                 yield Batch(*(part[:size] for part in batch))
         finally:
-            # Releases the buffers, also after an early end or a failure, and takes this epoch's batches out of DALI.
+            # Also after an early end or a failure: releases the buffers and takes this epoch's batches out of DALI.
             read.close()
-            with contextlib.suppress(RuntimeError):  # of a pipeline that has failed: its error is already raised
+            with contextlib.suppress(RuntimeError):  # if the pipeline has failed; that error has already been raised
                 for _ in running:
                     self._pipeline.outputs()
             if self._on_gpu:
@@ -146,7 +146,7 @@ class DaliLoader(Loader):
         indices = np.full(self._options.batch_size, symmetry.IDENTITY)
         indices[: len(symmetries)] = symmetries
         for name, crops, table in zip(FIELDS, buffer, self._tables, strict=True):
-            # Without a copy; marked as pinned if it is: DALI then copies it to the device directly.
+            # Passed without a copy, and marked as pinned if it is: DALI then copies it to the device directly.
             self._pipeline.feed_input(f"{name} crop", TensorListCPU(crops.numpy(), "DHWC", self._on_gpu))
             if self._options.plan.augmentations:
                 for key, values in table.items():
@@ -171,7 +171,7 @@ class DaliLoader(Loader):
         with pipeline:
             outputs = []
             for name, array in zip(FIELDS, self._volume.arrays, strict=True):
-                # Without a layout DALI takes the wrong axes, silently.
+                # Without a layout DALI silently uses the wrong axes.
                 crop = fn.external_source(name=f"{name} crop", dtype=types.FLOAT, ndim=4, layout="DHWC", no_copy=True)
                 if self._on_gpu:
                     crop = crop.gpu()
@@ -201,7 +201,7 @@ class DaliLoader(Loader):
             mean=fed("zero", types.FLOAT),
             std=fed("sign", types.FLOAT),
         )
-        # Channels are treated as a sequence's frames.
+        # `sequence_rearrange` permutes the channels as if they were the frames of a video.
         crop = fn.reshape(crop, layout="FDHW")
         crop = fn.sequence_rearrange(crop, new_order=fed("source", types.INT32))
         crop = fn.reshape(crop, shape=fed("shape", types.INT32))
@@ -212,7 +212,7 @@ class DaliLoader(Loader):
 def symmetry_tables(channels: int, vectors: Vectors, mode: str, crop: int) -> dict[str, np.ndarray]:
     """The pipeline's inputs for one field, by name; each sample is fed the row of its symmetry."""
     sources, signs = symmetry.channel_table(channels, vectors, mode)
-    # Negated before they are permuted: the sign belongs to the channel it is read from.
+    # Components are negated before they are permuted, so a sign belongs to the source channel.
     sign = np.empty((symmetry.COUNT, channels), dtype=np.float32)
     sign[np.arange(symmetry.COUNT)[:, None], sources] = signs
     return {
@@ -241,12 +241,12 @@ def import_dali() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def _dali_errors() -> Iterator[None]:
-    """Reduces DALI's errors, which carry a C++ stack, to the sentence that says what happened."""
+    """Reduces DALI's errors, which contain a C++ stack trace, to their description."""
     try:
         yield
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The place of the error precedes "encountered:", its description follows.
+        # The source location of the error precedes "encountered:", and its description follows.
         start = next((number + 1 for number, line in enumerate(lines) if line == "encountered:"), 0)
         reason = lines[start] if lines[start:] else repr(error)
         raise LocalError(f"NVIDIA DALI failed: {reason}") from error

@@ -63,7 +63,7 @@ class GpuResidentLoader(Loader):
             for field, vectors in zip(fields, options.vectors, strict=True)
         ]
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=fields[0].device)
-        # Only the device knows where the next batch starts in the plan: so filling a slot is always the same work.
+        # The start of the next batch in the plan is kept on the device, so that every fill enqueues the same work.
         self._next = torch.zeros((), dtype=torch.int64, device=fields[0].device)
         self._step, self._advance = options.world_size, options.batch_size * options.world_size
         shapes = options.shapes(field.shape[0] for field in fields)
@@ -79,7 +79,7 @@ class GpuResidentLoader(Loader):
         self._prefetcher.pending_work = pending_work
 
     def _fills(self, plan: EpochPlan, first_batch: int) -> Fills:
-        # The prefetcher's stream carries the epoch's plan first, then the batches that read it.
+        # On the prefetcher's stream, the epoch's plan is uploaded before the batches that read it.
         rows = torch.from_numpy(device_plan(plan, self._plan.box)).pin_memory()
         for number, batch in enumerate(self._batches[first_batch:]):
             first_fill = functools.partial(self._start_epoch, rows, batch.start)
@@ -153,10 +153,10 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
                 part = fields[number][channel, planes]
                 if reads and failure is None:
                     failure = _read_slab(volume, (number, channel, planes), staging, size_check, part)
-                # After a failure, too, or the others would wait for it forever: all ranks learn of it at the end.
+                # Even after a failure, or the other ranks would wait forever; all ranks learn of it at the end.
                 world.broadcast_on_node(part)
                 if on_gpu:
-                    # Ranks that only receive would run far ahead, and the last broadcasts would time out.
+                    # Otherwise ranks that only receive would run far ahead, and the last broadcasts would time out.
                     torch.cuda.synchronize(world.device)
                 progress.advance()
         if failure is not None:

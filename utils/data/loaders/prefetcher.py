@@ -12,10 +12,10 @@ import torch
 from utils.data.loader import Batch, memory_format
 from utils.pending_work import PendingWork, Work
 
-# The batch in use, the one being filled, and one that queued kernels may still read: the host need not wait for them.
+# The batch in use, the one being filled, and one that queued kernels may still read, so that the host need not wait.
 DEVICE_SLOTS = 3
 
-# Enqueues on the current stream the kernels that write a batch.
+# Enqueues the kernels that write a batch, on the current stream.
 Fill = Callable[[Batch], None]
 Fills = Generator[tuple[int, Fill], None, None]
 
@@ -60,18 +60,18 @@ class CudaPrefetcher:
                     if pending_work.take() is None:
                         ahead = slot
                         continue
-                    # Fills that were taken before may still run on the consumer's stream, and fills run in order.
+                    # Earlier fills that were taken may still run on the consumer's stream, and fills must run in order.
                     slots.wait_for_consumer()
                     filled = slots.fill(slot, fill)
                 if previous is not None:
-                    previous.synchronize()  # was enqueued a step ago; the host memory that it read is rewritten next
+                    previous.synchronize()  # enqueued one step ago; the host memory that it read is rewritten next
                 ahead, previous = filled, filled.event
             if ahead is not None:
                 yield from slots.lend(ahead)
         finally:
             if pending_work is not None:
                 pending_work.take()
-            # Also if the epoch ends early: the next one rewrites the memory that the fills read.
+            # Also if the epoch ends early, because the next one rewrites the memory that the fills read.
             self._stream.synchronize()
             fills.close()
 

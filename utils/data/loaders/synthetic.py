@@ -1,6 +1,6 @@
 """The loader `synthetic`: one random batch, created once on the device and yielded again and again.
 
-It shows the speed of the rest of the step when input costs nothing.
+It measures the speed of a step whose input costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SyntheticLoader(Loader):
         self._sizes = [len(range(options.plan.samples)[rows]) for rows in options.batches()]
         generator = torch.Generator().manual_seed((options.plan.seed * 1_000_003 + options.rank) % 2**63)
         values = [2 * torch.rand(shape, generator=generator) - 1 for shape in options.shapes(channels)]
-        # Copied into a tensor of that format: `to` would not change the strides of a single channel.
+        # Copied into a tensor of that format, because `to` does not change the strides of a single channel.
         form, device = memory_format(options.channels_last), options.device
         self._batch = Batch(*(torch.empty(v.shape, device=device, memory_format=form).copy_(v) for v in values))
 
