@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Who this task of an srun step is among the ranks, in the variables that PyTorch's launchers set, and what a GPU node
-# of Perlmutter's kind needs in the environment:
+# Sets the rank of this task of an srun step in the variables of PyTorch's launchers, and settings for GPU nodes like
+# those of Perlmutter:
 #
 #   srun -n 8 bash -c 'source ./export_DDP_vars.sh; exec "$@"' _ python train.py --config=short
 #
-# With `exec` Slurm's signals reach Python: a shell in between would die of them, and the run would count as failed.
-# Outside a step nothing is set. What is set already is kept, but for the three variables that differ between tasks.
+# `exec` replaces the shell by Python, which so gets Slurm's signals: a shell would die of them, and the job would fail.
+# Outside a step nothing is set. Variables that are already set are kept, except the three that differ between tasks.
 
-# First name of Slurm's compressed list, for containers, which have no scontrol: r[1-2]n[3,5]-ib,x -> r1n3-ib
+# First name of Slurm's compressed list, for containers without scontrol: r[1-2]n[3,5]-ib,x -> r1n3-ib
 _ddp_first_host() {
   local list=$1 name=
   while [[ $list =~ ^([^][,]*)\[([^],-]*)[^]]*\](.*)$ ]]; do
@@ -19,7 +19,7 @@ _ddp_first_host() {
 
 _ddp_master_addr() {
   local list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-${SLURM_NODELIST:-}}} hosts=
-  # Ranks of one node meet without its name, which may not resolve inside a container.
+  # On a single node use the loopback address: the node's name may not resolve inside a container.
   if [ "${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}}" = 1 ] || [ -z "$list" ]; then
     echo 127.0.0.1
     return
@@ -28,9 +28,9 @@ _ddp_master_addr() {
   if [ -n "$hosts" ]; then echo "${hosts%%$'\n'*}"; else _ddp_first_host "$list"; fi
 }
 
-# On Perlmutter GPU 0 and its network card belong to the last NUMA domain, GPU 3 and its own to the first, whereas Slurm
-# gives a node's first task the first domain's cores: there the list of visible GPUs is reversed, so that the task with
-# local rank i, which takes the i-th of the list, computes beside its cores. Only where the task sees all GPUs, in order.
+# On Perlmutter GPU 0 and its network card belong to the last NUMA domain, and GPU 3 to the first one, whereas Slurm
+# binds the first task of a node to the cores of the first domain. So reverse the list of visible GPUs: local rank i
+# uses the i-th GPU of the list, which then belongs to the domain of its cores. Only if the task sees all GPUs in order.
 _ddp_visible_gpus() {
   local sys=$1 device domain last='' ascending='' descending=''
   local -i number=0
@@ -48,43 +48,43 @@ _ddp_visible_gpus() {
 
 _ddp_interconnect() {
   local sys=$1 dev=$2
-  # hsn0, hsn1, …: HPE Slingshot. These are the settings of NERSC's NCCL module for containers and of ALCF's page on NCCL;
-  # elsewhere NCCL finds its way by itself. The plug-in that takes NCCL to Slingshot comes with a module
-  # (CONTAINER_OPTIONS in submit_pm.sh), which also selects it.
+  # hsn0, hsn1, …: HPE Slingshot. These are the settings of NERSC's NCCL module for containers and of ALCF's page on
+  # NCCL. Other networks need none. The module with NCCL's plug-in for Slingshot (CONTAINER_OPTIONS in submit_pm.sh)
+  # also selects that plug-in.
   compgen -G "$sys/class/net/hsn*" >/dev/null || return 0
-  # NCCL's ranks find each other over Slingshot, not over the first interface there is.
+  # NCCL's ranks connect over Slingshot, not over the first network interface.
   export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME-hsn}"
-  # A ring may leave a node through another card than it came in by: Slingshot joins all of them in one network.
+  # A ring may enter and leave a node through different cards: Slingshot connects all cards to one network.
   export NCCL_CROSS_NIC="${NCCL_CROSS_NIC-1}"
-  # A card reads the memory of the GPU behind the same host bridge; without GDRCopy's device, which podman-hpc does not
-  # bring along by itself, libfabric fails at that.
+  # A card reads the memory of the GPU behind the same host bridge. Without GDRCopy's device, which podman-hpc does not
+  # pass to a container by default, libfabric fails to do so.
   if [ -e "$dev/gdrdrv" ]; then export NCCL_NET_GDR_LEVEL="${NCCL_NET_GDR_LEVEL-PHB}"; fi
-  # libfabric may otherwise deadlock with CUDA's allocations: when it registers host memory with CUDA, and when its
-  # cache of registrations watches memory through hooks in malloc.
+  # Otherwise libfabric may deadlock with CUDA's allocations: when it registers host memory with CUDA, and when its
+  # registration cache monitors memory through hooks in malloc.
   export FI_CXI_DISABLE_HOST_REGISTER="${FI_CXI_DISABLE_HOST_REGISTER-1}"
   export FI_MR_CACHE_MONITOR="${FI_MR_CACHE_MONITOR-userfaultfd}"
   # The default completion queue is too small for large jobs.
   export FI_CXI_DEFAULT_CQ_SIZE="${FI_CXI_DEFAULT_CQ_SIZE-131072}"
 }
 
-# A batch script, too, has SLURM_PROCID=0 and SLURM_NTASKS, but no peers: only steps have this number.
+# A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but no other ranks: only steps have SLURM_STEP_ID.
 if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
   export RANK=$SLURM_PROCID
   export LOCAL_RANK=${SLURM_LOCALID:-0}
   export WORLD_SIZE=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-1}} # a step may be smaller than its job
   if [ -z "${MASTER_ADDR:-}" ]; then MASTER_ADDR=$(_ddp_master_addr); fi
-  # Two jobs may share a node: the port comes from the job's number, as in utils/distributed/world.py.
+  # Jobs may share a node: derive the port from the job id, as in utils/distributed/launch.py.
   if [ -z "${MASTER_PORT:-}" ]; then MASTER_PORT=$((15000 + ${SLURM_JOB_ID:-0} * 7 % 15000)); fi
   export MASTER_ADDR MASTER_PORT
 
-  # HDF5 locks the files it opens; on parallel file systems that may be switched off, and opening fails.
+  # HDF5 locks the files that it opens; a parallel file system may not support locks, and opening fails.
   export HDF5_USE_FILE_LOCKING="${HDF5_USE_FILE_LOCKING-FALSE}"
-  # As torchrun does: beside its loader's threads a rank on a GPU has little for the CPU to do, and a team of as many
-  # threads as it has cores would wait for each other at every operation.
+  # As torchrun does: apart from the loader's threads, a rank with a GPU needs little CPU time, and one OpenMP thread
+  # per core would only add synchronization to every operation.
   export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
-  # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps PyTorch's default, with which a dead peer ends a rank. The advice to switch it
-  # off for CUDA graphs is of a time when its thread disturbed their recording; utils/steps/graph.py records per thread.
-  _ddp_interconnect "${SYSFS:-/sys}" "${DEVFS:-/dev}" # tests have others
+  # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps PyTorch's default, which ends a rank if a peer dies. The advice to disable it
+  # for CUDA graphs is outdated: its thread disturbed their capture, but utils/steps/graph.py captures per thread.
+  _ddp_interconnect "${SYSFS:-/sys}" "${DEVFS:-/dev}" # tests set SYSFS and DEVFS
   _ddp_visible_gpus "${SYSFS:-/sys}"
 fi
 unset -f _ddp_first_host _ddp_master_addr _ddp_interconnect _ddp_visible_gpus

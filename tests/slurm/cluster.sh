@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A real two-node Slurm on one Debian machine, for tests: no systemd, no cgroups, no database.
+# A real Slurm of two nodes on one Debian machine, for tests. It needs no systemd, cgroups or database.
 #
 #   sudo tests/slurm/cluster.sh up     installs missing packages; starts munged, slurmctld and one slurmd per node
 #   . "$SLURM_CLUSTER_DIR/env"         sets SLURM_CONF for sinfo, srun, sbatch, scancel
-#   sudo tests/slurm/cluster.sh down   ends what `up` started; SLURM_CLUSTER_KEEP=1 keeps the logs
-#   sudo tests/slurm/cluster.sh node NAME   starts a node's slurmd again, after it was killed
+#   sudo tests/slurm/cluster.sh down   stops what `up` started; SLURM_CLUSTER_KEEP=1 keeps the logs
+#   sudo tests/slurm/cluster.sh node NAME   restarts the slurmd of a node after it was killed
 #
-# Everything but the packages and one marked line in /etc/hosts is in SLURM_CLUSTER_DIR: with another directory and
-# another SLURM_CLUSTER_PORT a second cluster runs alongside the first.
+# All files are in SLURM_CLUSTER_DIR, except the packages and one marked line in /etc/hosts. A second cluster can run
+# alongside with another directory and another SLURM_CLUSTER_PORT.
 set -euo pipefail
 
 d=${SLURM_CLUSTER_DIR:-${TMPDIR:-/tmp}/slurm-cluster}
 nodes=2
-cpus=256                          # per node; may be more than there are
+cpus=256                          # per node; may exceed those of the machine
 gpus=4                            # per node
 port=${SLURM_CLUSTER_PORT:-17800} # slurmctld's; node i listens on port + i
 export SLURM_CONF=$d/slurm.conf
-PATH=$PATH:/usr/sbin:/sbin # of the daemons; not every shell looks there
+PATH=$PATH:/usr/sbin:/sbin # directories of the daemons
 
 fail() {
   echo "cluster.sh: $*" >&2
@@ -29,7 +29,7 @@ packages_missing() {
 
 install_packages() {
   local policy=/usr/sbin/policy-rc.d made='' failed=''
-  if [ ! -e "$policy" ]; then # keeps the packages from starting daemons of their own
+  if [ ! -e "$policy" ]; then # prevents the packages from starting daemons
     printf '#!/bin/sh\nexit 101\n' >"$policy"
     chmod +x "$policy"
     made=1
@@ -50,13 +50,13 @@ configure() {
   mem=$(awk '/MemTotal/ {print int($2 / 1024 * 0.9)}' /proc/meminfo)
   (umask 077 && head -c 1024 /dev/urandom >"$d/munge/key")
   echo AutoDetect=off >"$d/gres.conf"
-  for ((g = 0; g < gpus; g++)); do # slurmd insists on a character device for a GPU: a clone of /dev/null
+  for ((g = 0; g < gpus; g++)); do # slurmd requires a character device per GPU: a clone of /dev/null
     mknod -m 666 "$d/dev/gpu$g" c 1 3
     echo "Name=gpu File=$d/dev/gpu$g" >>"$d/gres.conf"
   done
   cat >"$SLURM_CONF" <<CONF
 ClusterName=test
-# Trainings take their port from the job's number: two clusters on one machine should not count from the same one.
+# Trainings derive their port from the job id, so two clusters on one machine need different first ids.
 FirstJobId=$((1000 + RANDOM))
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
@@ -72,7 +72,7 @@ SlurmdPidFile=$d/slurmd-%n.pid
 SlurmctldLogFile=$d/log/slurmctld.log
 SlurmdLogFile=$d/log/slurmd-%n.log
 MailProg=/bin/true
-# no cgroups, no pinning, no accounting; more CPUs than there are
+# no cgroups, no pinning, no accounting; more CPUs than the machine has
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -89,14 +89,14 @@ KillWait=30
 MinJobAge=3600
 SlurmdTimeout=60
 # Jobs of partition "high" preempt those of "low". Their GraceTime is long, as on real sites: on a busy machine the
-# ranks may need many seconds to save, and a second SIGTERM, at its end, would cut them off.
+# ranks may need many seconds to save, and the second SIGTERM, at the end of that time, would end them.
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobCompType=jobcomp/none
 CONF
   for ((n = 1; n <= nodes; n++)); do
-    mkdir -p "$d/spool-node$n" # slurmd makes it too late
+    mkdir -p "$d/spool-node$n" # slurmd creates it too late
     echo "NodeName=node$n NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + n)) CPUs=$cpus RealMemory=$mem" \
       "Gres=gpu:$gpus Feature=gpu State=UNKNOWN" >>"$SLURM_CONF"
   done
@@ -107,14 +107,14 @@ CONF
   printf 'export SLURM_CONF=%q\n' "$SLURM_CONF" >"$d/env"
 }
 
-# Slurm's node names have to resolve for a training on several nodes.
+# A training on several nodes must be able to resolve Slurm's node names.
 hosts_line() {
   local n line=127.0.0.1
   for ((n = 1; n <= nodes; n++)); do line+=" node$n"; done
   echo "$line # $d"
 }
 
-# The file may be a mount point: written in place, and by one at a time.
+# The file may be a mount point: write it in place, one process at a time.
 edit_hosts() {
   flock /etc/hosts "$@"
 }
@@ -126,12 +126,12 @@ start_node() {
 up() {
   [ "$(id -u)" -eq 0 ] || fail "must be root"
   [ -e /etc/debian_version ] || fail "needs Debian's packages"
-  case $d in *[[:space:]]*) fail "slurm.conf takes no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
-  [ ! -e "$d/up" ] || fail "$d is up already; run $0 down first"
+  case $d in *[[:space:]]*) fail "slurm.conf allows no spaces: SLURM_CLUSTER_DIR=$d" ;; esac
+  [ ! -e "$d/up" ] || fail "the cluster in $d is already up; run $0 down first"
   mkdir -p "$d"/{state,log,dev,munge}
   chmod 0755 "$d" "$d"/{state,log,dev,munge}
   : >"$d/up"
-  trap 'gone_wrong' EXIT
+  trap 'clean_up' EXIT
   if packages_missing; then install_packages; fi
   configure
   local n
@@ -154,19 +154,19 @@ up() {
 }
 
 # shellcheck disable=SC2317,SC2329 # called by the trap
-gone_wrong() {
+clean_up() {
   tail -n 8 "$d"/log/*.log >&2 || true
   SLURM_CLUSTER_KEEP=1 down >&2
 }
 
-# A zombie is dead, and kill -0 would call it alive: pid 1 of a container may take seconds to reap it.
+# False for a zombie, for which kill -0 succeeds: pid 1 of a container may need seconds to reap it.
 alive() {
   local state
   state=$(sed -n 's/^State:[[:space:]]*\(.\).*/\1/p' "/proc/$1/status" 2>/dev/null) || return 1
   [ -n "$state" ] && [ "$state" != Z ]
 }
 
-# Still that program, of this cluster: a pid may have been given away again.
+# True if the process is still that program of this cluster: the pid may have been reused.
 ours() {
   tr '\0' ' ' <"/proc/$1/cmdline" 2>/dev/null | grep -F -- "$d/" | grep -q -- "$2"
 }
@@ -180,16 +180,16 @@ stop_daemon() {
     alive "$pid" || return 0
     sleep 0.05
   done
-  echo "$name ($pid) ignores SIGTERM and is killed" >&2
+  echo "$name ($pid) ignores SIGTERM; killing it" >&2
   if ours "$pid" "$name"; then kill -KILL "$pid"; fi
 }
 
 down() {
   [ -e "$d/up" ] || {
-    echo "nothing up in $d"
+    echo "no cluster in $d"
     return
   }
-  # Jobs first: their processes are no children of the daemons.
+  # Cancel the jobs first: their processes are not children of the daemons.
   if timeout 5 sinfo -h >/dev/null 2>&1; then
     timeout 5 squeue -h -o %A 2>/dev/null | xargs -r timeout 10 scancel 2>/dev/null || true
     for _ in {1..75}; do
@@ -213,5 +213,5 @@ case ${1:-} in
 up) up ;;
 down) down ;;
 node) start_node "${2:?which node}" ;;
-*) fail "up, down or node NAME" ;;
+*) fail "usage: cluster.sh up | down | node NAME" ;;
 esac

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, brought up once for the tests that ask for it."""
+"""A real Slurm of two nodes on this machine, started once for the tests that use it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from slurm_cluster import NODES, Cluster, free_ports
 UNAVAILABLE = 69  # cluster.sh's exit code where the packages cannot be installed
 
 
-def why_not() -> str | None:
-    """The reason why this machine cannot have a Slurm of its own."""
+def unavailable_reason() -> str | None:
+    """The reason why this machine cannot run its own Slurm, or None."""
     if os.geteuid() != 0:
-        return "a Slurm of its own needs root"
+        return "a private Slurm needs root"
     if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
-        return "a Slurm of its own needs Debian's packages"
+        return "a private Slurm needs Debian's packages"
     return None
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    # slurm.conf takes no paths with spaces, and a socket's path must be short: not under pytest's own directory.
+    # Not in pytest's directory: slurm.conf allows no spaces in paths, and a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
     cluster = Cluster(folder / "cluster", free_ports(1 + NODES))
-    # A pytest that is asked to end takes the cluster down, too.
+    # SIGTERM to pytest also stops the cluster.
     previous = signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 128 + signal.SIGTERM))
     try:
         up = cluster.script("up")

@@ -1,4 +1,4 @@
-"""The Slurm that cluster.sh brings up, and jobs of submit_pm.sh in it."""
+"""The Slurm that cluster.sh starts, and jobs of submit_pm.sh on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 class Job:
-    """A submitted job, as Slurm describes it."""
+    """A submitted job."""
 
     def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
         self.cluster, self.number, self._output = cluster, number, output
@@ -44,7 +44,7 @@ class Job:
         wait_until(condition, what=lambda: f"{what}; {self.state}; output:\n{self.output[-4000:]}")
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        """Returns once the output has the text so many times."""
+        """Returns when the output contains the text at least `times` times."""
         self.wait_until(lambda: self.output.count(text) >= times, f"{times} × {text!r}")
 
     def ends(self, state: str) -> None:
@@ -52,31 +52,31 @@ class Job:
         assert self.state == state, f"{self.state}, not {state}; output:\n{self.output[-4000:]}"
 
     def is_requeued(self) -> None:
-        """Waits for it, and shortens the two minutes after which Slurm would start the job again.
+        """Waits for the requeue, and shortens the two minutes until Slurm restarts the job.
 
-        Not to zero: a node refuses a job that it has ended within the same second, which fails it.
+        Not to zero: a node rejects a job that it ended within the same second, and the job fails.
         """
         self.wait_until(lambda: self.field("Restarts") != "0" and self.state != "COMPLETING", "requeue")
         if self.state == "PENDING":
             self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+2")
 
     def signal_shell(self, name: str) -> None:
-        """Signals the batch script's shell alone, as Slurm does before the time limit with --signal=B:…"""
+        """Signals only the shell of the batch script, as Slurm does before the time limit with --signal=B:…"""
         self.cluster.run("scancel", f"--signal={name}", "--batch", self.number)
 
     def processes(self, **environment: str) -> list[int]:
-        """Those of the job's processes that were started with these variables."""
+        """The ids of the job's processes that were started with these variables."""
         wanted = {f"{name}={value}".encode() for name, value in environment.items()}
         wanted.add(f"SLURM_JOB_ID={self.number}".encode())
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended
                 if wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                     found.append(int(folder.name))
         return found
 
     def suspend_ranks(self, count: int) -> list[int]:
-        """Stops the ranks where they are, until a SIGCONT, and returns their process ids."""
+        """Suspends the ranks until SIGCONT, and returns their process ids."""
         ranks = [pid for rank in range(count) for pid in self.processes(RANK=str(rank))]
         assert len(ranks) == count, self.output
         for pid in ranks:
@@ -106,7 +106,7 @@ class Cluster:
 
     def script(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(SCRIPT), *arguments]
-        # Its output goes to a file: the daemons would keep a pipe open.
+        # The output goes to a file: the daemons would keep a pipe open.
         with open(self.directory.with_suffix(".txt"), "w+") as log:
             done = subprocess.run(command, env=self._script, stdout=log, stderr=log, timeout=900, check=False)
             log.seek(0)
@@ -134,9 +134,9 @@ class Cluster:
         self.run("sbatch", *wanted, "--output=/dev/null", "--wrap=true")
 
     def freeze(self, node: str, job: Job) -> Callable[[], None]:
-        """A node that is gone from one moment to the next: nothing on it answers, and no connection ends.
+        """Simulates the sudden failure of a node: its processes do not answer, and no connection closes.
 
-        Returns what to call to have an empty node of that name back.
+        Returns a function that starts an empty node of that name.
         """
         ranks = job.processes(SLURMD_NODENAME=node)
         launchers = {int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]) for rank in ranks}
@@ -158,7 +158,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that the system gives away by itself."""
+    """The first of `count` consecutive free ports, below the range of ephemeral ports."""
     for first in random.sample(range(30000, 32700), 100):
         sockets = [socket.socket() for _ in range(count)]
         try:

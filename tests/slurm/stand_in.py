@@ -1,10 +1,10 @@
-"""Replaces train.py where only what reaches a rank matters, or how it ends; starts quickly, since it needs no PyTorch.
+"""Replaces train.py in tests of what reaches a rank and how it exits; starts quickly, because it needs no PyTorch.
 
 stand_in.py dump DIRECTORY [ANYTHING ...]    writes arguments and environment to DIRECTORY/<rank>.json
-stand_in.py exit RANK CODE                   that rank ends with a message and that code, the others wait
-stand_in.py wait                             waits for a signal, then exits with 75, as a training does; a restart: 0
-stand_in.py deaf                             like wait, but does not catch its signals
-stand_in.py late                             like wait, but rank 0 ends before the others, which no longer listen
+stand_in.py exit RANK CODE                   that rank prints a message and exits with the code; the others wait
+stand_in.py wait                             waits for a signal and exits with 75, like a training; after a restart: 0
+stand_in.py deaf                             like wait, but does not catch signals
+stand_in.py late                             like wait, but rank 0 exits first, and the others no longer catch signals
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RANK = os.environ["RANK"]
 EXIT_AGAIN = 75
 
 
-def say(text: str) -> None:
-    os.write(1, f"rank {RANK} {text}\n".encode())  # in one piece, or ranks' lines interleave
+def write(text: str) -> None:
+    os.write(1, f"rank {RANK} {text}\n".encode())  # in one call: lines of several ranks must not interleave
 
 
 def main(action: str, arguments: list[str]) -> int:
@@ -32,20 +32,20 @@ def main(action: str, arguments: list[str]) -> int:
         return 0
     if action == "exit":
         if arguments[0] == RANK:
-            print(f"error: rank {RANK} is out of luck", file=sys.stderr, flush=True)
+            print(f"error: rank {RANK} fails", file=sys.stderr, flush=True)
             return int(arguments[1])
         time.sleep(1800)
     if "SLURM_RESTART_COUNT" in os.environ:
-        say("is restarted")
+        write("is restarted")
         return 0
     stopped: list[int] = []
     if action in ("wait", "late"):
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: stopped.append(number))
-    say("waits")
+    write("waits")
     while not stopped:
         time.sleep(0.05)
-    say(f"saves after {signal.Signals(stopped[0]).name}")
+    write(f"saves after {signal.Signals(stopped[0]).name}")
     if action == "late" and RANK != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1800)

@@ -16,7 +16,7 @@ TASK = ["bash", "-c", 'source ./export_DDP_vars.sh; exec "$@"', "_"]
 
 
 class Submission:
-    """submit_pm.sh in the environment of a job, with an srun that only writes down its arguments."""
+    """submit_pm.sh in the environment of a job, with an srun that only records its arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.written = folder, folder / "arguments"
@@ -30,7 +30,7 @@ class Submission:
         return subprocess.run(command, cwd=where, env={**environment, **variables}, capture_output=True, text=True)
 
     def command(self, *arguments: str, **variables: str) -> list[str]:
-        """What srun is given after its own options."""
+        """The arguments of srun after its own options."""
         done = self.run(*arguments, **variables)
         assert done.returncode == 0, done.stderr
         given = self.written.read_text().split("\0")[:-1]
@@ -102,19 +102,21 @@ def test_nsys_wraps_the_command(submission: Submission) -> None:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"where": "/"}, "submit from the repository's top"),
-        ({"SLURM_JOB_ID": ""}, "runs inside a job"),
+        ({"where": "/"}, "submit from the repository's root"),
+        ({"SLURM_JOB_ID": ""}, "must run inside a job"),
         ({"TRAIN_SCRIPT": "trian.py"}, "no trian.py in"),
         ({"DATA_DIR": "/no/such/place"}, "DATA_DIR"),
         ({"LOGS_DIR": "/dev/null/logs"}, "LOGS_DIR"),
-        ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES must be a whole number"),
+        ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES must be an integer"),
         ({"STOP_SIGNAL": "10"}, "STOP_SIGNAL must be a signal's name such as USR2, not 10"),
         ({"CONTAINER_RUNTIME": "docker"}, "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not docker"),
         ({"CONTAINER_RUNTIME": "shifter"}, "shifter needs CONTAINER_IMAGE"),
         ({"CONTAINER_RUNTIME": "podman-hpc"}, "podman-hpc needs CONTAINER_IMAGE"),
     ],
 )
-def test_bad_settings_end_before_the_step(submission: Submission, variables: dict[str, str], message: str) -> None:
+def test_invalid_settings_are_rejected_before_the_step(
+    submission: Submission, variables: dict[str, str], message: str
+) -> None:
     done = submission.run(**variables)
     assert done.returncode == 2
     assert message in done.stderr

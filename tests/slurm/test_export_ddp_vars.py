@@ -30,7 +30,7 @@ SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def system(tmp_path: Path) -> dict[str, str]:
-    """Variables of a machine without special hardware and without scontrol, as in a container."""
+    """Variables of a machine without GPUs, Slingshot and scontrol, as in a container."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("cat", "env"):
@@ -51,7 +51,7 @@ def source(environment: dict[str, str], times: int = 1) -> dict[str, str]:
 
 
 def add_gpus(system: dict[str, str], domains: list[int]) -> None:
-    """GPUs on these NUMA domains, a GPU of another vendor on each, too, and a bridge."""
+    """Adds GPUs on these NUMA domains, a GPU of another vendor on each domain, and a bridge."""
     devices = [(number, "0x10de", domain) for number, domain in enumerate(domains)]
     devices += [(number + 8, "0x1002", 3 - number) for number in range(4)]
     for number, vendor, domain in devices:
@@ -71,7 +71,7 @@ def test_nothing_is_set_outside_a_step(system: dict[str, str]) -> None:
     assert source({**system, **batch_script, "SLURM_PROCID": "0"}) == {}
 
 
-def test_a_task_of_a_step_gets_the_rank_that_the_program_would_read(system: dict[str, str]) -> None:
+def test_a_task_of_a_step_gets_the_rank_that_read_launch_returns(system: dict[str, str]) -> None:
     for times in (1, 2):
         assert source({**system, **STEP}, times) == {**RANK, **SETTINGS}
     launch, through_shell = read_launch(STEP), read_launch(source({**system, **STEP}))
@@ -80,7 +80,7 @@ def test_a_task_of_a_step_gets_the_rank_that_the_program_would_read(system: dict
         assert getattr(launch, name) == getattr(through_shell, name), name
 
 
-def test_a_stale_rank_is_replaced_and_an_address_that_is_given_is_kept(system: dict[str, str]) -> None:
+def test_an_outdated_rank_is_replaced_and_a_given_address_is_kept(system: dict[str, str]) -> None:
     given = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "8", "HDF5_USE_FILE_LOCKING": ""}
     changed = source({**system, **STEP, **given, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert changed == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
@@ -101,10 +101,10 @@ def test_the_address_is_the_first_node_of_slurms_list(system: dict[str, str]) ->
         step = {**system, **STEP, "SLURM_STEP_NODELIST": nodes}
         assert source(step)["MASTER_ADDR"] == first_host(nodes) == host, nodes
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "nid000003"}
-    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1", "one node's ranks meet without its name"
+    assert source({**system, **STEP, **one})["MASTER_ADDR"] == "127.0.0.1", "a single node does not need its name"
 
 
-def test_scontrol_is_asked_if_it_is_installed_and_works(system: dict[str, str]) -> None:
+def test_scontrol_is_used_if_it_is_installed_and_works(system: dict[str, str]) -> None:
     scontrol = Path(system["PATH"], "scontrol")
     scontrol.write_text(f'#!{BASH}\n[ "$*" = "show hostnames nid[000003-000004]" ] && echo first && echo second\n')
     scontrol.chmod(0o755)
@@ -136,7 +136,7 @@ def test_slingshot_networks_get_their_settings(system: dict[str, str]) -> None:
         ([], "0,1,2,3", "0,1,2,3"),
     ],
 )
-def test_gpus_are_reversed_where_they_are_numbered_against_the_cores(
+def test_gpus_are_reversed_if_their_numbers_run_against_the_numa_domains(
     system: dict[str, str], domains: list[int], visible: str, expected: str
 ) -> None:
     add_gpus(system, domains)

@@ -1,4 +1,4 @@
-"""submit_pm.sh on a real Slurm: two nodes, two ranks on each, and everything that Slurm does to a job."""
+"""submit_pm.sh on a real Slurm of two nodes with two ranks each: warnings, preemption, requeue, failures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flags(data_flags: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """The same training on four ranks without Slurm, undisturbed."""
+    """The same training on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
     command = ["train.py", *flags, f"--set=expdir={folder}/logs"]
     environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
@@ -57,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 
 def train_some_epochs(cluster: Cluster, folder: Path, flags: list[str]) -> tuple[Job, list[int]]:
-    """A training that is in its third epoch, and the process ids of its ranks, which a SIGSTOP holds there."""
+    """A training in its third epoch, and the process ids of its ranks, which are suspended there."""
     job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / "logs"))
     job.wait_for("epoch 3/")
     return job, job.suspend_ranks(4)
@@ -69,7 +69,7 @@ def resume(ranks: list[int]) -> None:
 
 
 def stopped_after(job: Job, by: str) -> int:
-    """The step after which the ranks agreed to stop; rank 0 may hear of the signal from another rank first."""
+    """The step after which all ranks stopped; rank 0 may learn of the signal from another rank."""
     (step,) = re.findall(rf"Stopping after step (\d+): (?:{by}|a signal to another rank)$", job.output, re.MULTILINE)
     assert 0 < int(step) < EPOCHS * STEPS_PER_EPOCH
     return int(step)
@@ -86,7 +86,7 @@ def ends_with_the_same_weights(job: Job, folder: Path, uninterrupted: Path) -> N
 def test_a_preempted_training_saves_is_requeued_and_resumes(
     cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    """It ends with the bits of an uninterrupted training, and both runs' output is in one file, from rank 0 alone."""
+    """Its weights equal those of an uninterrupted training, and one file has the output of both starts, from rank 0."""
     job, _ = train_some_epochs(cluster, tmp_path, flags)
     cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     job.is_requeued()
@@ -96,11 +96,11 @@ def test_a_preempted_training_saves_is_requeued_and_resumes(
     assert (tmp_path / "logs/test/4GPU/00/provenance.json").is_file()
 
 
-# --- the end of a job ---
+# --- exit codes ---
 
 
 @pytest.mark.slow
-def test_the_programs_exit_code_is_the_jobs_and_a_rank_that_fails_ends_the_others(
+def test_the_job_has_the_exit_code_of_the_program_and_a_failed_rank_ends_the_others(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     hung = cluster.stand_in(tmp_path, "--ntasks=1", "exit", "0", "76")
@@ -108,11 +108,11 @@ def test_the_programs_exit_code_is_the_jobs_and_a_rank_that_fails_ends_the_other
     hung.ends("FAILED")
     assert hung.field("ExitCode") == "76:0"
     failed.ends("FAILED")
-    assert "error: rank 1 is out of luck" in failed.output
+    assert "error: rank 1 fails" in failed.output
     assert "Exited with exit code 3" in failed.output
 
 
-# --- the environment of a rank ---
+# --- environment of the ranks ---
 
 AWKWARD = ["--set=run name=a b", "it's", 'say "x"', "$HOME `id` $(id)", "*", "two\nlines", "", "back\\slash", "--", "ü"]
 
@@ -133,7 +133,7 @@ def test_arguments_and_variables_reach_every_rank_unchanged_on_unequal_nodes(clu
 
 @pytest.mark.slow
 def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) -> None:
-    """Four ranks per node; each sees all GPUs of its node, or its own where Slurm is asked for that."""
+    """Four ranks per node; each sees all GPUs of its node, or only its own if the options say so."""
     cases = {"-n 1": 1, "-n 8": 8, "-N 2": 8, "-n 2 --gpu-bind=single:1": 2, "-n 4 --gpus-per-task=1": 4}
     jobs = []
     for number, options in enumerate(cases):
@@ -154,11 +154,11 @@ def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job whose time limit's warning is due: Slurm looks every half minute, so other tests run meanwhile."""
+    """A job close to its time limit. Slurm checks limits every 30 s, so other tests run meanwhile."""
     options = f"--ntasks=1 --nodelist=node1 --partition=high {NO_GPUS}"
     job = cluster.stand_in(tmp_path_factory.mktemp("limited"), options, "wait")
     job.wait_for("rank 0 waits")
-    # The shipped script asks for a warning 120 s before the end.
+    # submit_pm.sh requests a warning 120 s before the end.
     cluster.run("scontrol", "update", f"JobId={job.number}", "EndTime=now+2minutes")
     return job
 
@@ -178,7 +178,7 @@ def test_a_warned_training_saves_is_requeued_and_resumes(
 
 
 @pytest.mark.slow
-def test_a_training_whose_node_is_gone_resumes_from_its_last_checkpoint(
+def test_a_training_whose_node_fails_resumes_from_its_last_checkpoint(
     cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
 ) -> None:
     job, ranks = train_some_epochs(cluster, tmp_path, flags)
@@ -213,8 +213,8 @@ def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags:
 
 
 @pytest.mark.slow
-def test_a_job_that_was_asked_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """By a signal to the shell or to the ranks, and also if the step then ends by a signal."""
+def test_a_job_that_was_requested_to_stop_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    """The signal goes to the shell or to the ranks; the step may also end by a signal."""
     options = f"{FOUR_RANKS} {NO_GPUS}"
     translated = cluster.stand_in(tmp_path, f"{options} --signal=B:TERM@120", "wait", STOP_SIGNAL="USR2")
     deaf, late, alone = (cluster.stand_in(tmp_path, options, program) for program in ("deaf", "late", "wait"))
@@ -230,14 +230,14 @@ def test_a_job_that_was_asked_to_stop_is_requeued(cluster: Cluster, tmp_path: Pa
     for job in jobs:
         job.ends("COMPLETED")
     assert "rank 3 saves after SIGUSR2" in translated.output
-    assert "User defined signal 1" in deaf.output, "the ranks do not catch it yet"
+    assert "User defined signal 1" in deaf.output, "the ranks do not catch the signal"
     assert "Terminated" in late.output, "-K1 ends ranks that have saved"
     assert "rank 3 saves after SIGUSR1" in alone.output
     assert ["warned" in job.output for job in jobs] == [True, True, True, False]
 
 
 @pytest.mark.slow
-def test_a_job_that_may_not_be_requeued_fails_and_says_why(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_may_not_be_requeued_fails_and_prints_the_reason(cluster: Cluster, tmp_path: Path) -> None:
     often = cluster.stand_in(tmp_path, f"--ntasks=1 {NO_GPUS}", "wait", MAX_REQUEUES="0")
     refused = cluster.stand_in(tmp_path, f"--ntasks=1 --no-requeue {NO_GPUS}", "wait")
     for job in (often, refused):
@@ -256,7 +256,7 @@ def test_a_job_that_may_not_be_requeued_fails_and_says_why(cluster: Cluster, tmp
 
 
 @pytest.mark.slow
-def test_a_program_that_dies_of_a_preemption_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_program_that_a_preemption_kills_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.stand_in(tmp_path, FOUR_RANKS, "deaf")
     job.wait_for(" waits", 4)
     cluster.preempt()
@@ -265,7 +265,7 @@ def test_a_program_that_dies_of_a_preemption_is_requeued(cluster: Cluster, tmp_p
 
 
 @pytest.mark.slow
-def test_a_benchmark_is_not_asked_to_stop(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_benchmark_gets_no_stop_signal(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.stand_in(tmp_path, "--ntasks=1", "wait", "--enable_benchy")
     job.wait_for("waits")
     job.signal_shell("USR1")
@@ -276,7 +276,7 @@ def test_a_benchmark_is_not_asked_to_stop(cluster: Cluster, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_of_an_array_job_the_task_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_task_of_an_array_job_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
     options = f"--array=3,7%2 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
     job = cluster.stand_in(tmp_path, options, "wait")
     tasks = {name: Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out") for name in ("3", "7")}
@@ -293,7 +293,7 @@ def test_of_an_array_job_the_task_is_requeued(cluster: Cluster, tmp_path: Path) 
 
 
 class Allocation:
-    """A command under salloc, at a terminal as far as Slurm can tell."""
+    """A command under salloc, with a terminal as its input."""
 
     def __init__(self, cluster: Cluster, output: Path, *command: str) -> None:
         self.cluster, self._output = cluster, output
@@ -315,7 +315,7 @@ class Allocation:
 
     @property
     def job(self) -> Job:
-        """Its job, once all ranks wait."""
+        """Its job, as soon as all ranks wait."""
         running = self.process.poll
         wait_until(lambda: self.text.count(" waits") == 4, what=lambda: self.text, alive=lambda: running() is None)
         found = re.search(r"Granted job allocation (\d+)", self.text)
@@ -323,7 +323,7 @@ class Allocation:
         return Job(self.cluster, found[1], self._output)
 
     def end(self, keys: str = "") -> int:
-        """Its exit code, after these keys."""
+        """Sends the keys and returns the exit code."""
         self.process.communicate(keys, timeout=GENEROUS)
         return self.process.returncode
 
@@ -337,13 +337,13 @@ def test_inside_an_allocation_nothing_is_requeued(cluster: Cluster, tmp_path: Pa
     )
     os.kill(next(shells), signal.SIGUSR1)
     assert allocation.end() == 75, allocation.text
-    assert "the same command goes on from there" in allocation.text
+    assert "the same command resumes" in allocation.text
     job.ends("FAILED")
 
 
 @pytest.mark.slow
 def test_one_ctrl_c_ends_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
-    """srun by itself would only report the state of its tasks, and ask for a second one within a second."""
+    """Without -X srun would only report the state of its tasks and wait for a second Ctrl-C."""
     allocation = Allocation(cluster, tmp_path / "output", "bash", "submit_pm.sh", "deaf")
     assert allocation.job.state == "RUNNING"
     assert allocation.end("\x03") == 130, allocation.text
@@ -351,7 +351,7 @@ def test_one_ctrl_c_ends_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_time_limits_own_warning_has_the_job_requeued(limited: Job) -> None:
+def test_the_warning_of_the_time_limit_requeues_the_job(limited: Job) -> None:
     limited.wait_for("rank 0 saves after SIGUSR1")
     limited.is_requeued()
     limited.ends("COMPLETED")
