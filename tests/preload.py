@@ -1,4 +1,4 @@
-"""Imported by the server of tests/processes.py before it forks: modules alone, no torch operation."""
+"""Modules that the server of tests/processes.py imports before it forks. Runs no torch operations."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ MODULES = (
 )
 
 for name in MODULES:
-    with contextlib.suppress(ImportError):  # optional parts, such as DALI
+    with contextlib.suppress(ImportError):  # optional packages such as DALI
         importlib.import_module(name)

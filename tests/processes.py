@@ -1,6 +1,6 @@
-"""Starts processes from a server that has imported the program, so that a start costs a fork and no imports.
+"""Starts processes from a server that has imported the program, so that a start needs a fork but no imports.
 
-run_ranks(function, 2)              calls a function on ranks that are joined by gloo
+run_ranks(function, 2)              calls a function on ranks that are connected by gloo
 run(["train.py", "--config=test"])  runs an entry script as its own process: exit code, stdout, stderr
 
 The server runs no torch operation before it forks: torch's thread pools do not survive a fork.
@@ -35,12 +35,12 @@ _RANDOM = random.SystemRandom()
 
 
 def context() -> ForkServerContext:
-    """The server's context; its first use starts the server."""
+    """The server's context; the first call starts the server."""
     with _STARTING:
         _CONTEXT.set_forkserver_preload(["preload"])
         search, variables = os.environ.get("PYTHONPATH"), {"OMP_NUM_THREADS": "1"}
         path = os.pathsep.join([str(TOP), str(TOP / "tests"), *([search] if search else [])])
-        # Python before 3.12.8 does not hand its sys.path on to the server's imports.
+        # Python before 3.12.8 does not use its sys.path for the server's imports.
         with _environment({**os.environ, **variables, "PYTHONPATH": path}):
             forkserver.ensure_running()
     return _CONTEXT
@@ -69,7 +69,7 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that no program is given by itself: outgoing connections take theirs from 32768 on."""
+    """A free port below the range of ephemeral ports, which begins at 32768."""
     return next(port for port in iter(lambda: _RANDOM.randrange(20000, 30000), None) if is_free(port))
 
 
@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` is a module's own, not a lambda."""
+    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` belongs to a module and is no lambda."""
     server = context()
     results: Any = server.Queue()
     port = free_port()
@@ -104,7 +104,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
         )
         for process in processes:
             process.join(GENEROUS)
-        assert all(process.exitcode is not None for process in processes), "a rank hangs on its way out"
+        assert all(process.exitcode is not None for process in processes), "a rank hangs during its exit"
     finally:
         for process in processes:
             process.kill()
@@ -126,7 +126,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
             try:
                 answer = (True, function(world, *arguments))
             except BaseException:
-                # Caught here: it would end the other ranks, which have answers of their own.
+                # Caught here: otherwise it would stop the other ranks, which have their own answers.
                 answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
     except BaseException:
         answer = (False, f"rank {rank}:\n{traceback.format_exc()}")
@@ -134,7 +134,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment that a launcher gives to one rank on this machine."""
+    """The variables that a launcher sets for one rank on this machine."""
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in variables.items()}
 
@@ -143,7 +143,7 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 class Completed(NamedTuple):
-    """An ended process; the exit code as a shell reports it, 128 + N after signal N."""
+    """Result of a process. The exit code is that of a shell: 128 + N after signal N."""
 
     returncode: int
     stdout: str
@@ -151,7 +151,7 @@ class Completed(NamedTuple):
 
 
 class Program:
-    """A running entry script. Its output goes to `<output>.out` and `<output>.err`."""
+    """A running entry script. Its output is in `<output>.out` and `<output>.err`."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Program:
         cwd: Path = TOP,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`arguments` are what follows `python`: a script and its arguments, or -m, a module and its arguments."""
+        """`arguments` follow `python` on a command line: a script and its arguments, or -m, a module and its arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
         variables = dict(os.environ if environment is None else environment)
         words = [str(argument) for argument in arguments]
@@ -176,17 +176,17 @@ class Program:
 
     @property
     def text(self) -> str:
-        """What it has written so far, stdout first."""
+        """The output so far, stdout first."""
         paths = (self.stdout_path, self.stderr_path)
         return "".join(path.read_text(errors="replace") for path in paths if path.exists())
 
     def signal(self, number: int) -> None:
-        """Nothing happens if it has ended."""
+        """Sends a signal; has no effect if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     def wait_for(self, pattern: str) -> None:
-        """Returns once it has written the pattern; fails if it ends without."""
+        """Returns when the output matches the pattern; AssertionError if the process ends before."""
         wait_until(
             lambda: re.search(pattern, self.text, re.MULTILINE),
             lambda: f"{pattern!r} in:\n{self.text}",
@@ -194,7 +194,7 @@ class Program:
         )
 
     def end(self) -> Completed:
-        """Waits for its end."""
+        """Waits for the end of the process."""
         self.process.join(GENEROUS)
         code = self.process.exitcode
         if code is None:
@@ -207,7 +207,7 @@ class Program:
         )
 
     def kill(self) -> None:
-        """Ends it, even if it is stopped; nothing if it has ended."""
+        """Ends the process, even if it is suspended; has no effect if it has ended."""
         self.signal(signal.SIGKILL)
         self.process.join(GENEROUS)
 
@@ -215,7 +215,7 @@ class Program:
 def run(
     arguments: Sequence[str | Path], output: Path, cwd: Path = TOP, environment: Mapping[str, str] | None = None
 ) -> Completed:
-    """Runs an entry script to its end; see Program."""
+    """Runs an entry script to the end; see Program."""
     return Program(arguments, output, cwd, environment).end()
 
 
@@ -224,7 +224,7 @@ def wait_until(
     what: Callable[[], str] = lambda: "the condition",
     alive: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Returns once the condition holds; AssertionError if it does not in time, or not when `alive` has ended."""
+    """Returns when the condition holds; AssertionError after GENEROUS seconds, or if `alive` becomes false before."""
     deadline = time.monotonic() + GENEROUS
     while not condition():
         ended = not alive()
@@ -243,7 +243,7 @@ def _script(words: list[str], stdout: str, stderr: str, cwd: str, variables: dic
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
-    # A shell has what it runs in the background ignore Ctrl-C.
+    # A shell starts background processes with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 
@@ -253,7 +253,7 @@ def _script(words: list[str], stdout: str, stderr: str, cwd: str, variables: dic
         if words[0] == "-m":
             sys.argv = words[1:]
             sys.path.insert(0, cwd)
-            sys.modules.pop(words[1], None)  # runpy warns of a module that is imported already
+            sys.modules.pop(words[1], None)  # runpy warns about modules that are already imported
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = words

@@ -1,4 +1,4 @@
-"""The same command alone, under torchrun and in a Slurm step's environment trains alike: real processes."""
+"""The same command without a launcher, under torchrun and in a Slurm step gives the same losses. Real processes."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> None:
+def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: list[str]) -> None:
     run = {"cwd": TOP, "capture_output": True, "text": True, "timeout": GENEROUS}
     alone = subprocess.run([sys.executable, *arguments], env=environment(), **run)
     assert alone.returncode == 0, alone.stderr
     launched = subprocess.run([*TORCHRUN, *arguments, "--run_num=torchrun"], env=environment(), **run)
     assert launched.returncode == 0, launched.stderr
-    assert launched.stderr.count("Avg train loss") == 2, "rank 0 alone logs, once per epoch"
-    # The rendezvous port comes from the job's number.
+    assert launched.stderr.count("Avg train loss") == 2, "only rank 0 logs, once per epoch"
+    # The rendezvous port is derived from the job id.
     job = str(next(number for number in range(free_port(), 2**31) if is_free(15000 + number * 7 % 15000)))
     tasks = [
         subprocess.Popen(
@@ -79,8 +79,8 @@ def test_torchrun_slurm_and_plain_python_train_alike(arguments: list[str]) -> No
         assert valid_losses(arguments, 2, name) == pytest.approx(losses, rel=1e-4)
 
 
-def test_bad_input_under_torchrun_is_one_line_from_all_ranks(arguments: list[str], tmp_path: Path) -> None:
-    """The ranks find it once they have met; the only traceback is torchrun's own."""
+def test_invalid_input_under_torchrun_gives_one_line_for_all_ranks(arguments: list[str], tmp_path: Path) -> None:
+    """The error is found after the rendezvous; the only traceback is that of torchrun."""
     flags = ["--set=global_batch_size=9", f"--set=expdir={tmp_path / 'runs'}"]
     ended = subprocess.run(
         [*TORCHRUN, *arguments, *flags], cwd=TOP, env=environment(), capture_output=True, text=True, timeout=GENEROUS
@@ -90,5 +90,5 @@ def test_bad_input_under_torchrun_is_one_line_from_all_ranks(arguments: list[str
     assert len(errors) == 1, ended.stderr
     assert "global_batch_size 9 is not divisible by 2 ranks; use 8" in errors[0]
     assert 'train.py", line' not in ended.stderr
-    assert re.search(r"exitcode\s*: 2 ", ended.stderr), "a rank ended with code 2"
+    assert re.search(r"exitcode\s*: 2 ", ended.stderr), "a rank exits with code 2"
     assert not (tmp_path / "runs").exists()
