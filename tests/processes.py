@@ -160,7 +160,7 @@ class Program:
         cwd: Path = TOP,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`arguments` follow `python` on a command line: a script and its arguments, or -m, a module and its arguments."""
+        """`arguments` follow `python` on a command line: a script, or -m and a module, and their arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
         variables = dict(os.environ if environment is None else environment)
         words = [str(argument) for argument in arguments]

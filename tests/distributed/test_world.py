@@ -1,4 +1,4 @@
-"""Launchers' environments, devices of ranks, collectives, joint errors, and the exit of a rank."""
+"""Launchers' environments, devices of ranks, collectives, joint errors, and exits."""
 
 from __future__ import annotations
 

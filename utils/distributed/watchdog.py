@@ -58,7 +58,7 @@ class Watchdog:
         self._report |= {"step": 0, "phase": "start", "calls": 0}  # fields of RankStatus
         self._own = make_statuses([rank])[rank]
         self._over = threading.Event()  # all ranks have left, or the run stops
-        self._is_substitute = True  # prints the diagnosis if the store cannot be used to choose a rank
+        self._is_substitute = True  # prints a diagnosis that was not written to the store
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
