@@ -290,14 +290,16 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 
 
 OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "format 2": (
-        resave(WEIGHTS, lambda content: {**content, "format": 2}),
-        "weights.pt has format 2, this program reads format 1",
+    "format 1": (
+        resave(WEIGHTS, lambda content: {**content, "format": 1}),
+        "weights.pt has format 1, this program reads format 2",
     ),
     "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt has format None"),
     "a bomb": (resave(WEIGHTS, lambda content: {**content, "network": Bomb()}), "weights.pt: "),
     "a pickled bomb": (plain_pickle, "training.pt is truncated, or not a PyTorch checkpoint"),
-    "no state": (resave(TRAINING, without("state")), "training.pt: KeyError('state')"),
+    "no state": (resave(TRAINING, without("state")), "training.pt has no state"),
+    "no optimizer": (resave(TRAINING, without("optimizer")), "training.pt has no optimizer"),
+    "no config": (resave(WEIGHTS, without("config")), "weights.pt has no config"),
     "an unknown field": (resave(TRAINING, lambda content: {**content, "state": {"stride": 1}}), "training.pt: "),
 }
 
@@ -352,7 +354,7 @@ def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
 def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with one line, and without running code in it."""
     monkeypatch.chdir(tmp_path)
-    torch.save({"format": 1, "network": Bomb()}, "saved.pt")
+    torch.save({"format": 2, "network": Bomb()}, "saved.pt")
     torch.save(torch.nn.Linear(1, 1).state_dict(), "others.pt")
     Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
     for name, says in (("saved.pt", ""), ("pickled.pt", ""), ("others.pt", "others.pt has format None")):

@@ -31,8 +31,9 @@ from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, TRAINING, DIGESTS = "weights.pt", "training.pt", "SHA256SUMS"
+WEIGHTS_KEYS, TRAINING_KEYS = ("network", "config"), ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
 ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
 
@@ -169,10 +170,14 @@ def place(folder: Path, step: int) -> Path:
 def load(path: Path) -> Checkpoint:
     """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
     weights, training = read(path / WEIGHTS), read(path / TRAINING)
+    for name, content, keys in ((WEIGHTS, weights, WEIGHTS_KEYS), (TRAINING, training, TRAINING_KEYS)):
+        missing = [key for key in keys if key not in content]
+        if missing:
+            raise DamagedCheckpoint(f"{name} has no {missing[0]}")
     try:
         return Checkpoint(path, weights, training, TrainState(**training["state"]))
-    except (KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{TRAINING}: {error!r}") from None
+    except TypeError as error:
+        raise DamagedCheckpoint(f"{TRAINING}: {error}") from None
 
 
 def newest(folder: Path) -> Checkpoint | None:
