@@ -70,11 +70,23 @@ def test_files_are_read_only_if_all_of_them_fit_in_memory(tmp_path: Path, monkey
     )
 
 
-def test_available_memory_is_the_kernels_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "MEMINFO", tmp_path / "meminfo")
-    assert available_memory() > 2**60, "unknown"
-    (tmp_path / "meminfo").write_text("MemTotal: 64 kB\nMemFree:          1 kB\nMemAvailable:   32768 kB\n")
-    assert available_memory() == 32 * MIB
+def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_path: Path) -> None:
+    """A group's limit minus its use, except for cached files, which can be dropped. Groups above it count, too."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    step = cgroups / "job" / "step"
+    assert available_memory(proc, cgroups) > 2**60, "unknown"
+    (proc / "self").mkdir(parents=True)
+    step.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemFree:          1 kB\nMemAvailable:   32768 kB\n")
+    assert available_memory(proc, cgroups) == 32 * MIB, "no groups"
+    (proc / "self" / "cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
+    for group in (cgroups, step.parent, step):
+        for limit, used, expected in (("max", 5, 32 * MIB), (20 * MIB, 12 * MIB, 16 * MIB), (1024, 9 * MIB, 0)):
+            (group / "memory.max").write_text(f"{limit}\n")
+            (group / "memory.current").write_text(f"{used}\n")
+            (group / "memory.stat").write_text(f"anon 1\nactive_file {4 * MIB}\ninactive_file {4 * MIB}\n")
+            assert available_memory(proc, cgroups) == expected, (group, limit)
+        (group / "memory.max").unlink()
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

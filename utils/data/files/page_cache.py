@@ -21,7 +21,6 @@ from utils.distributed.world import World
 from utils.errors import os_errors_for_users
 from utils.files import GIB, MIB, copy_file
 
-MEMINFO = Path("/proc/meminfo")
 MADV_WILLNEED = 3
 MADV_POPULATE_READ = 22  # since Linux 5.14; older kernels refuse it
 
@@ -62,10 +61,30 @@ def _advise(array: np.ndarray, advice: int) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
-def available_memory() -> int:
-    """Bytes of memory available to programs on this machine, including cached files; unlimited if it is unknown."""
-    found = re.search(r"^MemAvailable: *(\d+) kB", MEMINFO.read_text(), re.MULTILINE) if MEMINFO.exists() else None
-    return 1024 * int(found[1]) if found else sys.maxsize
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory available on this machine and in this process's control groups (version 2).
+
+    Cached files count as available, because the kernel can drop them. Unlimited if the system does not report it.
+    """
+    meminfo = proc / "meminfo"
+    found = re.search(r"^MemAvailable: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    available = 1024 * int(found[1]) if found else sys.maxsize
+    for group in _control_groups(proc / "self" / "cgroup", cgroups):
+        try:
+            limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = int(statistics["active_file"]) + int(statistics["inactive_file"])
+        except (OSError, KeyError, ValueError):
+            continue  # no limit ("max"), or a group that is not visible in this container
+        available = min(available, max(0, limit - used + cached))
+    return available
+
+
+def _control_groups(listing: Path, cgroups: Path) -> list[Path]:
+    """The control group of version 2 that `listing` names, and those above it, which limit it, too."""
+    found = re.search(r"^0::/*(.*)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
+    group = cgroups / found[1] if found else cgroups
+    return [path for path in (group, *group.parents) if path.is_relative_to(cgroups)]
 
 
 def _text(size: int) -> str:
