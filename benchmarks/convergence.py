@@ -42,7 +42,7 @@ from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
 from utils.runs.logger import read_records
 from utils.runs.provenance import provenance
-from utils.training.checkpoint import FOLDER, place, read_weights, saved_steps
+from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def training_accuracy(config: Config, directory: Path) -> float:
     """Accuracy of a run's last weights on all training samples."""
     network = build.network(config)
     folder = directory / FOLDER
-    network.load_state_dict(read_weights(place(folder, saved_steps(folder)[0]))["network"])
+    network.load_state_dict(read_weights(step_directory(folder, saved_steps(folder)[0]))["network"])
     network.eval()
     dataset, splits = open_splits(config)
     samples = len(splits["train"].labels)

@@ -35,7 +35,7 @@ from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, get_loader, symmetry
 from utils.data.loaders import dali
 from utils.data.plan import EpochPlan
-from utils.data.sources import CropOptions, crop_options
+from utils.data.splits import CropOptions, crop_options
 from utils.errors import UserError, one_line_errors
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels

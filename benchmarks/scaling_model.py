@@ -34,7 +34,7 @@ from benchmarks.common import RESULTS, Parser, publish, read_json, settings, tab
 from networks import build_network
 from utils import build
 from utils import config as configs
-from utils.data.sources import batch_like
+from utils.data.splits import meta_batch
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 
 Layers = tuple[tuple[str, float, float], ...]  # (name, forward FLOP, backward FLOP) of one sample, in forward order
@@ -220,7 +220,7 @@ def calibrate(path: Path) -> tuple[list[Figure], Model, list[str]]:
     if not points:
         raise UserError(f"{path} has no points; measure some with python -m benchmarks.scaling")
     with torch.device("meta"), value_errors_for_users():
-        layers, gradients = examine(build.network(config), batch_like(config, 1)[0])
+        layers, gradients = examine(build.network(config), meta_batch(config, 1)[0])
 
     def figure(point: Mapping[str, Any], kind: str) -> Figure:
         first, _, second = kind.partition(" / ")

@@ -27,9 +27,9 @@ import train
 from networks import build_network
 from utils import build, cli, errors
 from utils.config import Config, load
-from utils.data.sources import sample_plan
+from utils.data.splits import sample_plan
 from utils.optim.schedules import build_schedule
-from utils.training.checkpoint import AsyncCheckpointer, TrainState, newest, read_weights
+from utils.training.checkpoint import AsyncCheckpointer, TrainState, load_newest, read_weights
 from utils.training.trainer import Trainer
 
 
@@ -235,7 +235,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert len(warnings) < 8
     assert warnings[-1].endswith(f"update skipped ({len(warnings)} so far)")
     directory = tmp_path / "runs/test/1GPU/00"
-    saved = newest(directory / "checkpoints")
+    saved = load_newest(directory / "checkpoints")
     assert saved is not None
     assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
@@ -246,7 +246,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     output = failed_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
     says = f"training stopped: 1 updates in a row were skipped, the last one at {description}; "
     check_error(output, says, "check the data with --preflight")
-    saved = newest(tmp_path / "stopped/test/1GPU/00/checkpoints")
+    saved = load_newest(tmp_path / "stopped/test/1GPU/00/checkpoints")
     assert saved is not None
     assert saved.state.step == step - 1
 

@@ -20,7 +20,7 @@ from utils.distributed.world import World
 from utils.evaluation.baselines import class_frequency_loss
 from utils.runs.logger import read_records
 from utils.steps.eager import EagerStep
-from utils.training.checkpoint import FOLDER, newest
+from utils.training.checkpoint import FOLDER, load_newest
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in another file of its directory
@@ -105,7 +105,7 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
         assert "Noise/scale (critical batch)" in records[-3]
     config = configs.load(str(directory / "config.yaml"), "digits_bn").for_world(1)
     network = build.network(config)
-    saved = newest(directory / FOLDER)
+    saved = load_newest(directory / FOLDER)
     assert saved is not None
     network.load_state_dict(saved.weights["network"])
     network.eval()

@@ -290,7 +290,7 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
                 assert stop.value.code == 75
             else:
                 train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=kind)
-        saved = checkpoint.newest(tmp_path / name / "test/1GPU/00" / FOLDER)
+        saved = checkpoint.load_newest(tmp_path / name / "test/1GPU/00" / FOLDER)
         assert saved is not None
         assert saved.state.step == 24
         ends[name] = saved

@@ -53,7 +53,7 @@ def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
 
 
 def last(run: Path) -> checkpoint.Checkpoint:
-    saved = checkpoint.newest(run / FOLDER)
+    saved = checkpoint.load_newest(run / FOLDER)
     assert saved is not None
     return saved
 

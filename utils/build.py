@@ -19,9 +19,9 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import Loaders, get_loader
+from utils.data.data_loaders import open_box
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.sources import open_box
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World, choose_device
@@ -100,7 +100,7 @@ def channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-class Model(NamedTuple):
+class TrainingModules(NamedTuple):
     """Network, loss and metrics of a step."""
 
     network: nn.Module
@@ -108,11 +108,11 @@ class Model(NamedTuple):
     metrics: Sequence[Metric] = ()
 
 
-def model(config: Config) -> Model:
+def model(config: Config) -> TrainingModules:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
-        return Model(network(config), loss(config), build_metrics(config.metrics, config.is_classification))
+        return TrainingModules(network(config), loss(config), build_metrics(config.metrics, config.is_classification))
 
 
 def loaders(config: Config, world: World) -> Loaders:
@@ -124,12 +124,12 @@ def loaders(config: Config, world: World) -> Loaders:
     return get_loader(config.data_loader_config).build(config, world, training_bytes)
 
 
-def step(config: Config, world: World, parts: Model, step_class: type[EagerStep] = EagerStep) -> EagerStep:
+def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
     """The step that trains `parts`, with the same initial weights on every rank.
 
     Afterwards torch's generators differ between ranks: dropout must not be the same on all of them.
     """
-    start, module = config.weight_init, parts.network
+    start, module = config.weight_init, modules.network
     generator = torch.Generator().manual_seed(config.seed)
     initialise(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
     module.to(world.device)
@@ -142,9 +142,9 @@ def step(config: Config, world: World, parts: Model, step_class: type[EagerStep]
     with value_errors_for_users():
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
     options = StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
-    made = step_class(module, parts.loss, optimizer, world, options, parts.metrics)
+    train_step = step_class(module, modules.loss, optimizer, world, options, modules.metrics)
     torch.manual_seed(config.seed + world.rank)
-    return made
+    return train_step
 
 
 def backends(config: Config, device: torch.device) -> list[str]:
@@ -199,8 +199,8 @@ def start(config: Config, options: cli.Options, directory: Path, world: World) -
 
 def trainer(
     config: Config,
-    made: EagerStep,
-    sources: Loaders,
+    train_step: EagerStep,
+    data_loaders: Loaders,
     world: World,
     signals: Signals,
     callbacks: Callbacks,
@@ -208,13 +208,13 @@ def trainer(
 ) -> Trainer:
     """The training loop over the built parts."""
     options = TrainerOptions(**{field.name: getattr(config, field.name) for field in fields(TrainerOptions)})
-    return Trainer(made, sources, build_schedule(config), world, options, signals, callbacks, state)
+    return Trainer(train_step, data_loaders, build_schedule(config), world, options, signals, callbacks, state)
 
 
 def callbacks(
     config: Config,
     volume: Volume | None,
-    made: EagerStep,
+    train_step: EagerStep,
     world: World,
     directory: Path,
     logger: Logger,
@@ -222,7 +222,7 @@ def callbacks(
 ) -> Callbacks:
     """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
     checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), config.checkpoint.keep_last, world)
-    evaluation = _evaluation(config, volume, made, world, directory, logger) if volume else NullEvaluation()
+    evaluation = _evaluation(config, volume, train_step, world, directory, logger) if volume else NullEvaluation()
     return Callbacks(logger, checkpointer, profiler, evaluation)
 
 
@@ -248,7 +248,7 @@ def _evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
 
 
 def _evaluation(
-    config: Config, volume: Volume, made: EagerStep, world: World, directory: Path, logger: Logger
+    config: Config, volume: Volume, train_step: EagerStep, world: World, directory: Path, logger: Logger
 ) -> VolumeEvaluation:
     """Predictions of the whole validation volume, and their statistics."""
     assert config.local_batch_size is not None
@@ -258,7 +258,7 @@ def _evaluation(
     batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
     read, target = plane_readers(volume)
     return VolumeEvaluation(
-        SlidingWindowPredictor(made.predict, read, grid, (len(inputs), len(targets)), batch_size, world),
+        SlidingWindowPredictor(train_step.predict, read, grid, (len(inputs), len(targets)), batch_size, world),
         target,
         lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
         every_epochs=config.evaluation.every_epochs,
@@ -270,7 +270,7 @@ def _evaluation(
 
 
 def benchmark(
-    config: Config, made: EagerStep, sources: Loaders, world: World, logger: Logger, settings: Settings
+    config: Config, train_step: EagerStep, data_loaders: Loaders, world: World, logger: Logger, settings: Settings
 ) -> Benchmark:
     """The benchmark of the step and the training loader."""
     options = BenchmarkOptions(
@@ -279,7 +279,7 @@ def benchmark(
         dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
         exchanges_gradients=world.size > 1 and not config.noddp,
     )
-    return Benchmark(made, sources.train, world, logger, settings, options)
+    return Benchmark(train_step, data_loaders.train, world, logger, settings, options)
 
 
 def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:

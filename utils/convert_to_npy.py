@@ -3,7 +3,7 @@
     python -m utils.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
-The buffer is 128 MiB for a contiguous volume of any size; for a chunked volume it holds at least one layer of chunks.
+The memory needed does not depend on the size of the volume: two buffers of 128 MiB, and one chunk that HDF5 unpacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from utils.errors import one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 
-BUFFER_BYTES = 2**27
+BUFFER_BYTES = 2**27  # of each buffer: the values as read, and with the channels last
 SUFFIXES = ("data", "label")
 REMEDY = "give another --output_dir"
 
@@ -63,21 +63,41 @@ def convert(
 
 def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress, signals: Sequence[int]) -> None:
     channels, box = dataset.shape[:2]
-    # Planes along x to read at once. A chunk that is read in two parts is unpacked twice.
-    thickness = 1 if dataset.chunks is None else dataset.chunks[1]
-    thickness *= max(1, BUFFER_BYTES // (4 * channels * box * box * thickness))
+    size_x, size_y = _tile_shape(dataset)
     with open(path, "xb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (box, box, box, channels)}
         np.lib.format.write_array_header_1_0(file, header)
-        for x in range(0, box, thickness):
+        start = file.tell()
+        for x, y in itertools.product(range(0, box, size_x), range(0, box, size_y)):
             where = f"{dataset.name} of {dataset.file.filename}"
             with os_errors_for_users(f"cannot read {where}", "copy or recreate the file"):
-                planes = dataset[:, x : x + thickness]
-            for plane in np.moveaxis(planes, 0, -1):
-                file.write(np.ascontiguousarray(plane).data)
-                progress.advance()
+                values = dataset[:, x : x + size_x, y : y + size_y]
+            for plane, rows in enumerate(np.moveaxis(values, 0, -1), x):
+                file.seek(start + 4 * channels * box * (plane * box + y))
+                file.write(np.ascontiguousarray(rows).data)
+                progress.advance(y + size_y >= box)
             if signals:
                 raise SystemExit(128 + signals[0])  # the exit code that shells report
+
+
+def _tile_shape(dataset: h5py.Dataset) -> tuple[int, int]:
+    """Cells along x and y to read at once, with all channels and z.
+
+    Whole chunks, if they fit in the buffer: a chunk that is read in two parts is unpacked twice.
+    """
+    channels, box = dataset.shape[:2]
+    chunk_x, chunk_y = dataset.chunks[1:3] if dataset.chunks is not None else (1, 1)
+    rows = max(1, BUFFER_BYTES // (4 * channels * box))
+    size_x = min(chunk_x, box, rows)
+    size_y = _multiple(rows // size_x, chunk_y)
+    if size_y < box:
+        return size_x, size_y
+    return min(_multiple(rows // box, chunk_x), box), box
+
+
+def _multiple(number: int, unit: int) -> int:
+    """The largest multiple of `unit` up to `number`, or `number` if it is smaller than `unit`."""
+    return number // unit * unit or number
 
 
 def main(argv: Sequence[str] | None = None, signals: Sequence[int] = ()) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
-EXIT_AGAIN = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
+EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
 EXIT_HANG = 76  # the watchdog found a rank without progress
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
@@ -57,7 +57,7 @@ def one_line_errors() -> Iterator[None]:
             time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_USER_ERROR) from None
     except Stopped:
-        raise SystemExit(EXIT_AGAIN) from None
+        raise SystemExit(EXIT_RESUMABLE) from None
     except KeyboardInterrupt:
         if launched_rank() == 0:
             sys.stderr.write("interrupted\n")

@@ -20,7 +20,7 @@ from utils.data import LOADERS, Loader, Loaders, get_loader, sources
 from utils.data.loader import memory_format
 from utils.data.loaders import auto, dali
 from utils.data.loaders.auto import choose
-from utils.data.sources import build_splits, load_volumes, open_split, sample_plan
+from utils.data.splits import build_splits, load_volumes, open_split, sample_plan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -162,7 +162,7 @@ def read_on_ranks(world: World, paths: dict[str, str]) -> tuple[dict[str, Any], 
         config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
         found[name] = read(build_loaders(config, world), READINGS)
         found[name] += read(build_loaders(few, world), FEW)
-    auto.room_for_copies = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
+    auto.free_shared_memory = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
     chunked = config_for(paths, "auto", train_path=paths["train_path"].replace("train.h5", "chunked.h5"))
     return found, choose(chunked, world, lambda: 0)[0]
 

@@ -82,7 +82,7 @@ def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
     """The complete checkpoint of the step that the log reports, once."""
     (step,) = re.findall(r"Stopping after step (\d+): ", text)
     all_are_complete(folder)
-    saved = checkpoint.load(checkpoint.place(folder, int(step)))
+    saved = checkpoint.load(checkpoint.step_directory(folder, int(step)))
     assert saved.state.step == int(step) == checkpoint.saved_steps(folder)[0]
     assert not list(folder.glob(".*")), "no partial files"
     assert "Traceback" not in text
@@ -91,7 +91,7 @@ def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:
 
 def all_are_complete(folder: Path) -> None:
     for step in checkpoint.saved_steps(folder):
-        checkpoint.verify(checkpoint.place(folder, step))
+        checkpoint.verify(checkpoint.step_directory(folder, step))
 
 
 # --- the parts -------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
     assert resumed.end().returncode == 0, resumed.text
     assert undisturbed.end().returncode == 0, undisturbed.text
     assert re.search(rf"Resuming from .*, after step {saved.state.step}$", resumed.text, re.MULTILINE)
-    ends = [checkpoint.newest(checkpoints(tmp_path, 1, name)) for name in ("00", "undisturbed")]
+    ends = [checkpoint.load_newest(checkpoints(tmp_path, 1, name)) for name in ("00", "undisturbed")]
     assert [end.state.step for end in ends if end] == [8 * EPOCHS] * 2
     one, other = (end.weights["network"] for end in ends if end)
     assert all(torch.equal(one[name], other[name]) for name in other)
@@ -368,7 +368,7 @@ def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
     assert program.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
     wait_until(lambda: all(has_ended(pid) for pid in ranks))
     (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", program.text)
-    assert checkpoint.load(checkpoint.place(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
+    assert checkpoint.load(checkpoint.step_directory(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
 
 
 @pytest.mark.slow

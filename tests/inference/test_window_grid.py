@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.inference.window_grid import build_window_grid, cut, pieces
+from utils.inference.window_grid import build_window_grid, window_axis, wrapped_segments
 
 CASES = [
     (size, window, window - step, periodic)
@@ -23,7 +23,7 @@ def test_any_size_window_and_overlap_cover_the_axis() -> None:
     for case in CASES:
         size, window, overlap, periodic = case
         step = window - overlap
-        axis = cut(*case)
+        axis = window_axis(*case)
         origins, weights = axis.origins, axis.weights
         total = np.zeros(size)
         np.add.at(total, (np.array(origins)[:, None] + np.arange(window)) % size, weights)
@@ -40,15 +40,15 @@ def test_any_size_window_and_overlap_cover_the_axis() -> None:
 
 
 def test_weights_and_origins_of_known_grids() -> None:
-    half = cut(64, 16, 8)
+    half = window_axis(64, 16, 8)
     assert half.origins == tuple(range(0, 64, 8))
     expected = np.sin(np.pi * (np.arange(16) + 0.5) / 16) ** 2
     np.testing.assert_allclose(half.weights, np.tile(expected, (8, 1)), atol=1e-6)
-    faces = cut(24, 16, 8, periodic=False)
+    faces = window_axis(24, 16, 8, periodic=False)
     assert faces.origins == (0, 8)
     np.testing.assert_array_equal(faces.weights[0, :8], 1)  # only one window covers the cells at a face
     np.testing.assert_array_equal(faces.weights[1, 8:], 1)
-    assert cut(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
+    assert window_axis(100, 32, 16).origins == (0, 14, 28, 42, 57, 71, 85)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_weights_and_origins_of_known_grids() -> None:
 )
 def test_windows_that_do_not_fit_are_refused_with_the_remedy(arguments: tuple, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        cut(*arguments)
+        window_axis(*arguments)
 
 
 def test_pieces_of_a_periodic_axis_are_in_order_and_do_not_wrap() -> None:
     volume = np.arange(8)
     for start, length in itertools.product((-17, -8, -3, 0, 1, 7, 8, 19), (0, 1, 5, 8, 13, 24)):
-        window, found = np.full(length, -1), list(pieces(start, length, 8))
+        window, found = np.full(length, -1), list(wrapped_segments(start, length, 8))
         for piece in found:
             assert 0 <= piece.volume.start < piece.volume.stop <= 8
             window[piece.window] = volume[piece.volume]

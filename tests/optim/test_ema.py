@@ -22,7 +22,7 @@ from utils.distributed.signals import NullSignals
 from utils.optim.ema import EMA
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint
-from utils.training.checkpoint import FOLDER, place
+from utils.training.checkpoint import FOLDER, step_directory
 
 YAML = str(Path(__file__).parent.parent.parent / "config" / "UNet.yaml")
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
     step = run([*flags, f"--set=ema_decay={before}", "--set=checkpoint.keep_last=9"])
     whole = values(step._trained.network)
     source = tmp_path / "test" / "1GPU" / "00"
-    saved = checkpoint.load(place(source / FOLDER, 16))
+    saved = checkpoint.load(step_directory(source / FOLDER, 16))
     assert differing(saved.weights["network"], step.network.state_dict()) == []
     assert torch.equal(values(step.network), whole) == (before == "null")
     if before != "null":
@@ -195,7 +195,7 @@ def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
             run([*flags, f"--run_num=own{number}", f"--init_from={source}", "--num_epochs=1", *more])
             untrained, *_ = (source.parent / f"own{number}" / "metrics.jsonl").read_text().splitlines()
             assert json.loads(untrained)["Loss/valid"] == saved.state.final_loss
-    shutil.rmtree(place(source / FOLDER, 16))
+    shutil.rmtree(step_directory(source / FOLDER, 16))
     step = run([*flags, f"--set=ema_decay={after}"])
     assert torch.equal(values(step._trained.network), whole)
     assert torch.equal(values(step.network), whole) == (after == "null")

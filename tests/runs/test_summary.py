@@ -118,7 +118,16 @@ def test_more_epochs_replace_the_summary(start: Any) -> None:
 
 
 def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    """The modules that draw are imported again, as in a new process."""
+    from utils import evaluation
+
+    for name in ("figures", "training_figures", "report"):
+        monkeypatch.delitem(sys.modules, f"utils.evaluation.{name}", raising=False)
+        monkeypatch.delattr(evaluation, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     run, printed = start("00")
     assert "Cannot draw pictures" in printed
     assert (run / summary.SUMMARY).exists()
+    assert not (run / "loss_curves.png").exists()

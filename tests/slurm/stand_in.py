@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 RANK = os.environ["RANK"]
-EXIT_AGAIN = 75
+EXIT_RESUMABLE = 75
 
 
 def write(text: str) -> None:
@@ -49,7 +49,7 @@ def main(action: str, arguments: list[str]) -> int:
     if action == "late" and RANK != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(1800)
-    return EXIT_AGAIN
+    return EXIT_RESUMABLE
 
 
 if __name__ == "__main__":

@@ -28,22 +28,22 @@ from utils.files import recover
 from utils.training import checkpoint
 from utils.training.checkpoint import (
     BEST,
-    DIGESTS,
+    CHECKSUMS,
     TRAINING,
     WEIGHTS,
     AsyncCheckpointer,
     Checkpointer,
     DamagedCheckpoint,
-    newest,
-    place,
+    load_newest,
     read_weights,
     saved_steps,
+    step_directory,
     verify,
 )
 from utils.training.host_copy import HostCopy
 from utils.training.state import TrainState
 
-FILES = (WEIGHTS, TRAINING, DIGESTS)
+FILES = (WEIGHTS, TRAINING, CHECKSUMS)
 
 
 def tensors(value: float, numbers: int = 40) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
 
 def assert_newest(folder: Path, step: int) -> None:
     """Asserts that the newest checkpoint is the one of `step`, with its tensors."""
-    saved = newest(folder)
+    saved = load_newest(folder)
     assert saved is not None
-    assert (saved.path, saved.state.step) == (place(folder, step), step)
+    assert (saved.path, saved.state.step) == (step_directory(folder, step), step)
     assert torch.equal(saved.weights["network"]["weight"], torch.full_like(saved.weights["network"]["weight"], step))
     assert saved.training["optimizer"]["state"][0]["step"] == step
 
@@ -89,7 +89,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def rewrite_digests(directory: Path) -> None:
     """Makes the digests match the present files."""
     lines = (f"{hashlib.sha256((directory / name).read_bytes()).hexdigest()}  {name}\n" for name in (WEIGHTS, TRAINING))
-    (directory / DIGESTS).write_text("".join(lines))
+    (directory / CHECKSUMS).write_text("".join(lines))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
         torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     )
     AsyncCheckpointer(tmp_path, config, 2).save(content, state, is_best=True, wait=True)
-    saved = newest(tmp_path)
+    saved = load_newest(tmp_path)
     assert saved is not None
     assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
     assert [saved.weights[key] for key in ("epoch", "step", "final_loss")] == [2, 17, 0.125]
@@ -166,8 +166,8 @@ def test_non_finite_weights_are_never_saved(
 def test_sha256sum_accepts_a_checkpoint(tmp_path: Path) -> None:
     if shutil.which("sha256sum") is None:
         pytest.skip("sha256sum is not installed")
-    directory = place(folder_of(tmp_path), 2)
-    command = ["sha256sum", "-c", "--strict", DIGESTS]
+    directory = step_directory(folder_of(tmp_path), 2)
+    command = ["sha256sum", "-c", "--strict", CHECKSUMS]
     english = {**os.environ, "LC_ALL": "C"}
     result = subprocess.run(command, cwd=directory, env=english, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, f"{WEIGHTS}: OK\n{TRAINING}: OK\n"), result.stderr
@@ -202,7 +202,7 @@ def flip(path: Path, position: int) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_is_detected(tmp_path: Path, name: str) -> None:
     """In zip headers, pickle, tensors, the end of the file, and every letter of the digests."""
-    directory = place(folder_of(tmp_path), 2)
+    directory = step_directory(folder_of(tmp_path), 2)
     path = directory / name
     for index in range(path.stat().st_size):
         flip(path, index)
@@ -239,24 +239,24 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
     folder = folder_of(tmp_path)
-    DAMAGE[damage](place(folder, 2) / name)
+    DAMAGE[damage](step_directory(folder, 2) / name)
     assert_newest(folder, 1)
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"Checkpoint {place(folder, 2)} is skipped: ")
-    assert name in warning or name == DIGESTS, "names the file, unless the digests themselves are damaged"
+    assert warning.startswith(f"Checkpoint {step_directory(folder, 2)} is skipped: ")
+    assert name in warning or name == CHECKSUMS, "names the file, unless the digests themselves are damaged"
     if name == WEIGHTS:
-        for path in (place(folder, 2), place(folder, 2) / WEIGHTS):
+        for path in (step_directory(folder, 2), step_directory(folder, 2) / WEIGHTS):
             with pytest.raises(UserError, match=r"^(cannot read|no such file:) [^\n]*weights\.pt[^\n]*$"):
                 read_weights(path)
-    DAMAGE[damage](place(folder, 1) / name)
+    DAMAGE[damage](step_directory(folder, 1) / name)
     with pytest.raises(UserError) as caught:
-        newest(folder)
+        load_newest(folder)
     assert says_what_to_do(str(caught.value), folder, [2, 1])
 
 
 def says_what_to_do(line: str, folder: Path, steps: list[int]) -> bool:
     """The line names the skipped checkpoints, newest first, and says what to do."""
-    named = [line.index(f"{place(folder, step).name} (") for step in steps]
+    named = [line.index(f"{step_directory(folder, step).name} (") for step in steps]
     return (
         "\n" not in line
         and line.startswith(f"no usable checkpoint in {folder}: ")
@@ -312,20 +312,20 @@ def test_a_checkpoint_of_another_program_with_correct_digests_is_skipped(
     monkeypatch.chdir(tmp_path)
     make, says = OTHERS[kind]
     folder = folder_of(tmp_path)
-    make(place(folder, 2))
-    verify(place(folder, 2))
+    make(step_directory(folder, 2))
+    verify(step_directory(folder, 2))
     assert_newest(folder, 1)
-    assert f"Checkpoint {place(folder, 2)} is skipped: {says}" in caplog.text
-    shutil.rmtree(place(folder, 1))
+    assert f"Checkpoint {step_directory(folder, 2)} is skipped: {says}" in caplog.text
+    shutil.rmtree(step_directory(folder, 1))
     with pytest.raises(UserError) as caught:
-        newest(folder)
+        load_newest(folder)
     assert says_what_to_do(str(caught.value), folder, [2])
     assert not Path("went-off").exists()
 
 
 def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, (1, 2, 100_000_000))
-    shutil.rmtree(place(folder, 100_000_000))
+    shutil.rmtree(step_directory(folder, 100_000_000))
     for name in ("step_3", "step_00000004.old", "notes", ".step_00000005.abc.partial", ".step_00000006.replaced"):
         (folder / name).mkdir()
     (folder / "step_00000007").write_text("a file")
@@ -333,8 +333,8 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     (folder / "step_100000000").mkdir()
     assert saved_steps(folder) == [100_000_000, 8, 7, 2, 1]
     assert_newest(folder, 2)
-    assert newest(tmp_path / "nowhere") is None
-    assert newest(folder / "notes") is None
+    assert load_newest(tmp_path / "nowhere") is None
+    assert load_newest(folder / "notes") is None
 
 
 # --- weights alone ---------------------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
 
 def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
     """weights.pt is read alone, with SHA256SUMS, and next to a damaged training.pt."""
-    directory = place(folder_of(tmp_path), 2)
+    directory = step_directory(folder_of(tmp_path), 2)
     alone = shutil.copyfile(directory / WEIGHTS, tmp_path / "alone.pt")
     assert read_weights(alone)["step"] == 2
     for damage in (truncate, Path.unlink):
@@ -374,7 +374,9 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) 
         best = max(known for known in (1, 2, 5) if known <= step)
         assert os.readlink(tmp_path / BEST) == f"step_{best:08d}"
         assert saved_steps(tmp_path) == sorted({*steps[:step][-keep_last:], best}, reverse=True)
-        assert names(tmp_path) == sorted([BEST, *(place(tmp_path, kept).name for kept in saved_steps(tmp_path))])
+        assert names(tmp_path) == sorted(
+            [BEST, *(step_directory(tmp_path, kept).name for kept in saved_steps(tmp_path))]
+        )
         assert_newest(tmp_path, step)
 
 
@@ -382,7 +384,7 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) 
 def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, keep_last: int) -> None:
     """The training resumed before a damaged checkpoint: the next start needs what it saves now."""
     folder = folder_of(tmp_path, (4, 8))
-    flip(place(folder, 8) / WEIGHTS, 100)
+    flip(step_directory(folder, 8) / WEIGHTS, 100)
     assert_newest(folder, 4)
     checkpointer = AsyncCheckpointer(folder, {"seed": 0}, keep_last)
     for step in (5, 6, 7):
@@ -398,7 +400,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
     save(checkpointer, 1, is_best=True)
     checkpointer.save(tensors(5.0), TrainState(step=1), is_best=False, wait=True)
-    saved = newest(tmp_path)
+    saved = load_newest(tmp_path)
     assert saved is not None
     assert saved.weights["network"]["weight"][0] == 5
     assert names(tmp_path) == [BEST, "step_00000001"]
@@ -440,7 +442,7 @@ def test_a_disk_error_costs_one_checkpoint(
     save(checkpointer, 1, is_best=True)
     with fails():
         save(checkpointer, 2, is_best=True, numbers=100_000)
-    start = f"Cannot write checkpoint {place(tmp_path, 2)}: "
+    start = f"Cannot write checkpoint {step_directory(tmp_path, 2)}: "
     expected = [f"{start}{reason}; training continues, earlier ones stay"]
     assert warnings(caplog) == expected
     assert_newest(tmp_path, 1)
@@ -543,18 +545,18 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
 def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: int, left: int) -> None:
     """After the next start's recovery, the newest checkpoint is intact and nothing partial is left."""
     folder = folder_of(tmp_path)
-    checkpoint.point_to(folder / BEST, "step_00000002")
+    checkpoint.update_symlink(folder / BEST, "step_00000002")
     process = context().Process(target=killed_at, args=(str(folder), step, function, call))
     process.start()
     process.join(GENEROUS)
     assert process.exitcode == -signal.SIGKILL
     before = names(folder)
     recover(folder)
-    saved = newest(folder)
+    saved = load_newest(folder)
     assert saved is not None
     assert saved.state.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
-    assert names(folder) == sorted([BEST, *(place(folder, kept).name for kept in saved_steps(folder))]), before
+    assert names(folder) == sorted([BEST, *(step_directory(folder, kept).name for kept in saved_steps(folder))]), before
     save(AsyncCheckpointer(folder, {}, 2), 4, is_best=True)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"

@@ -31,7 +31,16 @@ from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint
-from utils.training.checkpoint import BEST, DIGESTS, FOLDER, TRAINING, WEIGHTS, AsyncCheckpointer, place, saved_steps
+from utils.training.checkpoint import (
+    BEST,
+    CHECKSUMS,
+    FOLDER,
+    TRAINING,
+    WEIGHTS,
+    AsyncCheckpointer,
+    saved_steps,
+    step_directory,
+)
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -259,27 +268,27 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
     return directory(expdir)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, TRAINING, DIGESTS])
+@pytest.mark.parametrize("name", [WEIGHTS, TRAINING, CHECKSUMS])
 def test_resumes_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, command: Any, whole: Path, stopped: Path, name: str
 ) -> None:
     """tests/training/test_checkpoint.py has every kind of damage."""
     run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
-    flip(place(run / FOLDER, 7) / name)
+    flip(step_directory(run / FOLDER, 7) / name)
     code, stderr = command(*OFTEN)
     assert code == 0, stderr
     (warning,) = messages(stderr, "WARNING")
-    assert warning.startswith(f"Checkpoint {place(run / FOLDER, 7)} is skipped: ")
-    assert f"Resuming from {place(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
+    assert warning.startswith(f"Checkpoint {step_directory(run / FOLDER, 7)} is skipped: ")
+    assert f"Resuming from {step_directory(run / FOLDER, 6)}, after step 6" in messages(stderr, "INFO")
     assert_same_training(whole, run)
 
 
 def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, finished: Path) -> None:
     for step in saved_steps(finished / FOLDER):
         if step in (8, 16):
-            flip(place(finished / FOLDER, step) / (WEIGHTS if step == 16 else TRAINING))
+            flip(step_directory(finished / FOLDER, step) / (WEIGHTS if step == 16 else TRAINING))
         else:
-            shutil.rmtree(place(finished / FOLDER, step))
+            shutil.rmtree(step_directory(finished / FOLDER, step))
     before = contents(finished)
     code, stderr = command("--num_epochs=3")
     assert code == 2
@@ -315,7 +324,7 @@ def test_a_job_restarted_by_its_launcher_resumes_despite_its_flags(
     monkeypatch.setenv(count, "1")
     code, stderr = command("--resume=no", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Resuming from {place(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
+    assert f"Resuming from {step_directory(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
     assert saved_steps(finished / FOLDER) == [24, 16]
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
@@ -388,7 +397,7 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
     code, stderr = command(*flags)
     assert code == 2, stderr
     line = error_line(stderr)
-    assert line.startswith(f"error: {place(finished / FOLDER, 16)}{says}")
+    assert line.startswith(f"error: {step_directory(finished / FOLDER, 16)}{says}")
     assert "--run_num" in line
     assert contents(finished) == before
     assert command(*flags, "--run_num=own", "--num_epochs=1")[0] == 0
@@ -406,17 +415,17 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: An
 
 def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Path, command: Any, whole: Path) -> None:
     run, other = directory(tmp_path), shutil.copytree(whole, directory(tmp_path, run_num="other"), symlinks=True)
-    shutil.rmtree(place(other / FOLDER, 16))
-    shutil.rmtree(place(other / FOLDER, 15))
+    shutil.rmtree(step_directory(other / FOLDER, 16))
+    shutil.rmtree(step_directory(other / FOLDER, 15))
     before = contents(other)
     code, stderr = command(f"--resume={other}")
     assert code == 0, stderr
-    assert f"Resuming from {place(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
+    assert f"Resuming from {step_directory(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
     assert (HookedStep.calls, saved_steps(run / FOLDER)) == (4, [16])
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
     code, stderr = command(f"--resume={other}", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Resuming from {place(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), (
+    assert f"Resuming from {step_directory(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), (
         "its own checkpoint comes first"
     )
     assert contents(other) == before
@@ -427,7 +436,7 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
 
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
     """From a file, a checkpoint or the best one, without optimizer state; a restart resumes the new training."""
-    eighth = place(whole / FOLDER, 8)
+    eighth = step_directory(whole / FOLDER, 8)
     checkpoints = {"file": eighth, "checkpoint": eighth, "best": whole / FOLDER / BEST}
     for name, path in checkpoints.items():
         source, path = checkpoint.load(path), path / WEIGHTS if name == "file" else path
@@ -444,11 +453,11 @@ def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole:
     assert code == 0, stderr
     lines = messages(stderr, "INFO")
     assert "--init_from has no effect: this run has a checkpoint; give another --run_num" in lines
-    assert f"Resuming from {place(run / FOLDER, 8)}, after step 8" in lines
+    assert f"Resuming from {step_directory(run / FOLDER, 8)}, after step 8" in lines
 
 
 def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, command: Any, whole: Path) -> None:
-    source, damaged = place(whole / FOLDER, 16), tmp_path / "damaged"
+    source, damaged = step_directory(whole / FOLDER, 16), tmp_path / "damaged"
     shutil.copytree(source, damaged)
     flip(damaged / WEIGHTS)
     for path, says, flags in (
@@ -534,7 +543,8 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         fault = "No space left on device; training continues"
         steps = [8, 12, 16]
         expected = [
-            f"Cannot write checkpoint {place(run / FOLDER, step)}: {fault}, earlier ones stay" for step in steps
+            f"Cannot write checkpoint {step_directory(run / FOLDER, step)}: {fault}, earlier ones stay"
+            for step in steps
         ]
         assert [line for line in warnings if "checkpoint" in line] == expected
         assert warnings.count(f"Cannot record scalars in {run}: {fault}") == 1
@@ -544,7 +554,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
         os.remove(tmp_path / "disk" / "filler")
         code, stderr = command(*flags)
         assert code == 0, stderr
-        assert f"Resuming from {place(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
+        assert f"Resuming from {step_directory(run / FOLDER, 4)}, after step 4" in messages(stderr, "INFO")
         assert_equal(last(run).weights["network"], last(whole).weights["network"])
         assert metrics(run) == metrics(whole)
         assert curves(run)["Loss/valid"] == curves(whole)["Loss/valid"]

@@ -41,7 +41,7 @@ class SamplePlan:
     augment: bool = True
 
     @property
-    def augmentations(self) -> bool:
+    def is_augmented(self) -> bool:
         """True if samples are rotated and reflected; validation samples never are."""
         return self.augment and self.split != "valid"
 
@@ -51,11 +51,11 @@ class SamplePlan:
         Validation uses the same crops in every epoch and for every seed, without augmentation.
         """
         fixed = self.split == "valid"
-        words = _Words((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
+        words = _PhiloxStream((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
         positions = self.box - self.crop + 1
-        flat = _distinct(words, self.samples, positions**3)
+        flat = _sample_without_replacement(words, self.samples, positions**3)
         origins = np.stack(np.unravel_index(flat, (positions,) * 3), axis=1)
-        if not self.augmentations:
+        if not self.is_augmented:
             symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
         else:
             symmetries = words.below(symmetry.COUNT, self.samples)
@@ -78,10 +78,12 @@ class ShufflePlan:
         """The rows [samples] of one epoch, int64. Validation always uses the first rows, in order."""
         if self.split == "valid":
             return np.arange(self.samples, dtype=np.int64)
-        return _distinct(_Words((self.seed, SPLITS[self.split], epoch)), self.samples, self.available)
+        return _sample_without_replacement(
+            _PhiloxStream((self.seed, SPLITS[self.split], epoch)), self.samples, self.available
+        )
 
 
-class _Words:
+class _PhiloxStream:
     """Random integers from the counter-based generator Philox (Salmon et al. 2011), keyed by a tuple.
 
     Only raw words are taken from numpy: their stream never changes, while that of its distributions may.
@@ -96,7 +98,7 @@ class _Words:
         return (raw % np.uint64(bound)).astype(np.int64)
 
 
-def _distinct(words: _Words, count: int, bound: int) -> np.ndarray:
+def _sample_without_replacement(words: _PhiloxStream, count: int, bound: int) -> np.ndarray:
     """`count` integers in [0, bound), distinct if possible; otherwise the values' counts differ by at most one."""
     if 2 * count > bound:
         # Few values: all of them, shuffled, as many times as needed; the last shuffle is cut.

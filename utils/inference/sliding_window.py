@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from utils.distributed.world import World
-from utils.inference.window_grid import Piece, WindowGrid, pieces
+from utils.inference.window_grid import Segment, WindowGrid, wrapped_segments
 
 # (start, stop) -> input planes [C, stop - start, Y, Z], float32, within the volume.
 ReadPlanes = Callable[[int, int], np.ndarray]
@@ -83,7 +83,7 @@ class SlidingWindowPredictor:
 
     def _read(self, start: int, out: torch.Tensor) -> None:
         """Reads planes from `start` on into `out` [C, n, Y, Z], wrapping around the end."""
-        for inside, volume in pieces(start, out.shape[1], self.grid.x.size):
+        for inside, volume in wrapped_segments(start, out.shape[1], self.grid.x.size):
             planes = np.array(self.read(volume.start, volume.stop))
             out[:, inside] = torch.from_numpy(planes).to(out.device)
 
@@ -99,19 +99,19 @@ class SlidingWindowPredictor:
             self.world.watchdog.progress("prediction")
             windows = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
             for window, place in zip(windows, batch, strict=True):
-                for y, z in self._pieces(*place):
+                for y, z in self._wrapped_segments(*place):
                     window[:, :, y.window, z.window] = inputs[:, :, y.volume, z.volume]
             for output, place in zip(self.predict(windows).float(), batch, strict=True):
                 weights = along_y[place[0]].view(-1, 1) * along_z[place[1]]  # [W, W]
                 weighted = output * (along_x[number].view(-1, 1, 1) * weights)
-                for y, z in self._pieces(*place):
+                for y, z in self._wrapped_segments(*place):
                     total[:, :, y.volume, z.volume] += weighted[:, :, y.window, z.window]
             advance(len(batch))
 
-    def _pieces(self, y: int, z: int) -> Iterator[tuple[Piece, Piece]]:
+    def _wrapped_segments(self, y: int, z: int) -> Iterator[tuple[Segment, Segment]]:
         """The pieces of a window across its layer, split where it wraps around the box."""
         along_y, along_z = (
-            pieces(axis.origins[number], axis.window, axis.size)
+            wrapped_segments(axis.origins[number], axis.window, axis.size)
             for axis, number in ((self.grid.y, y), (self.grid.z, z))
         )
         return itertools.product(along_y, along_z)

@@ -27,14 +27,14 @@ class Axis:
     weights: np.ndarray  # [windows, window], float32: the weight of each window in its cells; they add up to 1 per cell
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Cells of a window, and the cells of the volume that they are."""
 
     window: slice
     volume: slice
 
 
-def cut(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
+def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
     """Windows that overlap by at least `overlap` cells, spaced evenly.
 
     Raises UserError if a window does not fit.
@@ -62,13 +62,13 @@ def cut(size: int, window: int, overlap: int, periodic: bool = True) -> Axis:
     return Axis(size, window, origins, weights.astype(np.float32))
 
 
-def pieces(start: int, length: int, size: int) -> Iterator[Piece]:
+def wrapped_segments(start: int, length: int, size: int) -> Iterator[Segment]:
     """The cells [start, start + length) of a periodic axis, split where they wrap around its end."""
     done = 0
     while done < length:
         place = (start + done) % size
         count = min(length - done, size - place)
-        yield Piece(slice(done, done + count), slice(place, place + count))
+        yield Segment(slice(done, done + count), slice(place, place + count))
         done += count
 
 
@@ -104,4 +104,4 @@ def build_window_grid(
 ) -> WindowGrid:
     """Cubic windows that overlap by at least `overlap` cells (None: half a window); UserError if they do not fit."""
     overlap = window - max(window // 2, 1) if overlap is None else overlap
-    return WindowGrid(*(cut(size, window, overlap, periodic) for size in shape))
+    return WindowGrid(*(window_axis(size, window, overlap, periodic) for size in shape))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data.sources import batch_like
+from utils.data.splits import meta_batch
 from utils.errors import LocalError
 from utils.files import GIB
 
@@ -47,7 +47,7 @@ def training_memory(config: Config, build_network: Callable[[Config], nn.Module]
     with torch.device("meta"):
         network = build_network(config)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    micro_batch = batch_like(config, config.local_batch_size // config.accumulation_steps)
+    micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
     activations = activation_bytes(network, micro_batch[0])
     return TrainingMemory(
         parameters,

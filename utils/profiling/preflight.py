@@ -17,7 +17,7 @@ from utils.data.files.hdf5 import Volume, first_nonfinite
 from utils.data.loaders import auto
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.sources import batch_like, open_split, open_split_npy
+from utils.data.splits import meta_batch, open_split, open_split_npy
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World, choose_device
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
@@ -63,7 +63,7 @@ def _report(
     )
     yield f"steps: {config.steps_per_epoch} per epoch × {config.num_epochs} epochs = {config.total_steps}"
     memory = training_memory(config, build_network)
-    shape = " × ".join(map(str, batch_like(config, 1)[0].shape[1:]))
+    shape = " × ".join(map(str, meta_batch(config, 1)[0].shape[1:]))
     yield f"network: {config.network.name}, {memory.parameters:,} parameters, accepts samples of shape {shape}"
     build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
     if config.enable_benchy:

@@ -32,7 +32,7 @@ from utils.training.state import TrainState
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-WEIGHTS, TRAINING, DIGESTS = "weights.pt", "training.pt", "SHA256SUMS"
+WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 WEIGHTS_KEYS, TRAINING_KEYS = ("network", "config"), ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
 ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
@@ -67,7 +67,7 @@ def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any])
                     # PyTorch's writer replaces the OSError of a full disk with an error of its own.
                     raise file.error or OSError("PyTorch could not write it") from None
             digests += f"{file.hash.hexdigest()}  {name}\n"
-        (partial / DIGESTS).write_text(digests, encoding="ascii")
+        (partial / CHECKSUMS).write_text(digests, encoding="ascii")
 
 
 class _HashingFile(io.BufferedWriter):
@@ -91,13 +91,13 @@ class _HashingFile(io.BufferedWriter):
 def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
     try:
-        listed = (directory / DIGESTS).read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
+        listed = (directory / CHECKSUMS).read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
         found = {name: f"{digest(directory / name)}  {name}\n" for name in names}
     except OSError as error:
         raise DamagedCheckpoint(f"{Path(error.filename or directory).name}: {_reason(error)}") from None
     damaged = [name for name, line in found.items() if line not in listed]
     if len(names) > 1 and listed != list(found.values()):
-        damaged.append(DIGESTS)
+        damaged.append(CHECKSUMS)
     if damaged:
         raise DamagedCheckpoint(f"{damaged[0]} is damaged: its digest does not match")
 
@@ -149,7 +149,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         content = read(file)
         if "network" not in content:
             raise DamagedCheckpoint(f"{file.name} holds no network; use {WEIGHTS} in the same directory")
-        if (file.parent / DIGESTS).exists():
+        if (file.parent / CHECKSUMS).exists():
             verify(file.parent, (file.name,))
     except DamagedCheckpoint as damage:
         raise UserError(f"cannot read {file}: {damage}; give {ANY_CHECKPOINT}") from None
@@ -162,7 +162,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((int(name[5:]) for name in names if re.fullmatch(r"step_\d{8,}", name)), reverse=True)
 
 
-def place(folder: Path, step: int) -> Path:
+def step_directory(folder: Path, step: int) -> Path:
     """Directory of the checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
@@ -180,14 +180,14 @@ def load(path: Path) -> Checkpoint:
         raise DamagedCheckpoint(f"{TRAINING}: {error}") from None
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def load_newest(folder: Path) -> Checkpoint | None:
     """The newest intact checkpoint, None if there are none; logs damaged ones.
 
     Raises UserError if all checkpoints are damaged.
     """
     skipped = []
     for step in saved_steps(folder):
-        path = place(folder, step)
+        path = step_directory(folder, step)
         try:
             verify(path)
             return load(path)
@@ -336,12 +336,12 @@ class AsyncCheckpointer:
         return True
 
     def _write(self, step: int, weights: Mapping[str, Any], training: Mapping[str, Any], is_best: bool) -> None:
-        target, started = place(self._folder, step), time.perf_counter()
+        target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
             write(target, weights, training)
             if is_best:
-                point_to(self._folder / BEST, target.name)
+                update_symlink(self._folder / BEST, target.name)
             self._prune(step)
         except Exception as error:  # no error of a checkpoint ends a training
             self._fault = reason = _reason(error)
@@ -357,12 +357,12 @@ class AsyncCheckpointer:
         """
         best = self._folder / BEST
         for step in [step for step in saved_steps(self._folder) if step <= last][self._keep_last :]:
-            old = place(self._folder, step)
+            old = step_directory(self._folder, step)
             if not (best.is_symlink() and os.readlink(best) == old.name):
                 shutil.rmtree(old)
 
 
-def point_to(link: Path, name: str) -> None:
+def update_symlink(link: Path, name: str) -> None:
     """Creates a symbolic link or replaces it atomically."""
     fresh = link.with_name(f".{link.name}.{os.urandom(8).hex()}.partial")
     try:

@@ -137,10 +137,10 @@ def _find_checkpoint(directory: Path, resume: str) -> Checkpoint | None:
     if folder.is_dir():
         with contextlib.suppress(OSError), lock(directory):  # an unwritable directory is reported later
             recover(folder)
-    found = checkpoint.newest(folder)
+    found = checkpoint.load_newest(folder)
     if found is None and resume not in ("auto", "no"):
         other = Path(resume) / FOLDER
-        found = checkpoint.newest(other if other.is_dir() else Path(resume))
+        found = checkpoint.load_newest(other if other.is_dir() else Path(resume))
         if found is None:
             raise UserError(f"--resume={resume}: it holds no checkpoint; give a run's directory, auto or no")
     return found
@@ -185,6 +185,6 @@ def _discard(folder: Path) -> None:
     remedy = "remove them by hand, or give another --run_num"
     with os_errors_for_users(f"--resume=no: cannot remove the checkpoints in {folder}", remedy):
         for step in checkpoint.saved_steps(folder):
-            shutil.rmtree(checkpoint.place(folder, step))
+            shutil.rmtree(checkpoint.step_directory(folder, step))
         for name in (checkpoint.BEST, DISCARD):
             (folder / name).unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def test_a_single_rank_gets_a_copy_in_private_memory(
     assert copy.path == str(path)
     for field, values in zip((copy.inputs, copy.targets), read_fields(path), strict=True):
         np.testing.assert_array_equal(field, values)
-    assert shared.room_for_copies(World(Launch("test", world_size=2), torch.device("cpu"))) == 0, "no shared memory"
+    assert shared.free_shared_memory(World(Launch("test", world_size=2), torch.device("cpu"))) == 0, "no shared memory"
 
 
 def test_too_little_memory_is_reported_before_anything_is_read(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:

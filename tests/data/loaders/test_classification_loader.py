@@ -30,7 +30,7 @@ KINDS = ("images", "words")
 Arrays = list[tuple[np.ndarray, np.ndarray]]
 
 
-def split_of(kind: str, count: int = AVAILABLE) -> ClassificationData:
+def split_settings(kind: str, count: int = AVAILABLE) -> ClassificationData:
     generator = np.random.default_rng(1)
     labels = generator.integers(0, 10, count)
     if kind == "images":
@@ -112,7 +112,7 @@ def test_ranks_together_get_the_plans_rows_bit_for_bit(kind: str, split: str, wo
 
     An epoch that ends early does not affect the next one.
     """
-    data = split_of(kind)
+    data = split_settings(kind)
     for samples, rank in itertools.product((2, 7, 8, 17, 23), range(world)):
         plan = ShufflePlan(samples, AVAILABLE, seed=3, split=split)
         loader = loader_of(data, plan, batch_size=8 // world, rank=rank, ranks=world)
@@ -134,7 +134,7 @@ def test_every_byte_is_scaled_exactly() -> None:
 
 def test_split_and_batches_keep_their_memory_without_warnings() -> None:
     """Also in inference mode, in which validation runs between two epochs of training."""
-    data, plan = split_of("images"), ShufflePlan(20, AVAILABLE, seed=3)
+    data, plan = split_settings("images"), ShufflePlan(20, AVAILABLE, seed=3)
     expected = [batch_of(data, part) for part in rank_batches(plan.epoch(0).tolist(), 4, 0, 1, True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,7 @@ def test_split_and_batches_keep_their_memory_without_warnings() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_the_host_never_waits_and_batches_are_bit_equal(kind: str) -> None:
     """Each batch is read after kernels that still run when the next ones are filled."""
-    data, plan = split_of(kind), ShufflePlan(20, AVAILABLE, seed=3)
+    data, plan = split_settings(kind), ShufflePlan(20, AVAILABLE, seed=3)
     loader = loader_of(data, plan, device="cuda")
     busy = torch.randn(2048, 2048, device="cuda")
     batches = []

@@ -30,7 +30,7 @@ SHARED_MEMORY = "/dev/shm"
 REMEDY = "use --data_loader_config=lowmem"
 
 
-def room_for_copies(world: World) -> int:
+def free_shared_memory(world: World) -> int:
     """Bytes that `share_volume` can allocate on this rank's node."""
     if world.size == 1:
         return available_memory()
@@ -40,7 +40,7 @@ def room_for_copies(world: World) -> int:
 def share_volume(volume: Volume, world: World) -> Volume:
     """Reads the volume once per node and returns arrays that all ranks of the node share."""
     with world.raise_together():
-        free = room_for_copies(world)
+        free = free_shared_memory(world)
         if world.is_node_leader and free < volume.bytes:
             raise UserError(
                 f"{volume.path} needs {volume.bytes / GIB:.2f} GiB of memory, "

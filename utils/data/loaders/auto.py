@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from utils.config import Config
-from utils.data.files.shared_memory import room_for_copies
+from utils.data.files.shared_memory import free_shared_memory
 from utils.data.loader import Loaders, TrainingBytes
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.plan import SPLITS
-from utils.data.sources import open_split, open_split_npy
+from utils.data.splits import open_split, open_split_npy
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
@@ -51,7 +51,7 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
     if all(volume.mapped for volume in volumes.values()):
         return "lowmem", "; ".join([*reasons, "the files are contiguous and mapped"])
     size = sum(volume.bytes for volume in volumes.values())
-    free = min(world.gather_objects(room_for_copies(world)))
+    free = min(world.gather_objects(free_shared_memory(world)))
     sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
     return ("inmem" if size <= free else "lowmem"), "; ".join([*reasons, sizes])
 

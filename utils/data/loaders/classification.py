@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
 from utils.data.plan import ShufflePlan, rank_batches
-from utils.data.sources import build_splits, split_of
+from utils.data.splits import build_splits, split_settings
 from utils.distributed.world import World
 from utils.errors import UserError
 
@@ -39,7 +39,7 @@ def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]
 
 def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
     """The order of one split's samples; UserError if the config requests more than the `available` ones."""
-    samples = split_of(config, split).samples
+    samples = split_settings(config, split).samples
     if samples > available:
         key = "Nsamples" if split == "train" else "Nsamples_val"
         raise UserError(f"{key} {samples} is more than the {available} {split} samples of {config.dataset.name}")

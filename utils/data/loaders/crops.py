@@ -23,7 +23,9 @@ Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that a
 CPU = torch.device("cpu")
 
 # Symmetries that keep rows in order and read them forwards; they need no scratch block.
-ROWS_STAY = frozenset(np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist())
+ROW_PRESERVING = frozenset(
+    np.flatnonzero((symmetry.PERMUTATIONS == (0, 1, 2)).all(1) & (symmetry.SIGNS[:, 2] > 0)).tolist()
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class CropCopier:
         crop = self._field[:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
         moved = symmetry.move_axes(block, index)
         for channel, (source, sign) in enumerate(zip(self._sources[index], self._signs[index], strict=True)):
-            if index in ROWS_STAY and sign > 0:
+            if index in ROW_PRESERVING and sign > 0:
                 np.copyto(out[channel], symmetry.move_axes(crop[source], index))
                 continue
             if sign > 0:

@@ -33,7 +33,7 @@ from utils.data.files.page_cache import warm_page_cache
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
 from utils.data.loaders.crop_reader import CropReader
 from utils.data.loaders.crops import CropOptions, Vectors
-from utils.data.sources import build_splits, crop_options, open_npy_volumes
+from utils.data.splits import build_splits, crop_options, open_npy_volumes
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -148,7 +148,7 @@ class DaliLoader(Loader):
         for name, crops, table in zip(FIELDS, buffer, self._tables, strict=True):
             # Passed without a copy, and marked as pinned if it is: DALI then copies it to the device directly.
             self._pipeline.feed_input(f"{name} crop", TensorListCPU(crops.numpy(), "DHWC", self._on_gpu))
-            if self._options.plan.augmentations:
+            if self._options.plan.is_augmented:
                 for key, values in table.items():
                     self._pipeline.feed_input(f"{name} {key}", values[indices])
 
@@ -175,7 +175,7 @@ class DaliLoader(Loader):
                 crop = fn.external_source(name=f"{name} crop", dtype=types.FLOAT, ndim=4, layout="DHWC", no_copy=True)
                 if self._on_gpu:
                     crop = crop.gpu()
-                if options.plan.augmentations:
+                if options.plan.is_augmented:
                     crop = self._augment(crop, name, array.shape[-1])
                     if options.channels_last:
                         crop = fn.transpose(crop, perm=[1, 2, 3, 0])

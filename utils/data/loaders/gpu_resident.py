@@ -22,7 +22,7 @@ from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.loaders.threaded import build_inmem
 from utils.data.plan import EpochPlan
-from utils.data.sources import build_splits, crop_options, load_volumes, open_volumes
+from utils.data.splits import build_splits, crop_options, load_volumes, open_volumes
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB

@@ -12,7 +12,7 @@ import torch
 from utils.config import Config
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
 from utils.data.loaders.crops import CropOptions
-from utils.data.sources import build_splits, channel_counts, crop_options
+from utils.data.splits import build_splits, channel_counts, crop_options
 from utils.distributed.world import World
 
 

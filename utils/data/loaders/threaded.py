@@ -16,7 +16,7 @@ from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_form
 from utils.data.loaders.crop_reader import BATCHES_AHEAD, CropReader
 from utils.data.loaders.crops import CropCopier, CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
-from utils.data.sources import build_splits, crop_options, load_volumes, open_volumes
+from utils.data.splits import build_splits, crop_options, load_volumes, open_volumes
 from utils.distributed.world import World
 
 

@@ -37,7 +37,7 @@ class Split(NamedTuple):
         return f"{self.key}_npy_data", f"{self.key}_npy_label"
 
 
-def split_of(config: Config, name: str) -> Split:
+def split_settings(config: Config, name: str) -> Split:
     """The values of split 'train' or 'valid'."""
     if name == "train":
         return Split(config.Nsamples, config.box_size[0], "train_path")
@@ -49,7 +49,7 @@ def channel_counts(config: Config) -> tuple[int, int]:
     return config.N_in_channels, config.N_out_channels
 
 
-def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets with the shapes and types of a batch of `samples`, on torch's meta device."""
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
@@ -65,7 +65,7 @@ def batch_like(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor
 
 def sample_plan(config: Config, split: str) -> SamplePlan:
     """The plan of one split, 'train' or 'valid'."""
-    samples, box, _ = split_of(config, split)
+    samples, box, _ = split_settings(config, split)
     return SamplePlan(
         samples=samples,
         box=box,
@@ -109,13 +109,13 @@ def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> L
 
 def open_split(config: Config, split: str) -> Volume:
     """The HDF5 volume of one split, checked against the config."""
-    values = split_of(config, split)
+    values = split_settings(config, split)
     return open_volume(getattr(config, values.key), channel_counts(config), values.box, config.transform)
 
 
 def open_split_npy(config: Config, split: str) -> NpyVolume:
     """The `.npy` files of one split, checked against the config and, if it exists, against the HDF5 file."""
-    values = split_of(config, split)
+    values = split_settings(config, split)
     source, keys = getattr(config, values.key), values.npy_keys
     volume = open_split(config, split) if os.path.exists(source) else None
     paths = (getattr(config, keys[0]), getattr(config, keys[1]))
@@ -132,19 +132,19 @@ def open_box(config: Config, split: str, reads: str | None) -> Volume:
             f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to predict; "
             f"set it to 0, or choose another loader"
         )
-    if reads == "npy" and not os.path.exists(getattr(config, split_of(config, split).key)):
+    if reads == "npy" and not os.path.exists(getattr(config, split_settings(config, split).key)):
         return open_split_npy(config, split).volume()
     return open_split(config, split)
 
 
 def open_volumes(config: Config, world: World) -> dict[str, Volume]:
     """The HDF5 volumes of both splits; their copies in `use_cache`, if that is set."""
-    return _open_or_stage(config, world, open_split, [split_of(config, split).key for split in SPLITS])
+    return _open_or_stage(config, world, open_split, [split_settings(config, split).key for split in SPLITS])
 
 
 def open_npy_volumes(config: Config, world: World) -> dict[str, NpyVolume]:
     """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
-    keys = [key for split in SPLITS for key in split_of(config, split).npy_keys]
+    keys = [key for split in SPLITS for key in split_settings(config, split).npy_keys]
     return _open_or_stage(config, world, open_split_npy, keys)
 
 
