@@ -56,29 +56,31 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_copies_hold_the_fields_with_channels_last_for_any_buffer(
     volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slabs of one plane, of several planes or layers of chunks, and of the whole volume."""
+    """Tiles of one row, of several rows or planes, and of the whole volume, with remainders at the edges."""
     source = volume_file(tmp_path / "train.h5", box=12, **storage)
     copies = convert(source)
     assert copies == [tmp_path / "train_data.npy", tmp_path / "train_label.npy"]
     assert_copies(source, copies)
-    for planes in (0, 1, 5, 11):
-        monkeypatch.setattr(convert_to_npy, "BUFFER_BYTES", planes * 4 * 5 * 12 * 12)
+    for buffer_bytes in (1, 12 * 4 * 4 * 7, 12 * 4 * 5 * 12 * 5, 10**6):
+        monkeypatch.setattr(convert_to_npy, "BUFFER_BYTES", buffer_bytes)
         assert_copies(source, convert(source, overwrite=True))
 
 
-def test_memory_is_bounded_by_the_buffer(
-    volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 32, 4, 4)}], ids=["contiguous", "deep chunks"])
+def test_memory_is_bounded_by_the_buffers(
+    volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer of 64 KiB for a volume of 1.2 MB; h5py and Python need little in addition."""
-    source = volume_file(tmp_path / "train.h5", box=32)
+    """Buffers of 64 KiB for a volume of 1.2 MB; h5py and Python need little in addition."""
+    source = volume_file(tmp_path / "train.h5", box=32, **storage)
     monkeypatch.setattr(convert_to_npy, "BUFFER_BYTES", 2**16)
     tracemalloc.start()
     try:
-        convert(source)
+        copies = convert(source)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 2 * 2**16 + 2**17
+    assert_copies(source, copies)
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -127,10 +129,12 @@ def test_files_and_datasets_that_cannot_be_converted_are_reported(
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["flat"] = np.zeros((6, 6, 6), np.float32)
         file["six"] = np.zeros((4, 6, 6, 6), np.float32)
+        file["eight"] = np.zeros((5, 8, 8, 8), np.float32)
         file["double"] = np.zeros((4, 6, 6, 6))
     for data, label, message in (
         ("flat", "six", "expected (channels, L, L, L)"),
         ("double", "six", "expected little-endian float32"),
+        ("six", "eight", "grids must be equal"),
     ):
         assert message in refused(capsys, "-i", tmp_path / "a.h5", "-d", data, "-l", label)
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "train.h5"]

@@ -8,6 +8,7 @@ The memory needed does not depend on the size of the volume: two buffers of 128 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ if not __package__:  # run as a file: Python searches that file's directory for 
 
 from utils.cli import Parser
 from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file
-from utils.errors import one_line_errors, os_errors_for_users
+from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 
@@ -45,14 +46,19 @@ def convert(
     source = Path(source)
     with open_file(str(source)) as file:
         datasets = [checked_dataset(file, str(source), name) for name in names]
+        shapes = [dataset.shape for dataset in datasets]
+        if shapes[0][1:] != shapes[1][1:]:
+            raise UserError(
+                f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
+            )
         directory = source.parent if output_dir is None else Path(output_dir)
         targets = [directory / f"{source.stem}_{suffix}.npy" for suffix in SUFFIXES]
         for target in targets:
             check_target(target, overwrite, "--output_dir")
         make_output_directory(directory, sum(dataset.nbytes for dataset in datasets), REMEDY)
-        total = sum(dataset.shape[1] for dataset in datasets)
+        total = sum(dataset.shape[1] * dataset.shape[2] for dataset in datasets)
         with (
-            Progress(f"converting {source.name}", total, "planes") as progress,
+            Progress(f"converting {source.name}", total, "rows") as progress,
             os_errors_for_users(f"cannot write to {directory}", REMEDY),
             atomic_write(targets) as partials,
         ):
@@ -75,7 +81,8 @@ def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress, signals: S
             for plane, rows in enumerate(np.moveaxis(values, 0, -1), x):
                 file.seek(start + 4 * channels * box * (plane * box + y))
                 file.write(np.ascontiguousarray(rows).data)
-                progress.advance(y + size_y >= box)
+                progress.advance(len(rows))
+            del values, rows  # before the next tile is read
             if signals:
                 raise SystemExit(128 + signals[0])  # the exit code that shells report
 
