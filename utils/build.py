@@ -19,7 +19,7 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import Loaders, get_loader
-from utils.data.data_loaders import open_box
+from utils.data.splits import open_box
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.distributed.launch import Launch
