@@ -21,7 +21,7 @@ from utils.data.splits import meta_batch, open_split, open_split_npy
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World, choose_device
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
-from utils.files import GIB
+from utils.files import GIB, atomic_write, check_target
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
@@ -109,16 +109,19 @@ def _learning_rate(config: Config) -> str:
 
 def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     """Plots the learning rate of all steps of config `name` to a PNG file; returns the line to print."""
-    from matplotlib.figure import Figure
-
+    check_target(file, overwrite=True, option="--plot")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib, or remove --plot") from None
     schedule, steps, options = build_schedule(config), range(config.total_steps), config.lr_schedule
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
     axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
     axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
     axes.grid(alpha=0.3)
-    with os_errors_for_users(f"cannot write --plot={file}", "give another file"):
-        figure.savefig(file, format="png", dpi=150)
+    with os_errors_for_users(f"cannot write --plot={file}", "give another file"), atomic_write([file]) as (partial,):
+        figure.savefig(partial, format="png", dpi=150)
     return f"learning rate plotted in {file}"
 
 
