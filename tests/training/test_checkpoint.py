@@ -295,8 +295,11 @@ OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
         "weights.pt has format 1, this program reads format 2",
     ),
     "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt has format None"),
-    "a bomb": (resave(WEIGHTS, lambda content: {**content, "network": Bomb()}), "weights.pt: "),
-    "a pickled bomb": (plain_pickle, "training.pt is truncated, or not a PyTorch checkpoint"),
+    "a bomb": (
+        resave(WEIGHTS, lambda content: {**content, "network": Bomb()}),
+        "weights.pt is damaged or not a PyTorch checkpoint",
+    ),
+    "a pickled bomb": (plain_pickle, "training.pt is damaged or not a PyTorch checkpoint"),
     "no state": (resave(TRAINING, without("state")), "training.pt has no state"),
     "no optimizer": (resave(TRAINING, without("optimizer")), "training.pt has no optimizer"),
     "no config": (resave(WEIGHTS, without("config")), "weights.pt has no config"),
@@ -351,13 +354,43 @@ def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
         assert content["step"] == content["network"]["weight"][0] == 2
 
 
+def test_damaged_weights_are_reported_without_pytorchs_advice_to_run_code(tmp_path: Path) -> None:
+    """A fixed bug: four wrong bytes led to a paragraph that advised weights_only=False. Both files must be recopied."""
+    folder = folder_of(tmp_path)
+    second = step_directory(folder, 2)
+    alone = tmp_path / "alone.pt"
+    content = (second / WEIGHTS).read_bytes()
+    start = content.index(b"network")  # within the pickled structure
+    (second / WEIGHTS).write_bytes(content[:start] + b"\xff\xff\xff\xff" + content[start + 4 :])
+    shutil.copyfile(second / WEIGHTS, alone)
+    for path, says in (
+        (
+            second,
+            f"cannot read {second / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it, or give "
+            f"another checkpoint: for example {step_directory(folder, 1)}",
+        ),
+        (
+            alone,
+            f"cannot read {alone}: alone.pt is damaged or not a PyTorch checkpoint; recopy it, or give another "
+            f"checkpoint: a run directory, a checkpoint directory, or a weights.pt",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            read_weights(path)
+        assert str(caught.value) == says
+
+
 def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with one line, and without running code in it."""
     monkeypatch.chdir(tmp_path)
     torch.save({"format": 2, "network": Bomb()}, "saved.pt")
     torch.save(torch.nn.Linear(1, 1).state_dict(), "others.pt")
     Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
-    for name, says in (("saved.pt", ""), ("pickled.pt", ""), ("others.pt", "others.pt has format None")):
+    for name, says in (
+        ("saved.pt", "saved.pt is damaged or not a PyTorch checkpoint; "),
+        ("pickled.pt", "pickled.pt is damaged or not a PyTorch checkpoint; "),
+        ("others.pt", "others.pt has format None"),
+    ):
         with pytest.raises(UserError, match=rf"^cannot read {name}: {says}[^\n]*$"):
             read_weights(Path(name))
     assert not Path("went-off").exists()

@@ -384,10 +384,10 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],
-            " belongs to a training with seed 0, this one has 1 and would see other samples; give this ",
+            " was written by a run with seed 0, this one has 1 and would see other samples; give this ",
         ),
-        (["--set=global_batch_size=4"], " belongs to a training with global_batch_size 8, this one has 4 and "),
-        (["--set=symmetries=none"], " belongs to a training with symmetries full, this one has none and "),
+        (["--set=global_batch_size=4"], " was written by a run with global_batch_size 8, this one has 4 and "),
+        (["--set=symmetries=none"], " was written by a run with symmetries full, this one has none and "),
     ],
 )
 def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwritten(
@@ -408,7 +408,9 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: An
     for other in (tmp_path / "other", tmp_path / "nowhere"):
         code, stderr = command(f"--resume={other}")
         assert code == 2
-        line = f"error: --resume={other}: it holds no checkpoint; give a run's directory, auto or no"
+        line = (
+            f"error: --resume={other}: it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"
+        )
         assert error_line(stderr) == line
         assert not directory(tmp_path).exists()
 
@@ -428,7 +430,22 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
     assert f"Resuming from {step_directory(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), (
         "its own checkpoint comes first"
     )
+    assert f"--resume={other} has no effect: this run has a checkpoint; give another --run_num" in stderr
     assert contents(other) == before
+
+
+def test_a_checkpoint_directory_is_resumed_as_a_run_directory_is(tmp_path: Path, command: Any, whole: Path) -> None:
+    """A fixed bug: --resume=<run>/checkpoints/step_00000008 reported that it holds no checkpoint."""
+    eighth = step_directory(whole / FOLDER, 8)
+    damaged = shutil.copytree(eighth, tmp_path / "damaged")
+    flip(damaged / TRAINING)
+    code, stderr = command(f"--resume={damaged}")
+    assert code == 2
+    assert error_line(stderr).startswith(f"error: cannot read {damaged}: training.pt is damaged: ")
+    code, stderr = command(f"--resume={eighth}")
+    assert code == 0, stderr
+    assert f"Resuming from {eighth}, after step 8" in messages(stderr, "INFO")
+    assert_equal(last(directory(tmp_path)).weights["network"], last(whole).weights["network"])
 
 
 # --- weights alone ---------------------------------------------------------------------------------------------------
@@ -461,7 +478,7 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
     shutil.copytree(source, damaged)
     flip(damaged / WEIGHTS)
     for path, says, flags in (
-        (source / TRAINING, f"cannot read {source / TRAINING}: training.pt holds no network", []),
+        (source / TRAINING, f"{source / TRAINING} holds no network; give weights.pt in the same directory", []),
         (
             source / WEIGHTS,
             f"{source / WEIGHTS} does not fit this training: size mismatch for ",
@@ -469,13 +486,15 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         ),
         (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
-        (damaged, f"cannot read {damaged / WEIGHTS}: ", []),
-        (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is truncated, or not a PyTorch checkpoint", []),
+        (damaged, f"cannot read {damaged / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it", []),
+        (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is damaged or not a PyTorch checkpoint", []),
     ):
         code, stderr = command(f"--init_from={path}", *flags)
         assert code == 2, stderr
         assert error_line(stderr).startswith(f"error: {says}")
-        assert error_line(stderr).endswith(("or its weights.pt", "; give the run of a network with the same config"))
+        assert "give " in error_line(stderr) or error_line(stderr).endswith(
+            "; use a checkpoint with the same network config"
+        )
         assert not directory(tmp_path).exists(), "nothing is written"
 
 

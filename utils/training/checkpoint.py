@@ -7,6 +7,7 @@ it is complete. The link `best` points to the checkpoint with the lowest validat
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
@@ -15,8 +16,7 @@ import re
 import shutil
 import threading
 import time
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 WEIGHTS_KEYS, TRAINING_KEYS = ("network", "config"), ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
-ANY_CHECKPOINT = f"a run's directory, such as runs/demo/2GPU/00, a checkpoint's, or its {WEIGHTS}"
+ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
 class DamagedCheckpoint(Exception):
@@ -120,12 +120,13 @@ def digest(path: Path) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Content of one file, read without running code in it; raises DamagedCheckpoint if it cannot be read."""
-    if path.is_file() and not zipfile.is_zipfile(path):  # torch's own message describes its internals
-        raise DamagedCheckpoint(f"{path.name} is truncated, or not a PyTorch checkpoint")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise DamagedCheckpoint(f"{path.name}: {_reason(error)}") from None
+        # PyTorch's own messages are paragraphs, and advise the user to run the code in the file.
+        is_short = isinstance(error, OSError | MemoryError) or "allocate" in str(error)
+        reason = f": {_reason(error)}" if is_short else " is damaged or not a PyTorch checkpoint"
+        raise DamagedCheckpoint(f"{path.name}{reason}") from None
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise DamagedCheckpoint(f"{path.name} has format {found}, this program reads format {FORMAT}")
@@ -145,15 +146,27 @@ def weights_file(path: Path) -> Path:
 def read_weights(path: Path) -> dict[str, Any]:
     """Content of `weights_file(path)`; raises UserError if it is damaged."""
     file = weights_file(path)
-    try:
-        content = read(file)
-        if "network" not in content:
-            raise DamagedCheckpoint(f"{file.name} holds no network; use {WEIGHTS} in the same directory")
+    with damage_for_users(file):
         if (file.parent / CHECKSUMS).exists():
             verify(file.parent, (file.name,))
-    except DamagedCheckpoint as damage:
-        raise UserError(f"cannot read {file}: {damage}; give {ANY_CHECKPOINT}") from None
+        content = read(file)
+    if "network" not in content:
+        raise UserError(f"{file} holds no network; give {WEIGHTS} in the same directory")
     return content
+
+
+@contextlib.contextmanager
+def damage_for_users(path: Path) -> Iterator[None]:
+    """Converts DamagedCheckpoint to UserError; `path` is the file or the directory that the user has chosen."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        chosen = path.resolve().parent if path.is_file() else path.resolve()
+        folder = chosen.parent
+        steps = saved_steps(folder) if folder.name == FOLDER else []
+        others = [str(step_directory(folder, step)) for step in steps if step_directory(folder, step) != chosen]
+        example = f"for example {others[0]}" if others else ANY_CHECKPOINT
+        raise UserError(f"cannot read {path}: {damage}; recopy it, or give another checkpoint: {example}") from None
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -218,7 +231,7 @@ class Checkpointer(Protocol):
         """Waits until the last checkpoint is written."""
 
     def check(self) -> None:
-        """Raises UserError unless the newest state of all that were to be saved is on the disk."""
+        """Raises UserError unless the most recent requested checkpoint is on the disk."""
 
 
 class NullCheckpointer:
@@ -263,11 +276,11 @@ class AsyncCheckpointer:
         self._step = self._requested_step = 0  # of the last write begun, and of the last save requested
         self._waited = 0.0
         self._write_started = self._created = time.monotonic()
-        self._fault: str | None = None  # why the newest state to be saved is not on the disk
+        self._fault: str | None = None  # why the most recent requested checkpoint is not on the disk
 
     def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
         self._requested_step = state.step
-        if not self._await_writer(self.CLOSE_SECONDS if wait else self._patience(is_best)):
+        if not self._await_writer(self.CLOSE_SECONDS if wait else self._max_wait(is_best)):
             self._fault = "the previous checkpoint is still being written"
             log.warning(
                 "No checkpoint at step %d: step %d is still being written after %.0f s; training continues",
@@ -319,7 +332,7 @@ class AsyncCheckpointer:
             return None
         return content
 
-    def _patience(self, is_best: bool) -> float:
+    def _max_wait(self, is_best: bool) -> float:
         """Seconds that a save may wait now."""
         total = self.WAIT_SECONDS + self.WAIT_FRACTION * (time.monotonic() - self._created)
         return max(0.0, total - self._waited) + (self.BEST_WAIT_SECONDS if is_best else 0.0)

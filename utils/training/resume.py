@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,22 @@ from utils.files import recover
 from utils.runs.directory import lock
 from utils.steps import Step
 from utils.training import checkpoint
-from utils.training.checkpoint import FOLDER, Checkpoint, DamagedCheckpoint, read_weights, stored_config
+from utils.training.checkpoint import (
+    FOLDER,
+    WEIGHTS,
+    Checkpoint,
+    DamagedCheckpoint,
+    damage_for_users,
+    read_weights,
+    stored_config,
+    verify,
+)
 from utils.training.state import TrainState
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
-# File among the checkpoints while --resume=no is requested and not yet carried out: a job that is restarted in between
+# File among the checkpoints while --resume=no is requested and not yet done: a job that is restarted in between
 # must not resume from the checkpoints that it was to replace.
 DISCARD = ".discard"
 
@@ -40,12 +49,19 @@ def starts_from_scratch(resume: str) -> bool:
 class Start:
     """The start of one training, equal on every rank."""
 
-    def __init__(self, config: Mapping[str, Any], init_from: str | None, found: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        init_from: str | None,
+        found: Checkpoint | None = None,
+        overridden: Sequence[str] = (),
+    ) -> None:
         """Starts from the checkpoint `found`; without one, from the weights `init_from` or from scratch.
 
+        `overridden` are the flags that have no effect because the run has a checkpoint.
         Raises UserError if the checkpoint's training saw other samples.
         """
-        self._init_from, self._checkpoint = init_from, found
+        self._init_from, self._checkpoint, self._overridden = init_from, found, overridden
         self._path = found.path if found else None
         self._state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
@@ -68,7 +84,7 @@ class Start:
                 step.load_state({"network": found.weights["network"], **found.training})
             _restore_random(found, world)
         elif self._init_from is not None:
-            with world.raise_together(), _must_fit(self._init_from, "give the run of a network with the same config"):
+            with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
                 step.load_weights(read_weights(Path(self._init_from))["network"])
         return self._state
 
@@ -79,8 +95,8 @@ class Start:
         lines = [f"Resuming from {self._path}, after step {self._state.step}"]
         if self._changes:
             lines.append(f"Changed config keys: {', '.join(self._changes)}; the learning rate follows the new schedule")
-        if self._init_from:
-            lines.append("--init_from has no effect: this run has a checkpoint; give another --run_num")
+        for flag in self._overridden:
+            lines.append(f"{flag} has no effect: this run has a checkpoint; give another --run_num")
         if self.is_complete:
             lines.append(
                 "This training is complete; raise num_epochs, start from scratch with --resume=no, or give another "
@@ -92,7 +108,7 @@ class Start:
 def find_start(directory: Path, resume: str, init_from: str | None, config: Mapping[str, Any], world: World) -> Start:
     """The start of a training in a run directory; every rank calls it.
 
-    `resume` is auto, no or another run's directory. A run's own checkpoint takes precedence.
+    `resume` is auto, no, or the directory of another run or of a checkpoint. A run's own checkpoint takes precedence.
     """
     found: Checkpoint | None = None
     with world.raise_together():
@@ -108,9 +124,13 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
                     f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
                     f"nodes share"
                 ) from None
-    if found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve():
-        found.state.best_loss = math.inf  # the other run's best checkpoint stays there
-    return Start(config, init_from, found)
+    overridden = [] if init_from is None or found is None else ["--init_from"]
+    if found is not None:
+        if found.path.parent.resolve() != (directory / FOLDER).resolve():
+            found.state.best_loss = math.inf  # the other run's best checkpoint stays there
+        elif resume not in ("auto", "no"):
+            overridden.append(f"--resume={resume}")
+    return Start(config, init_from, found, overridden)
 
 
 def discard_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
@@ -139,10 +159,23 @@ def _find_checkpoint(directory: Path, resume: str) -> Checkpoint | None:
             recover(folder)
     found = checkpoint.load_newest(folder)
     if found is None and resume not in ("auto", "no"):
-        other = Path(resume) / FOLDER
-        found = checkpoint.load_newest(other if other.is_dir() else Path(resume))
-        if found is None:
-            raise UserError(f"--resume={resume}: it holds no checkpoint; give a run's directory, auto or no")
+        return _checkpoint_of_flag(resume)
+    return found
+
+
+def _checkpoint_of_flag(resume: str) -> Checkpoint:
+    """The checkpoint in a directory, or the newest one of a run; raises UserError if there is none."""
+    directory = Path(resume)
+    if (directory / WEIGHTS).exists():
+        with damage_for_users(directory):
+            verify(directory)
+            return checkpoint.load(directory.resolve())  # a running training may move its link `best`
+    folder = directory / FOLDER
+    found = checkpoint.load_newest(folder if folder.is_dir() else directory)
+    if found is None:
+        raise UserError(
+            f"--resume={resume}: it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"
+        )
     return found
 
 
@@ -163,7 +196,7 @@ def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
     for key in ORDER_KEYS:
         if before.get(key, now[key]) != now[key]:
             raise UserError(
-                f"{found.path} belongs to a training with {key} {before[key]}, this one has {now[key]} and would see "
+                f"{found.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
                 f"other samples; give this one another --run_num (--init_from loads weights alone)"
             )
     return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]
