@@ -130,6 +130,15 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
             read_settings(ALONE)
         assert str(conf) in str(caught.value)
     conf.write_text("")
-    monkeypatch.setenv("BENCHY_OUTPUT", f"{tmp_path}/none/x.json")
-    with pytest.raises(UserError, match=f"^cannot write {tmp_path}/none/x.json: .*; set BENCHY_OUTPUT"):
-        read_settings(ALONE)
+    (tmp_path / "results.json").mkdir()
+    for name, reason in (
+        (f"{tmp_path}/none/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
+        (f"{conf}/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
+        (str(tmp_path), "it is a directory; set BENCHY_OUTPUT to a file"),
+        (".", "it is a directory; set BENCHY_OUTPUT to a file"),
+        (f"{tmp_path}/new/", "it is a directory; set BENCHY_OUTPUT to a file"),
+        (f"{tmp_path}/results", "it is a directory; set BENCHY_OUTPUT to a file"),
+    ):
+        monkeypatch.setenv("BENCHY_OUTPUT", name)
+        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}: .*{reason}$"):
+            read_settings(ALONE)

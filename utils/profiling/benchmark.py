@@ -76,12 +76,14 @@ def read_settings(world: World) -> Settings:
     with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")
     settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
-    output = Path(os.environ.get("BENCHY_OUTPUT") or settings.output)
-    if output.suffix != ".json":
-        output = output.with_name(f"{output.name}.json")
+    name = os.environ.get("BENCHY_OUTPUT") or settings.output
+    output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
-        if world.is_root and not os.access(output.parent, os.W_OK):
-            raise UserError(f"cannot write {output}: {output.parent} is not a writable directory; set BENCHY_OUTPUT")
+        if world.is_root:
+            if name.endswith("/") or os.path.isdir(name) or output.is_dir():
+                raise UserError(f"cannot write {name}: it is a directory; set BENCHY_OUTPUT to a file")
+            if not output.parent.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+                raise UserError(f"cannot write {name}: {output.parent} is not a writable directory; set BENCHY_OUTPUT")
     return settings.model_copy(update={"output": str(output)})
 
 
