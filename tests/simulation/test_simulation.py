@@ -310,6 +310,20 @@ def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
     assert h5py.is_hdf5(path)
 
 
+def test_an_output_that_appears_in_the_meantime_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, simulated = tmp_path / "box.h5", simulate.simulate
+
+    def slow(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
+        path.write_text("another's")
+        return simulated(options)
+
+    monkeypatch.setattr(simulate, "simulate", slow)
+    assert "box.h5 exists; give --overwrite" in refused(capsys, command(path))
+    assert (os.listdir(tmp_path), path.read_text()) == (["box.h5"], "another's")
+
+
 def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -221,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nbody, hydro = simulate(options)
         except MemoryError:
             raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
+        check_target(target, options.overwrite)  # another process may have created it
         write(target, nbody, hydro, file_attributes(options))
         size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
         print(f"wrote {target}: {size}, z = {options.redshift:g}")
