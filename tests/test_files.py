@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover
 
 
@@ -138,3 +138,12 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(UserError, match=r"is not writable; give another --output$"):
         make_output_directory(tmp_path, size=0)
+
+
+@pytest.mark.parametrize(("remedy", "end"), [("", ""), ("move", ", or move")])
+def test_a_full_disk_is_reported_with_its_remedy(remedy: str, end: str) -> None:
+    with pytest.raises(UserError) as caught, os_errors_for_users("cannot write a", remedy):
+        raise OSError(28, "No space left on device")
+    assert str(caught.value) == (
+        f"cannot write a: No space left on device; free some space and run the command again{end}"
+    )

@@ -87,5 +87,5 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = f"free some space and run the command again, or {remedy}"
+            remedy = ", or ".join(filter(None, ("free some space and run the command again", remedy)))
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error
