@@ -100,19 +100,23 @@ def open_locked(path: Path, fault: str, seconds: float = 0.0) -> IO[bytes]:
 
     Raises UserError(fault) if another process holds the lock for `seconds`.
     """
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
     deadline = time.monotonic() + seconds
     while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
         except BlockingIOError:
+            file.close()
             if time.monotonic() >= deadline:
-                file.close()
                 raise UserError(fault) from None
             time.sleep(0.5)
+            continue
         except OSError:
             return file  # some parallel file systems have no locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()  # its owner removed it before the lock was taken
 
 
 def copy_file(source: str | Path, target: str | Path, description: str) -> None:

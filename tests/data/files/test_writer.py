@@ -201,6 +201,24 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     check_complete(tmp_path / "box.h5")
 
 
+def test_a_lock_that_its_owner_has_just_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process opens the journal, and another finishes and removes it before the first one locks it."""
+    other, lock = begin(tmp_path / "box.h5"), files.fcntl.flock
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(files.fcntl, "flock", lock)
+        other.discard()
+        lock(*arguments)
+
+    monkeypatch.setattr(files.fcntl, "flock", late)
+    volume = begin(tmp_path / "box.h5")
+    with pytest.raises(UserError, match=r"another process is writing box.h5"):
+        begin(tmp_path / "box.h5")
+    write_slabs(volume)
+    volume.finish()
+    check_complete(tmp_path / "box.h5")
+
+
 def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
