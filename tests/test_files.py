@@ -103,6 +103,20 @@ def test_the_earlier_content_stays_until_the_new_content_is_on_disk(
     assert (read(target), os.listdir(tmp_path)) == ("second", ["target"])
 
 
+def test_a_directory_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with write but without read permission; root may open it anyway."""
+    system_open = os.open
+
+    def refuse_directories(path: Path, *arguments: int) -> int:
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied")
+        return system_open(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse_directories)
+    write(tmp_path / "target", "first")
+    assert (read(tmp_path / "target"), os.listdir(tmp_path)) == ("first", ["target"])
+
+
 def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_path: Path) -> None:
     for name in ("step_1", ".step_2.abc.partial", ".step_3.replaced", ".step_1.replaced"):
         (tmp_path / name).mkdir()

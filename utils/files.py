@@ -87,12 +87,12 @@ def _partial(target: Path) -> Path:
 
 def _flush(path: Path) -> None:
     """Waits until the file or directory is on disk. Not every file system can flush a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def open_locked(path: Path, fault: str, seconds: float = 0.0) -> IO[bytes]:

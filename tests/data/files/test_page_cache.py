@@ -70,6 +70,15 @@ def test_files_are_read_only_if_all_of_them_fit_in_memory(tmp_path: Path, monkey
     )
 
 
+def test_a_file_of_both_splits_is_read_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = str(tmp_path / "box.h5"), []
+    Path(path).write_bytes(bytes(MIB))
+    monkeypatch.setattr(page_cache, "available_memory", lambda: MIB)
+    monkeypatch.setattr(page_cache, "copy_file", lambda *arguments: reads.append(arguments[0]))
+    assert warm_page_cache([path, path], [], ALONE).startswith("box.h5: 1.0 MiB read into the page cache in ")
+    assert reads == [path]
+
+
 def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_path: Path) -> None:
     """A group's limit minus its use, except for cached files, which can be dropped. Groups above it count, too."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"

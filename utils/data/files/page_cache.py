@@ -31,7 +31,7 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
     Returns a line for the log on the first rank of each node, and an empty string on the others.
     """
-    note = ""
+    paths, note = list(dict.fromkeys(paths)), ""  # the training and the validation may read the same file
     with world.raise_together(), os_errors_for_users(f"cannot read {' and '.join(paths)}"):
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
         if world.is_node_leader:
