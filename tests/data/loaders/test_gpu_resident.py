@@ -141,6 +141,17 @@ def test_volumes_that_do_not_fit_are_reported_with_sizes_and_a_remedy() -> None:
             check_fits(size, dtype, 24 * GIB, 17 * GIB // 2)
 
 
+def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot.")
+
+    size = open_volume(path, (4, 5)).bytes
+    monkeypatch.setattr(torch, "empty", no_memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - 1, size))
+    with pytest.raises(UserError, match=r"^the volumes need .* as float32; .*float16 .*=lowmem$"):
+        load_resident(open_volume(path, (4, 5)), World(Launch("single process"), torch.device("cuda")), torch.float32)
+
+
 # --- loading -------------------------------------------------------------------------------------------------------
 
 

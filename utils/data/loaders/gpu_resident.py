@@ -114,13 +114,16 @@ def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
     free: free bytes on the device now (`torch.cuda.mem_get_info`).
     reserve: bytes that the training needs.
     """
+    if size * dtype.itemsize // 4 + reserve > free:
+        raise _too_large(size, dtype, free, reserve)
+
+
+def _too_large(size: int, dtype: torch.dtype, free: int, reserve: int) -> UserError:
     needed, half = size * dtype.itemsize // 4, size // 2
-    if needed + reserve <= free:
-        return
     remedy = "use --data_loader_config=lowmem"
     if needed > half and half + reserve <= free:
         remedy = f"use --set resident_dtype=float16 ({half / GIB:.2f} GiB) or --data_loader_config=lowmem"
-    raise UserError(
+    return UserError(
         f"the volumes need {needed / GIB:.2f} GiB as {str(dtype).removeprefix('torch.')}; the device has "
         f"{free / GIB:.2f} GiB free, and {reserve / GIB:.2f} GiB are reserved for training; {remedy}"
     )
@@ -139,7 +142,11 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
     reads = world.node.source == world.rank
     with world.raise_together():
         shapes = (volume.inputs.shape, volume.targets.shape)
-        fields = [torch.empty(shape, dtype=dtype, device=world.device) for shape in shapes]
+        free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else 0
+        try:
+            fields = [torch.empty(shape, dtype=dtype, device=world.device) for shape in shapes]
+        except torch.OutOfMemoryError:
+            raise _too_large(volume.bytes, dtype, free, reserve=0) from None
     with world.raise_together():
         # Reading through pinned memory is twice as fast as through pageable memory.
         thickness = slabs[0][2].stop if reads else 0
