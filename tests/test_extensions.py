@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -9,11 +10,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from reference_samples import digest, rank_batches, read_fields, reference
 from trainings import TOP, YAML, metrics
 
 import networks
 import train
-from utils import data
+from utils import build, cli, data
+from utils import config as configs
+from utils.data.splits import sample_plan, split_settings
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.optim import optimizers
 
 PAGE = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -27,7 +34,7 @@ def section(title: str) -> tuple[str, str]:
 
 
 def execute(source: str, namespace: dict[str, Any]) -> None:
-    exec(compile(source, "docs/architecture.md", "exec"), namespace)
+    exec(compile(source, "docs/architecture.md", "exec", dont_inherit=True), namespace)
 
 
 def new_module(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -38,6 +45,13 @@ def new_module(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Modul
     monkeypatch.setitem(sys.modules, module.__name__, module)
     execute(source, vars(module))
     return module
+
+
+def add_plain_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the page's loader to LOADERS."""
+    source, line = section("How to add a loader")
+    module = new_module("plain", source, monkeypatch)
+    monkeypatch.setattr(data, "LOADERS", data.LOADERS | eval(f"{{{line}}}", vars(data) | {"plain": module}))
 
 
 def train_with(flags: list[str], data_flags: list[str], expdir: Path) -> list[float]:
@@ -51,11 +65,38 @@ def train_with(flags: list[str], data_flags: list[str], expdir: Path) -> list[fl
 def test_the_documented_loader_yields_the_batches_of_the_others(
     data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, line = section("How to add a loader")
-    module = new_module("plain", source, monkeypatch)
-    monkeypatch.setattr(data, "LOADERS", data.LOADERS | eval(f"{{{line}}}", vars(data) | {"plain": module}))
+    add_plain_loader(monkeypatch)
     found = train_with(["--data_loader_config=plain"], data_flags, tmp_path / "plain")
     assert found == train_with(["--data_loader_config=lowmem"], data_flags, tmp_path / "lowmem")
+
+
+def test_the_documented_loader_carries_out_the_sample_plan(
+    data_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both splits, complete epochs and one that resumes in the middle."""
+    add_plain_loader(monkeypatch)
+    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *data_flags, "--data_loader_config=plain"])
+    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    loaders = build.loaders(config, World(Launch("test"), torch.device("cpu")))
+    for split, loader in (("train", loaders.train), ("valid", loaders.valid)):
+        fields = read_fields(getattr(config, split_settings(config, split).key))
+        for epoch, first in ((0, 0), (1, 0), (2, 3)):
+            samples = reference(fields, sample_plan(config, split), epoch, config.symmetries)
+            wanted = rank_batches(samples, config.global_batch_size, 0, 1, drop_last=split == "train")
+            assert len(loader) == len(wanted)
+            assert [digest(batch) for batch in loader.epoch(epoch, first)] == wanted[first:]
+
+
+def test_the_documented_code_is_type_annotated() -> None:
+    """`make check` requires annotations of all arguments and results."""
+    for title in ("loader", "network", "optimizer"):
+        source, _ = section(f"How to add an? {title}")
+        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        assert functions
+        for function in functions:
+            arguments = [argument for argument in function.args.args if argument.arg != "self"]
+            assert [argument.arg for argument in arguments if argument.annotation is None] == []
+            assert function.returns is not None, function.name
 
 
 def test_the_documented_network_trains(data_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
