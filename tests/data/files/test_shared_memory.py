@@ -66,7 +66,7 @@ def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
     """Runs on each rank; returns the errors if the memory is too small, cannot be reserved, or cannot be filled."""
     shared.SHARED_MEMORY, errors = directory, []
     failures: list[tuple[Any, str, Any]] = [
-        (shared, "room_for_copies", lambda _: 1),
+        (shared, "free_shared_memory", lambda _: 1),
         (os, "posix_fallocate", fail),
         (shared.np, "memmap", fail),
         (shared, "_fill", fail),
