@@ -264,7 +264,7 @@ def test_auto_on_a_cpu(
     assert choose(config_for(paths, "auto"), ALONE, lambda: 0)[0] == "lowmem"
     chunked = config_for(paths, "auto", train_path=str(volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8))))
     for free, wanted in ((SIZE, "inmem"), (SIZE - 1, "lowmem")):
-        monkeypatch.setattr(auto, "room_for_copies", lambda _, free=free: free)
+        monkeypatch.setattr(auto, "free_shared_memory", lambda _, free=free: free)
         name, reason = choose(chunked, ALONE, lambda: 0)
         assert name == wanted
         assert "chunked" in reason
