@@ -6,8 +6,9 @@ write a module and add one line to the table below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+import difflib
+from collections.abc import Container, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -25,8 +26,8 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "reuters_cnn": ReutersCnn,
     "cifar_cnn": CifarCnn,
 }
-# What a network does not take if it lacks one of these options, for errors.
-SAMPLES = {"crop": "volumes", "shape": "labelled samples", "classes": "labelled samples", "vocabulary": "texts"}
+# The samples that a network accepts if its constructor has the option; used in error messages.
+SAMPLES = {"crop": "volumes", "shape": "labeled samples", "classes": "labeled samples", "vocabulary": "texts"}
 LOSSES: dict[str, type[Loss]] = {
     "l1": L1Loss,
     "cross_entropy": CrossEntropyLoss,
@@ -39,48 +40,56 @@ METRICS: dict[str, Metric] = {
 
 __all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialise"]
 
-Choice = TypeVar("Choice")
-
 
 def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.Module:
     """The network `name`; ValueError for options that it does not have or that contradict each other.
 
     `crop`, the cells per side of a volume, may be given by position or by name.
     """
-    network = _choose(NETWORKS, "network", name)
     if crop is not None:
         options["crop"] = crop
+    required = SAMPLES.keys() & options.keys()
+    _check_name(name, NETWORKS, [other for other in NETWORKS if required <= _options(other)], "network.name", "network")
     for option in options:
-        suitable = [other for other, kind in NETWORKS.items() if option in _options(kind)]
+        suitable = [other for other in NETWORKS if option in _options(other)]
         if name not in suitable:
-            what = SAMPLES.get(option, f"option {option}")
-            remedy = f"choose one of {', '.join(suitable)}" if suitable else "remove it"
-            raise ValueError(f"network {name} does not take {what}; {remedy}")
-    return network(**options)
+            fault = f"cannot be used with {SAMPLES[option]}" if option in SAMPLES else f"has no option {option}"
+            raise ValueError(f"network {name} {fault}; {_use(suitable) if suitable else 'remove it'}")
+    return NETWORKS[name](**options)
 
 
 def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
     """The loss `name`; ValueError if it does not compare what the dataset holds, classes or fields."""
-    loss = _choose(LOSSES, "loss", name)
-    if loss.is_classification != is_classification:
-        samples = "labelled samples" if is_classification else "volumes"
-        suitable = [other for other in LOSSES if LOSSES[other].is_classification == is_classification]
-        raise ValueError(f"loss {name} does not take {samples}; choose one of {', '.join(suitable)}")
-    return loss(**options)
+    suitable = [other for other in LOSSES if LOSSES[other].is_classification == is_classification]
+    _check_name(name, LOSSES, suitable, "loss", "loss")
+    if name not in suitable:
+        samples = "labeled samples" if is_classification else "volumes"
+        raise ValueError(f"loss {name} cannot be used with {samples}; {_use(suitable)}")
+    return LOSSES[name](**options)
 
 
 def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[Metric]:
     """The metrics of these names; ValueError if there are any but the dataset has no classes."""
     if names and not is_classification:
-        raise ValueError(f"metrics {', '.join(names)} do not take volumes; set metrics=[]")
-    return [_choose(METRICS, "metric", name) for name in names]
+        raise ValueError(f"metrics {', '.join(names)} cannot be used with volumes; set metrics=[]")
+    for name in names:
+        _check_name(name, METRICS, list(METRICS), "metrics", "metric")
+    return [METRICS[name] for name in names]
 
 
-def _options(network: type[nn.Module]) -> list[str]:
-    return [option for option in network.__init__.__annotations__ if option != "return"]
+def _options(name: str) -> set[str]:
+    """Names of a network's options."""
+    return NETWORKS[name].__init__.__annotations__.keys() - {"return"}
 
 
-def _choose(table: Mapping[str, Choice], kind: str, name: str) -> Choice:
-    if name not in table:
-        raise ValueError(f"unknown {kind} {name}; known: {', '.join(table)}")
-    return table[name]
+def _check_name(name: str, known: Container[str], suitable: Sequence[str], key: str, kind: str) -> None:
+    """Raises ValueError for a name that is not `known`; the message lists those that are `suitable` in this config."""
+    if name not in known:
+        match = difflib.get_close_matches(name, suitable, n=1)
+        hint = f"; did you mean {match[0]}?" if match else ""
+        raise ValueError(f"{key}: unknown {kind} {name}; known: {', '.join(suitable)}{hint}")
+
+
+def _use(names: Sequence[str]) -> str:
+    """The remedy that recommends these names."""
+    return f"use {names[0]}" if len(names) == 1 else f"use one of {', '.join(names)}"

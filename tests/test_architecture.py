@@ -114,7 +114,17 @@ def module_of(name: str) -> str | None:
 
 def test_networks_imports_only_torch_and_itself() -> None:
     """The exception is the module of Triton kernels, which is imported when the first kernel is needed."""
-    allowed = {"__future__", "collections", "dataclasses", "functools", "math", "networks", "torch", "typing"}
+    allowed = {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "difflib",
+        "functools",
+        "math",
+        "networks",
+        "torch",
+        "typing",
+    }
     found = [(module, found) for module in SOURCES if within(module, "networks") for found in imports_of(module)]
     assert any(within(name, "torch") for _, (name, _, _) in found)
     assert [

@@ -48,6 +48,16 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
                 "static_graph has no effect: no gradients are exchanged",
             ],
         ),
+        (
+            {"lr_schedule": {"scaling": "linear", "warmup_steps": 5}},
+            1,
+            ["lr_schedule's warm-up has no effect: global_batch_size 64 does not exceed base_batch_size 64"],
+        ),
+        (
+            {"lr_schedule": {"warmup_epochs": 1.0}},
+            1,
+            ["lr_schedule's warm-up has no effect: lr_schedule.scaling is none"],
+        ),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )

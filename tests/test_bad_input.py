@@ -88,10 +88,13 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--data_loader_config=tape"], "unknown data_loader_config tape; known: lowmem, "),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], "train_path_npy_data is not set"),
-        (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"], "no such file: /no.npy; create it"),
-        (["--set=network.name=vnet"], "unknown network vnet; known: unet"),
-        (["--set=optimizer.name=adm"], "unknown optimizer adm; known: adam, "),
-        (["--set=loss=l7"], "unknown loss l7; known: l1"),
+        (
+            ["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"],
+            "then set train_path_npy_data to it",
+        ),
+        (["--set=network.name=unett"], "network.name: unknown network unett; known: unet; did you mean unet?"),
+        (["--set=optimizer.name=adm"], "optimizer.name: unknown optimizer adm; known: adam, "),
+        (["--set=loss=l7"], "loss: unknown loss l7; known: l1"),
     ],
 )
 def test_invalid_flag_is_refused_in_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:

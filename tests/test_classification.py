@@ -128,16 +128,16 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
     [
         (["--config=digits_nave"], "unknown config digits_nave in .*; did you mean digits_naive"),
         (["--config=digits_bn", "--set=dataset.name=digit"], "unknown .*digit.*digits"),
-        (["--config=digits_bn", "--set=network.name=unet"], "network unet does not take labelled samples"),
+        (["--config=digits_bn", "--set=network.name=unet"], "network unet cannot be used with labeled samples"),
         (
             ["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"],
             r"ghost\(32\): the micro-batch of 16 samples per rank is not a multiple of 32",
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
-        (["--config=digits_bn", "--set=loss=l1"], "loss l1 does not take labelled samples; choose one of cross_entr"),
+        (["--config=digits_bn", "--set=loss=l1"], "loss l1 cannot be used with labeled samples; use cross_entr"),
         (["--config=test", "--set=data_loader_config=classification"], "must be set together"),
-        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy does not take volumes; choose one of l1"),
-        (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy do not take volumes"),
+        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l1"),
+        (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy cannot be used with volumes"),
         (
             ["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"],
             "static_graph and gradient_compression need ddp torch",

@@ -156,7 +156,7 @@ def test_all_faults_are_reported_in_one_line() -> None:
     for part in (
         "config 'test': ",
         "unknown key num_epoch; did you mean num_epochs?",
-        "unknown key lr_schedule.strat_lr; did you mean start_lr?",
+        "unknown key lr_schedule.strat_lr; did you mean lr_schedule.start_lr?",
         "seed: Input should be a valid integer, not 'x'",
         "optimizer.eps: Input should be greater than 0, not 0.0",
     ):
@@ -180,8 +180,28 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("key", "remedy"), REPLACED_KEYS.items())
 def test_keys_of_earlier_versions_are_refused_with_a_remedy(key: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"unknown key {key}; {remedy}")):
+    with pytest.raises(UserError, match=re.escape(f"config 'c': {key} {remedy}")):
         validate(nested(key, 1), "c")
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("conv_init", "unknown key conv_init; did you mean weight_init.conv_init?"),
+        ("step_lr", "unknown key step_lr"),
+        ("lr_schedule.width", "unknown key lr_schedule.width; did you mean network.width?"),
+        ("network.rewriten", "unknown key network.rewriten; network.rewritten is now network.space_to_depth"),
+    ],
+)
+def test_unknown_keys_are_answered_with_similar_keys_of_all_sections_or_earlier_versions(key: str, says: str) -> None:
+    """A fixed bug: conv_init, a key of weight_init, was answered with checkpoint."""
+    with pytest.raises(UserError, match=rf"^config 'c': {re.escape(says)}$"):
+        validate(nested(key, 1), "c")
+
+
+def test_a_value_in_place_of_a_section_is_reported_without_pydantics_names() -> None:
+    with pytest.raises(UserError, match=r"^config 'c': network must be a section with keys, not 5$"):
+        validate({"network": 5}, "c")
 
 
 def test_numbers_and_booleans_accept_no_other_types() -> None:

@@ -335,7 +335,7 @@ CLASSIFIER = {
             "changed.pt does not hold the network that its config names: size mismatch for down1.weight",
         ),
         ({"num_epoch": 1}, (), "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
-        ({"network": {"name": "vnet"}}, (), "unknown network vnet; known: unet"),
+        ({"network": {"name": "vnet"}}, (), "network.name: unknown network vnet; known: unet"),
         (CLASSIFIER, (), "changed.pt holds a classifier (mnist_cnn); give one trained on volumes"),
         (
             {"transform": {"density_log_scale": None}},
@@ -378,7 +378,7 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: None, "no such file: "),
+        (lambda path: None, "bad.h5; give another path"),  # a fixed bug: the remedy was one for training
         (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it contains Dark"),
         (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),

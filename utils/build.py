@@ -19,9 +19,9 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import Loaders, get_loader
-from utils.data.splits import open_box
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
+from utils.data.splits import open_box
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World, choose_device
@@ -177,8 +177,10 @@ def options_without_effect(config: Config, world: World) -> list[str]:
             notes.append(f"fused_pointwise has no effect: {why}")
     if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
         notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
-    if config.lr_schedule.scaling == "none" and (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs):
-        notes.append("lr_schedule's warm-up has no effect: lr_schedule.scaling is none")
+    if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
+        why = f"global_batch_size {config.global_batch_size} does not exceed base_batch_size {config.base_batch_size}"
+        why = "lr_schedule.scaling is none" if config.lr_schedule.scaling == "none" else why
+        notes.append(f"lr_schedule's warm-up has no effect: {why}")
     if world.size == 1 or config.noddp:
         for name in ("gradient_compression", "static_graph"):
             if getattr(config, name) not in ("none", False):

@@ -133,7 +133,7 @@ def test_trainings_run_once_and_are_compared(
 
     wrong = Training("wrong", CONDITIONS[0], 0, tmp_path / "runs", {})
     wrong._changes["network.name"] = "unet"
-    with pytest.raises(UserError, match="the training one, seed 0, failed: network unet does not take labelled"):
+    with pytest.raises(UserError, match="the training one, seed 0, failed: network unet cannot be used with labeled"):
         wrong.run(60)
 
 

@@ -121,8 +121,21 @@ def test_unknown_and_unsupported_norms_are_refused() -> None:
         build("cifar_cnn", norm="ghost(0)")
     for name in CLASSIFIERS:
         if name != "cifar_cnn":
-            with pytest.raises(ValueError, match=f"network {name} does not take option norm; .* unet, cifar_cnn"):
+            with pytest.raises(ValueError, match=f"network {name} has no option norm; use one of unet, cifar_cnn"):
                 build(name, norm="group")
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ({"crop": 8}, "unet"),
+        ({"shape": (1, 28, 28), "classes": 10}, "mnist_cnn, lenet, reuters_cnn, cifar_cnn"),
+        ({"shape": (300,), "classes": 46, "vocabulary": 50}, "reuters_cnn"),
+    ],
+)
+def test_an_unknown_network_is_answered_with_those_that_suit_the_samples(options: dict[str, Any], known: str) -> None:
+    with pytest.raises(ValueError, match=f"^network.name: unknown network vgg; known: {known}$"):
+        build_network("vgg", **options)
 
 
 TEXTS = {"shape": (300,), "vocabulary": 50}
@@ -134,12 +147,12 @@ VOLUMES |= {"fused": False, "norm": "none"}
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        *((name, TEXTS, f"network {name} does not take texts; choose one of reuters_cnn") for name in IMAGES),
+        *((name, TEXTS, f"network {name} cannot be used with texts; use reuters_cnn") for name in IMAGES),
         ("lenet", {"shape": (5, 28)}, "network lenet takes images, .*not samples of shape 5 x 28$"),
         ("reuters_cnn", {**TEXTS, "shape": (1, 28, 28)}, "reuters_cnn takes texts, not samples of shape 1 x 28 x 28"),
         ("reuters_cnn", {"shape": (300,)}, r"reuters_cnn takes texts, .*without a vocabulary"),
-        ("lenet", {**LABELLED, "depth": 3}, "network lenet does not take option depth; remove it"),
-        ("unet", LABELLED, "^network unet does not take labelled samples; choose one of mnist_cnn, lenet, "),
+        ("lenet", {**LABELLED, "depth": 3}, "network lenet has no option depth; remove it"),
+        ("unet", LABELLED, "^network unet cannot be used with labeled samples; use one of mnist_cnn, lenet, "),
     ],
 )
 def test_a_network_refuses_samples_of_another_kind(name: str, options: dict[str, Any], message: str) -> None:
@@ -149,8 +162,8 @@ def test_a_network_refuses_samples_of_another_kind(name: str, options: dict[str,
 
 def test_the_u_net_accepts_the_options_for_volumes_and_classifiers_refuse_them() -> None:
     assert build_network("unet", **VOLUMES)(torch.zeros(1, 4, 8, 8, 8)).shape == (1, 5, 8, 8, 8)
-    with pytest.raises(ValueError, match="network unet does not take option depth; remove it"):
+    with pytest.raises(ValueError, match="network unet has no option depth; remove it"):
         build_network("unet", **VOLUMES, depth=3)
     for name in CLASSIFIERS:
-        with pytest.raises(ValueError, match=f"^network {name} does not take volumes; choose one of unet$"):
+        with pytest.raises(ValueError, match=f"^network {name} cannot be used with volumes; use unet$"):
             build_network(name, **VOLUMES)

@@ -66,7 +66,7 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_
             {"fused": True, "weights": [2.0, 1.0]},
             "^fused_pointwise does not support channel_weights",
         ),
-        ("l1", {"is_classification": True}, "loss l1 does not take labelled samples; choose one of cross_entropy"),
+        ("l1", {"is_classification": True}, "loss l1 cannot be used with labeled samples; use cross_entropy"),
         (
             "cross_entropy",
             {"is_classification": True, "lambda_rho": 0.1},
@@ -78,8 +78,8 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_
             {"is_classification": True, "weights": [1.0, 2.0]},
             "no .* channel_weights; remove them",
         ),
-        ("cross_entropy", {}, "loss cross_entropy does not take volumes; choose one of l1"),
-        ("l2", {}, "unknown loss l2; known: l1"),
+        ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use l1"),
+        ("l2", {}, "loss: unknown loss l2; known: l1"),
     ],
 )
 def test_a_loss_refuses_options_of_other_losses(name: str, options: dict[str, Any], message: str) -> None:
@@ -135,7 +135,7 @@ def test_metrics_are_float32_scalars_in_the_given_order() -> None:
         for dtype in (torch.bfloat16, torch.float64):
             result = metric(LOGITS.to(dtype), CLASSES)
             assert (result.dtype, result.shape) == (torch.float32, ())
-    with pytest.raises(ValueError, match="unknown metric recall; known: accuracy, top5_accuracy"):
+    with pytest.raises(ValueError, match="metrics: unknown metric recall; known: accuracy, top5_accuracy"):
         build_metrics(["accuracy", "recall"])
-    with pytest.raises(ValueError, match="metrics accuracy do not take volumes"):
+    with pytest.raises(ValueError, match="metrics accuracy cannot be used with volumes"):
         build_metrics(["accuracy"], is_classification=False)

@@ -121,9 +121,9 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
     conf = tmp_path / "conf.yaml"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
     for text, says in (
-        ("IO: {batchs: 2}", r"unknown key IO\.batchs; did you mean batches\?"),
+        ("IO: {batchs: 2}", r"unknown key IO\.batchs; did you mean IO\.batches\?"),
         ("IO: [", "^cannot read "),
-        ("[1, 2]", "Input should be a valid dictionary"),
+        ("[1, 2]", r": must be a section with keys, not \[1, 2\]"),
     ):
         conf.write_text(text)
         with pytest.raises(UserError, match=says) as caught:

@@ -18,16 +18,16 @@ from utils.errors import UserError, os_errors_for_users
 
 AnySection = TypeVar("AnySection", bound=Section)
 
-# Keys of configs that earlier versions wrote, and what to use instead.
+# Keys of configs that earlier versions wrote, and what became of them.
 REPLACED_KEYS = {
-    "noise_scale": "it is now called log_noise_scale",
-    "network.rewritten": "it is now called network.space_to_depth",
-    "loss_weights": "it is now called channel_weights",
-    "max_skipped_updates": "it is now called max_consecutive_skips",
-    "evaluation.tile": "it is now called evaluation.window",
-    "evaluation.step": "set evaluation.overlap, which is window - step",
-    "evaluation.budget": "set evaluation.every_epochs",
-    "compiler": "enable_jit uses torch.compile",
+    "noise_scale": "is now log_noise_scale",
+    "network.rewritten": "is now network.space_to_depth",
+    "loss_weights": "is now channel_weights",
+    "max_skipped_updates": "is now max_consecutive_skips",
+    "evaluation.tile": "is now evaluation.window",
+    "evaluation.step": "was removed; set evaluation.overlap to window - step",
+    "evaluation.budget": "was removed; set evaluation.every_epochs",
+    "compiler": "was removed; enable_jit always uses torch.compile",
 }
 
 
@@ -116,7 +116,7 @@ def _find(path: str, name: str) -> dict[str, Any]:
     known = [*configs, *(other for held in others.values() for other in held)]
     raise UserError(
         f"unknown config {name} in {path} and the other YAML files of its directory; known: "
-        f"{', '.join(known)}{_nearest(name, known)}"
+        f"{', '.join(known)}{nearest(name, known)}"
     )
 
 
@@ -136,22 +136,40 @@ def _fault(section: type[Section], fault: Any) -> str:
     path = [str(part) for part in fault["loc"]]
     key = ".".join(path)
     if fault["type"] == "extra_forbidden":
-        remedy = REPLACED_KEYS.get(key)
-        return f"unknown key {key}{f'; {remedy}' if remedy else _nearest(path[-1], _keys(section, path[:-1]))}"
+        return f"{key} {REPLACED_KEYS[key]}" if key in REPLACED_KEYS else f"unknown key {key}{_hint(section, key)}"
+    if fault["type"] in ("model_type", "dict_type"):
+        return f"{key} must be a section with keys, not {fault['input']!r}".lstrip()
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] in ("too_long", "too_short"):  # These messages already contain the value.
         return f"{key}: {message}" if path else message
     return f"{key}: {message}, not {fault['input']!r}"
 
 
-def _keys(section: Any, path: list[str]) -> Iterable[str]:
-    """The keys at a path below `section`."""
-    for part in path:
-        section = section.model_fields[part].annotation
-    return section.model_fields
+def _hint(section: type[Section], key: str) -> str:
+    """Suggests the same name in another section, a similar one in the same section, or an old one; may be empty."""
+    parent, _, name = key.rpartition(".")
+    known = list(_dotted_keys(section))
+    same = [other for other in known if other.rpartition(".")[2] == name]
+    if same:
+        return f"; did you mean {' or '.join(same)}?"
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    match = difflib.get_close_matches(name, siblings, n=1)
+    if match:
+        return f"; did you mean {siblings[match[0]]}?"
+    old = difflib.get_close_matches(key, REPLACED_KEYS, n=1, cutoff=0.8)
+    return f"; {old[0]} {REPLACED_KEYS[old[0]]}" if old else ""
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _dotted_keys(section: type[Section], prefix: str = "") -> Iterable[str]:
+    """All keys of a section and of the sections in it."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _dotted_keys(field.annotation, f"{prefix}{name}.")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A question that suggests the most similar of the `known` words; empty if none is similar."""
     lower = {candidate.lower(): candidate for candidate in known}
-    match = difflib.get_close_matches(word.lower(), lower, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word.lower(), lower, n=1)
     return f"; did you mean {lower[match[0]]}?" if match else ""

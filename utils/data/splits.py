@@ -110,7 +110,7 @@ def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> L
 def open_split(config: Config, split: str) -> Volume:
     """The HDF5 volume of one split, checked against the config."""
     values = split_settings(config, split)
-    return open_volume(getattr(config, values.key), channel_counts(config), values.box, config.transform)
+    return open_volume(getattr(config, values.key), channel_counts(config), values.box, config.transform, values.key)
 
 
 def open_split_npy(config: Config, split: str) -> NpyVolume:

@@ -1,8 +1,9 @@
 """Optimizers by name.
 
-To add one, write a builder with the signature of `Builder` (in a module of its own if the optimizer is new, as lamb.py)
-and add a line to OPTIMIZERS. The tests of tests/optim and tests/steps then cover it. If the learning rate is a tensor,
-the optimizer must be capturable. It must skip an update on the device if it can; `update` explains how.
+To add one, write a builder with the signature of `Builder` and add a line to OPTIMIZERS; the tests of tests/optim and
+tests/steps then cover it. An optimizer that PyTorch does not have goes into a separate module, as in lamb.py. If the
+learning rate is a tensor, the optimizer must be capturable. If possible, it skips non-finite updates on the device; see
+`update`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from utils.config import nearest
 from utils.config.schema import OptimizerConfig
 from utils.optim.lamb import Lamb
 
@@ -36,7 +38,8 @@ def build_optimizer(
     learning rate is a tensor, to be set with `fill_`.
     """
     if options.name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}")
+        hint = nearest(options.name, OPTIMIZERS)
+        raise ValueError(f"optimizer.name: unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}{hint}")
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
@@ -46,7 +49,7 @@ def build_optimizer(
 
 
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Calls the optimizer's step, or skips it without a trace if `finite`, a boolean on the device, is False.
+    """Calls the optimizer's step; if `finite`, a boolean on the device, is False, changes no weight and no state.
 
     Optimizers that support a gradient scaler's `found_inf`, as torch's fused ones do, decide on the device. For others
     the host waits for the device.

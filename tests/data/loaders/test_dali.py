@@ -118,7 +118,10 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda path: path.unlink(), r"no such file: .*bad_data\.npy; create it with python -m utils\.convert_to_npy"),
+        (
+            lambda path: path.unlink(),
+            r"no such file: .*bad_data\.npy; create it with python -m utils\.convert_to_npy -i .*, or set train_path",
+        ),
         (cut, r"bad_data\.npy: the file is truncated; recreate it with .* -i .*bad\.h5 --overwrite"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
@@ -138,6 +141,20 @@ def test_a_bad_npy_file_is_one_line_that_names_it(
         opened(source)
     assert "\n" not in str(caught.value)
     assert str(tmp_path / "bad_data.npy") in str(caught.value)
+
+
+def test_a_missing_npy_file_of_another_name_is_answered_with_the_key_to_set(
+    volume_file: VolumeFile, tmp_path: Path
+) -> None:
+    """A fixed bug: the message named the command only, which writes other files than the config's."""
+    source = volume_file(tmp_path / "t.h5", box=BOX)
+    says = (
+        f"no such file: x.npy; create {tmp_path}/t_data.npy with python -m utils.convert_to_npy -i {source}, then set "
+        f"train_path_npy_data to it"
+    )
+    with pytest.raises(UserError) as caught:
+        open_npy_volume(("x.npy", "y.npy"), KEYS, str(source), (4, 5), BOX)
+    assert str(caught.value) == says
 
 
 def test_npy_files_of_another_box_and_missing_paths(volume_file: VolumeFile, tmp_path: Path) -> None:

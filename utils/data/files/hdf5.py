@@ -121,10 +121,12 @@ def open_volume(
     channels: tuple[int, int],
     box: int | None = None,
     transform: TransformConfig | None = None,
+    key: str | None = None,
 ) -> Volume:
-    """Opens a volume; raises UserError if it does not match the config."""
+    """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
     path = str(path)
-    file = open_file(path)
+    remedy = "give another path" if key is None else f"simulate one with python -m utils.simulation, or set {key}"
+    file = open_file(path, remedy)
     datasets = [checked_dataset(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
     if transform is not None:
         check_transform(file.attrs, transform, path)
@@ -136,14 +138,12 @@ def open_volume(
     return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1], path))
 
 
-def open_file(path: str) -> h5py.File:
-    """Opens an HDF5 file for reading; raises UserError if that fails."""
+def open_file(path: str, remedy: str = "give another path") -> h5py.File:
+    """Opens an HDF5 file for reading; raises UserError if that fails, with `remedy` if the file does not exist."""
     try:
         return h5py.File(path, "r")
     except FileNotFoundError:
-        raise UserError(
-            f"no such file: {path}; simulate one with python -m utils.simulation, or set its path"
-        ) from None
+        raise UserError(f"no such file: {path}; {remedy}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
 
@@ -151,7 +151,7 @@ def open_file(path: str) -> h5py.File:
 def _reason(error: OSError) -> str:
     text = " ".join(str(error).split())
     if "truncated" in text:
-        return f"the file is truncated ({text}); copy or recreate it"
+        return "the file is truncated; copy or recreate it"
     if "signature" in text:
         return "it is not an HDF5 file"
     if "unable to lock" in text:

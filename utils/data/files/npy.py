@@ -5,7 +5,9 @@ Rows of a crop are C times as long as in the HDF5 file, so that a crop from an u
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -42,13 +44,18 @@ def open_npy_volume(
     """
     command = f"python -m utils.convert_to_npy -i {source}"
     opened = []
-    for path, key, count in zip(paths, keys, channels, strict=True):
+    for path, key, field, count in zip(paths, keys, FIELDS, channels, strict=True):
+        converted = Path(source).with_name(f"{Path(source).stem}_{field}.npy")
         if path is None:
             raise UserError(
-                f"{key} is not set, but the data loader reads it; create the file with {command}, "
-                f"or use --data_loader_config=lowmem"
+                f"{key} is not set, but the data loader reads it; create {converted} with {command}, then set {key} to "
+                f"it, or use --data_loader_config=lowmem"
             )
-        opened.append(_open(path, (box, box, box, count), command))
+        if os.path.abspath(path) == os.path.abspath(converted):
+            create, recreate = f"create it with {command}, or set {key}", f"recreate it with {command} --overwrite"
+        else:
+            create = recreate = f"create {converted} with {command}, then set {key} to it"
+        opened.append(_open(path, (box, box, box, count), create, recreate))
     if volume is not None:
         for array, field, path in zip(opened, (volume.inputs, volume.targets), paths, strict=True):
             if not _same_values(array, field):
@@ -58,13 +65,13 @@ def open_npy_volume(
     return NpyVolume((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
 
 
-def _open(path: str, shape: tuple[int, ...], command: str) -> np.ndarray:
-    recreate = f"recreate it with {command} --overwrite"
+def _open(path: str, shape: tuple[int, ...], create: str, recreate: str) -> np.ndarray:
+    """Maps a file of this shape; the remedies are `create` if there is no file and `recreate` if it is a wrong one."""
     with os_errors_for_users(f"cannot read {path}", recreate):
         try:
             array = np.lib.format.open_memmap(path, mode="r")
         except FileNotFoundError:
-            raise UserError(f"no such file: {path}; create it with {command}") from None
+            raise UserError(f"no such file: {path}; {create}") from None
         except ValueError as error:
             reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
             raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
