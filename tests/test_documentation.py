@@ -185,7 +185,7 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 
 
 @docs
-def test_figures_quoted_from_tables_stand_there(page: Path) -> None:
+def test_figures_quoted_from_tables_are_in_them(page: Path) -> None:
     quoted = re.findall(r"([\d,.:]+)\*{0,2}<!-- (\S+\.md) -->", re.sub(r"`[^`]*`", "", without_blocks(page)))
     assert [(number, file) for number, file in quoted if number not in (RESULTS / file).read_text().split()] == []
 
@@ -365,13 +365,13 @@ def test_the_readme_lists_the_flags_of_train_py() -> None:
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
-def test_the_citation_agrees_with_version_and_licence() -> None:
+def test_the_citation_agrees_with_version_and_license() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert f'version = "{citation["version"]}"' in project
-    assert licence.startswith(f"{citation['license']} License")
-    assert [f"Copyright (c) 2026 {author['name']}" in licence for author in citation["authors"]] == [True]
+    assert license_text.startswith(f"{citation['license']} License")
+    assert [f"Copyright (c) 2026 {author['name']}" in license_text for author in citation["authors"]] == [True]
 
 
 def test_continuous_integration_runs_the_make_targets() -> None:
