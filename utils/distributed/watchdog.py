@@ -240,13 +240,29 @@ class ProcessGroupWatchdog(Watchdog):
         return {key.fileobj for key, _ in self._selector.select(seconds)}
 
     def _lose_store(self) -> None:
-        # torchrun holds the store for its ranks. They receive SIGTERM when it ends, and may save.
-        if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if self._report["state"] == "left":
             self._over.set()
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            self._watch_next_only()
         else:
             diagnosis = diagnose_death(0, self._statuses[0])
             self._announce(diagnosis, speaks=self._is_substitute)
             self._exit(diagnosis)
+
+    def _watch_next_only(self) -> None:
+        """Watches the next rank after torchrun's agent, which holds the store, has ended.
+
+        Ranks on the agent's node receive SIGTERM, save and leave. Ranks on other nodes learn of it by their links only.
+        """
+        for link in (self._store_link, self._woken):
+            self._selector.unregister(link)
+        while not self._over.is_set():
+            if self._next_link in self._wait(TICK):
+                if not self._over.wait(LEAVING_SECONDS):  # otherwise this rank is leaving as well
+                    diagnosis = diagnose_death(self._next, self._statuses[self._next])
+                    self._announce(diagnosis, speaks=True)
+                    self._exit(diagnosis)
+                return
 
     def _exchange(self, now: float) -> None:
         """Writes this rank's report; reads those of other ranks, or the end of the run."""
