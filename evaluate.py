@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     cli.add_checkpoint_option(source, required=False)
     source.add_argument("--prediction", help=f"HDF5 file with the predicted {OUTPUT}, as predict.py writes it")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
-    parser.add_argument("--target", help=f"another file with the true {OUTPUT}")
+    parser.add_argument("--target", help=f"file with the true {OUTPUT} (default: --input)")
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)

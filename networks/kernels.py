@@ -2,7 +2,7 @@
 
 Triton comes with CUDA builds of torch only. Indices of cells and elements are int64: 128 channels of 32³ cells exceed
 2^31 elements from batch size 512 on. NaN passes through all kernels, so that a training that diverges can be noticed.
-tanh is computed as by tanhf of Moshier's Cephes library, because Triton does not have it on every target.
+tanh follows tanhf of Moshier's Cephes library, because Triton does not have it on every target.
 """
 
 import triton

@@ -46,9 +46,7 @@ class UNet(nn.Module):
         if scales < 1:
             raise ValueError(f"a U-Net needs at least one scale, not {scales}")
         if crop is not None and crop % 2**scales:
-            raise ValueError(
-                f"data_size {crop} is not a multiple of {2**scales}, by which the network divides the grid"
-            )
+            raise ValueError(f"data_size {crop} is not a multiple of {2**scales} (2**scales of the network)")
         if fused and norm != "none":
             raise ValueError(f"fused_pointwise cannot be combined with norm {norm}; turn one of them off")
         for name in space_to_depth:

@@ -328,14 +328,14 @@ def test_a_file_that_computes_something_else_is_not_written(
     monkeypatch.setattr(ExportedNetwork, "_pack", pack_a_changed_weight)
     (tmp_path / "gas.pt2").write_text("of value")
     flags = [f"--output={tmp_path / 'gas.pt2'}", "--overwrite"]
-    says = "would differ from the network by ", "it is not written"
+    says = "is not written, because its max relative difference from the network is ", "try another checkpoint"
     refuse([f"--checkpoint={files / 'run'}", *flags], *says)
     exported = (files / "gas.pt2").read_bytes()
     monkeypatch.setattr(ExportedNetwork, "_pack", lambda *_: exported)
     network = network_of(config_of())
     network.get_parameter("last.bias").data[4] = math.nan
     run = save(tmp_path / "run", config_of(), network)
-    refuse([f"--checkpoint={run}", *flags], "would differ from the network by nan")
+    refuse([f"--checkpoint={run}", *flags], "max relative difference from the network is nan")
 
 
 def test_a_full_disk_is_a_one_line_error(

@@ -332,7 +332,7 @@ CLASSIFIER = {
         (
             {"network": {"name": "unet", "width": 8, "scales": 2}},
             (),
-            "changed.pt does not hold the network that its config names: size mismatch for down1.weight",
+            "changed.pt does not match the network in its config: size mismatch for down1.weight",
         ),
         ({"num_epoch": 1}, (), "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
         ({"network": {"name": "vnet"}}, (), "network.name: unknown network vnet; known: unet"),
@@ -342,8 +342,8 @@ CLASSIFIER = {
             ("--physical",),
             "the checkpoint's config does not define physical values of gas density; do not give --physical, or train",
         ),
-        ({}, ("--window=10",), "--window 10 is not a multiple of 4, by which the network divides the grid"),
-        ({}, ("--overlap=8",), "overlap 8 does not suit a window of 8 cells; give 0 to 7, half a window is best"),
+        ({}, ("--window=10",), "--window 10 is not a multiple of 4 (2**scales of the network)"),
+        ({}, ("--overlap=8",), "overlap 8 must be smaller than the window (8); 4 is recommended"),
         ({}, ("--window=0",), "argument --window: '0' is not a positive integer; see --help"),
         ({}, ("--windows=8",), "unrecognized arguments: --windows=8; did you mean --window?"),
     ],
@@ -363,7 +363,7 @@ def test_a_damaged_or_missing_checkpoint_is_a_one_line_error(refuse: Any, run: P
     content = read_weights(run)
     del content["config"]
     torch.save(content, tmp_path / "changed.pt")
-    says = "changed.pt does not say which network it belongs to; give weights that train.py has written"
+    says = "changed.pt has no config of its network; give weights that train.py has written"
     refuse(says, checkpoint=tmp_path / "changed.pt")
 
 

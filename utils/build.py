@@ -170,7 +170,7 @@ def options_without_effect(config: Config, world: World) -> list[str]:
         reasons = {
             "there is no GPU": world.device.type != "cuda",
             "channels_last is false": not config.channels_last,
-            "the compiler fuses by itself": config.enable_jit,
+            "torch.compile fuses these operations": config.enable_jit,
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
@@ -285,7 +285,7 @@ def benchmark(
 
 
 def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:
-    """Carries out --preflight on the first rank."""
+    """Runs --preflight on the first rank."""
 
     def check(config: Config) -> None:
         if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
@@ -317,9 +317,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
     """The network of a weights.pt, of a checkpoint's directory, or of a run's best checkpoint; UserError for others."""
     content = read_weights(Path(checkpoint))
     if "config" not in content:
-        raise UserError(
-            f"{checkpoint} does not say which network it belongs to; give weights that train.py has written"
-        )
+        raise UserError(f"{checkpoint} has no config of its network; give weights that train.py has written")
     config = configs.validate(content["config"], str(checkpoint))
     if config.is_classification:
         raise UserError(f"{checkpoint} holds a classifier ({config.network.name}); give one trained on volumes")
@@ -336,7 +334,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
         module.load_state_dict(content["network"])
     except RuntimeError as error:
         reason = " ".join(str(error).splitlines()[1:2]).strip() or str(error)
-        raise UserError(f"{checkpoint} does not hold the network that its config names: {reason}") from None
+        raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
     record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
     return TrainedNetwork(module.to(device).eval(), config, record)
 
@@ -344,7 +342,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
 def resolve_weights(checkpoint: str, world: World) -> Path:
     """The weights file that `checkpoint` names, the same on all ranks.
 
-    A training that is still running moves the link to its best checkpoint, so each rank must not look by itself.
+    A training that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
     """
     with world.raise_together():
         weights = weights_file(Path(checkpoint)).resolve()
@@ -358,7 +356,7 @@ def predictor(
     config = trained.config
     window, divisor = options.window or config.data_size, 2**config.scales
     if window % divisor:
-        raise UserError(f"--window {window} is not a multiple of {divisor}, by which the network divides the grid")
+        raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
     grid = build_window_grid(volume.shape, window, options.overlap, periodic=not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channels = (config.N_in_channels, config.N_out_channels)

@@ -32,7 +32,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
             _flush(partial)
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
-        _flush(targets[0].parent)  # makes the new names survive a crash, too
+        _flush(targets[0].parent)  # makes the new names survive a crash
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)

@@ -136,7 +136,7 @@ def test_every_second_epoch_and_the_last_are_evaluated(
         (["--set=evaluation.window=6"], "evaluation.window 6 is not a multiple of 4"),
         (
             ["--set=evaluation.window=8", "--set=evaluation.overlap=8", "--preflight"],
-            "error: evaluation.window, evaluation.overlap: overlap 8 does not suit a window of 8 cells",
+            "error: evaluation.window, evaluation.overlap: overlap 8 must be smaller than the window (8)",
         ),
     ],
 )

@@ -55,8 +55,8 @@ def test_weights_and_origins_of_known_grids() -> None:
     ("arguments", "says"),
     [
         ((15, 16, 8), "the box has 15 cells per side, fewer than a window's 16; give a larger box or smaller windows"),
-        ((32, 16, 16), "overlap 16 does not suit a window of 16 cells; give 0 to 15, half a window is best"),
-        ((32, 16, -1), "overlap -1 does not suit a window of 16 cells"),
+        ((32, 16, 16), r"overlap 16 must be smaller than the window \(16\); 8 is recommended"),
+        ((32, 16, -1), "overlap -1 must be at least 0; 8 is recommended"),
     ],
 )
 def test_windows_that_do_not_fit_are_refused_with_the_remedy(arguments: tuple, says: str) -> None:

@@ -311,8 +311,7 @@ class Config(Section):
         block = 2**self.scales
         if self.evaluation.window is not None and self.evaluation.window % block:
             raise ValueError(
-                f"evaluation.window {self.evaluation.window} is not a multiple of {block}, the factor by which the "
-                f"network divides the grid"
+                f"evaluation.window {self.evaluation.window} is not a multiple of {block} (2**scales of the network)"
             )
         if self.channel_weights is not None and len(self.channel_weights) != self.N_out_channels:
             raise ValueError(

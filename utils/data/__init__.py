@@ -1,4 +1,4 @@
-"""Loaders. Each carries out the same sample plan; a new one is a module in utils/data/loaders and a line in LOADERS."""
+"""Loaders. All read the same sample plan; a new one is a module in utils/data/loaders and a line in LOADERS."""
 
 from __future__ import annotations
 

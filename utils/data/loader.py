@@ -36,9 +36,9 @@ class Loader(Protocol):
         """Yields the batches of one epoch, starting with `first_batch`."""
 
     def attach(self, pending_work: PendingWork | None) -> None:
-        """Sets where to offer the work that fills the next batch, from the next epoch on.
+        """Sets the `pending_work` that receives the kernels of the next batch, from the next epoch on; None: none.
 
-        Only loaders that fill batches with kernels alone offer work; all others ignore the call.
+        Only loaders that fill batches with kernels alone use it; for other loaders the call has no effect.
         """
         return None
 

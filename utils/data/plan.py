@@ -1,7 +1,7 @@
 """The sample plan: which crop under which symmetry is sample k of epoch e.
 
-It is a pure function of (seed, split, epoch). Loaders carry it out and draw nothing themselves. So batches do not
-depend on the loader, the number of threads or a restart. Rank r of w takes rows r, r + w, r + 2w, …
+It is a pure function of (seed, split, epoch). Loaders read the planned samples and use no random numbers of their own.
+So batches do not depend on the loader, the number of threads or a restart. Rank r of w takes rows r, r + w, r + 2w, …
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Crops of `crop`³ cells in a box of `box`³; every position is valid, including the last."""
+    """`samples` (Nsamples or Nsamples_val) crops of `crop`³ cells in a box of `box`³, at all positions that fit."""
 
     samples: int
     box: int
@@ -66,7 +66,7 @@ class SamplePlan:
 class ShufflePlan:
     """The order of `samples` out of the `available` samples of a data set; each is used at most once per epoch.
 
-    `samples` is at most `available`.
+    `samples`, the config's Nsamples or Nsamples_val, is at most `available`.
     """
 
     samples: int

@@ -1,5 +1,5 @@
 """Evaluation of predicted volumes against simulations.
 
 `statistics` and `spectra` measure, `results` holds and saves the measurements, `volume` evaluates a network or a file,
-`callback` does so during training, `figures`, `history_figures` and `report` show the results.
+`callback` does so during training, `figures`, `training_figures` and `report` show the results.
 """

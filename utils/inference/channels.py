@@ -21,7 +21,7 @@ DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
 
 @dataclass(frozen=True)
 class Channel:
-    """One channel; `unit` is None if the transform is unknown, and then physical values are unknown, too."""
+    """One channel; `unit` is None if the transform, and so the physical values, are unknown."""
 
     name: str
     unit: str | None = None

@@ -81,13 +81,12 @@ class ExportedNetwork:
                 difference = self.largest_difference(load_program(file))
             if not difference <= LARGEST_DIFFERENCE:  # also refuses NaN
                 raise UserError(
-                    f"{target} would differ from the network by {difference:.3g} of the largest value, so it is "
-                    f"not written: try another checkpoint"
+                    f"{target} is not written, because its max relative difference from the network is "
+                    f"{difference:.3g}; try another checkpoint"
                 )
         return (
             f"wrote {target}: {_shape(self.inputs)} -> {_shape(self.targets)} in {metadata['units']} units, X, Y and Z "
-            f"multiples of {self.divisor}; largest difference from the network {difference:.2g} of a channel's largest "
-            f"value"
+            f"multiples of {self.divisor}; max relative difference from the network: {difference:.2g}"
         )
 
     def _pack(self, metadata: str) -> bytes:
@@ -110,7 +109,7 @@ class ExportedNetwork:
                 program.graph.erase_node(node)
         program.graph.eliminate_dead_code()
         program.graph_module.recompile()
-        program.example_inputs = None  # it would be written, too
+        program.example_inputs = None  # it would also be written
         buffer = io.BytesIO()
         torch.export.save(program, buffer, extra_files={METADATA: metadata})
         return buffer.getvalue()

@@ -28,6 +28,8 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
     group.add_argument("--overlap", type=int, help="cells by which neighbouring windows overlap (half a window)")
     group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
-    group.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the arithmetic (%(default)s)")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(%(default)s)")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32", help="arithmetic precision (%(default)s)")
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to run on (%(default)s)"
+    )
     group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")

@@ -25,7 +25,7 @@ from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 
 INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"
-# Attributes of the input that hold for the predicted gas, too.
+# Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 PROBED_PLANES, LARGEST_LIKELY_VALUE = 8, 30.0  # channels are scaled to lie roughly between -1 and 1
 

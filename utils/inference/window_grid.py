@@ -44,9 +44,8 @@ def window_axis(size: int, window: int, overlap: int, periodic: bool = True) -> 
             f"the box has {size} cells per side, fewer than a window's {window}; give a larger box or smaller windows"
         )
     if not 0 <= overlap < window:
-        raise UserError(
-            f"overlap {overlap} does not suit a window of {window} cells; give 0 to {window - 1}, half a window is best"
-        )
+        limit = f"smaller than the window ({window})" if overlap >= window else "at least 0"
+        raise UserError(f"overlap {overlap} must be {limit}; {window // 2} is recommended")
     step = window - overlap
     if periodic:
         count = -(-size // step)

@@ -18,7 +18,7 @@ STEP_DATA_WAIT = "Step/data wait fraction"
 STEP_LEARNING_RATE = "Step/learning rate"
 STEP_SKIPPED_UPDATES = "Step/skipped updates"
 NOISE_SCALE = "Noise/scale (critical batch)"
-NOISE_PROGRESS = "Noise/progress of the largest possible"
+NOISE_PROGRESS = "Noise/relative progress per step"
 
 # Figures.
 SLICES = "Slices"

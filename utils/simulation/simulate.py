@@ -1,7 +1,7 @@
 """Simulates training data: particle-mesh dark matter, and gas computed from it by the closure in `gas.py`.
 
     python -m utils.simulation --output train.h5 --grid 128 --seed 1
-    python -m utils.simulation --output valid.h5 --grid 128 --seed 2
+    python -m utils.simulation --output val.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
 v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values. The command needs

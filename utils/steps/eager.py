@@ -69,7 +69,7 @@ class EagerStep:
 
     # True if the optimizer must keep its whole state, including the learning rate, on the device.
     capturable: ClassVar[bool] = False
-    # Where a loader may leave work that the step runs alongside its own kernels; None if the step runs no such work.
+    # Kernels that a loader enqueues for the step to run alongside its own; None if the step does not support that.
     pending_work: PendingWork | None = None
 
     @classmethod
@@ -283,7 +283,7 @@ def _data_parallel(
         gradient_as_bucket_view=True,
         static_graph=options.static_graph,
     )
-    # PyTorch refuses to register the bfloat16 hook itself without NCCL, although gloo adds bfloat16 numbers, too.
+    # PyTorch refuses to register the bfloat16 hook itself without NCCL, although gloo can also add bfloat16 numbers.
     compressed = options.gradient_compression == "bfloat16"
     send = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
 

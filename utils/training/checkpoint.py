@@ -253,7 +253,7 @@ def stored_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_checkpointer(folder: Path, config: Mapping[str, Any], keep_last: int, world: World) -> Checkpointer:
-    """The checkpointer of this rank: rank 0 writes, the others do nothing."""
+    """The checkpointer of this rank: rank 0 writes, other ranks do nothing."""
     return AsyncCheckpointer(folder, stored_config(config), keep_last) if world.is_root else NullCheckpointer()
 
 

@@ -57,13 +57,13 @@ class NoiseScale:
         if scale is None:
             return (
                 f"Gradient noise scale: too large to measure with batch {batch:g}, since noise dominates the gradient; "
-                f"larger batches pay off"
+                f"larger batches would save steps"
             )
-        advice = "larger batches pay off"
+        advice = "larger batches would save steps"
         if batch / scale > 2:
             advice = "expect little from more ranks"
         elif batch / scale > 0.5:
-            advice = "larger batches pay off less and less"
+            advice = "larger batches would save steps, with diminishing returns"
         size = f"{scale:,.0f}" if scale >= 100 else f"{scale:.1f}"
         # A step's progress, relative to one without noise, is 1 / (1 + scale / batch).
         saved = scale / (2 * (batch + scale))

@@ -1,4 +1,4 @@
-"""Decides where a training starts: at a checkpoint of its own or of another run, with given weights, or from scratch.
+"""Determines the starting point of a training: a checkpoint of this or another run, given weights, or from scratch.
 
 Nothing on the disk changes before everything has been checked, except for the marker DISCARD.
 """
@@ -89,7 +89,7 @@ class Start:
         return self._state
 
     def describe(self) -> list[str]:
-        """Log lines on where the training starts."""
+        """Log lines about the starting point."""
         if self._path is None:
             return [f"Weights of {self._init_from}"] if self._init_from else []
         lines = [f"Resuming from {self._path}, after step {self._state.step}"]

@@ -124,7 +124,7 @@ class Trainer:
 
     def stop_if_requested(self) -> None:
         """Raises Stopped, after saving, if a rank received a stop signal; every rank calls it at the same points."""
-        self._exchange_requests()
+        self._save_and_stop_if_requested()
 
     def _is_complete(self) -> bool:
         return self.state.epoch >= self.options.num_epochs
@@ -328,13 +328,13 @@ class Trainer:
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
         """Saves or stops if that is due; all ranks do so after the same step."""
-        request, every_steps = self._exchange_requests(), self.options.checkpoint.every_steps
+        request, every_steps = self._save_and_stop_if_requested(), self.options.checkpoint.every_steps
         due = every_steps is not None and self.state.step % every_steps == 0
         if (due or request is Request.SAVE) and not ends_epoch:  # the end of an epoch saves after the validation
             self._save()
 
-    def _exchange_requests(self) -> Request:
-        """Exchanges this rank's request with the others'. Saves and raises Stopped if one of them is to stop."""
+    def _save_and_stop_if_requested(self) -> Request:
+        """Agrees on one request with all ranks and returns it; if it is to stop, saves and raises Stopped."""
         request = Request.CONTINUE
         if self.signals.received:
             request = Request.STOP

@@ -81,7 +81,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def _control_groups(listing: Path, cgroups: Path) -> list[Path]:
-    """The control group of version 2 that `listing` names, and those above it, which limit it, too."""
+    """The control group of version 2 that `listing` names, and those above it, which also limit it."""
     found = re.search(r"^0::/*(.*)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
     group = cgroups / found[1] if found else cgroups
     return [path for path in (group, *group.parents) if path.is_relative_to(cgroups)]

@@ -47,7 +47,7 @@ def shuffle_plan(config: Config, split: str, available: int) -> ShufflePlan:
 
 
 class ClassificationLoader(Loader):
-    """Carries out one rank's part of a plan: images as float32 times `scale`, or int64 word indices; int64 labels.
+    """Gathers one rank's part of a plan: images as float32 times `scale`, or int64 word indices; int64 labels.
 
     All work is enqueued on the stream that is current when a batch is requested, after the consumer's work; the host
     never waits.

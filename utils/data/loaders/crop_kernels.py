@@ -73,7 +73,7 @@ class TritonGather:
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
         sources, signs = symmetry.channel_table(channels, vectors, mode)
-        # Signs are flipped in the bits, which is exact for zeros and NaN, too.
+        # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
         flips = np.where(signs < 0, torch.iinfo(bits).min, 0)
         tables = (walks(box, crop, self._strides[2:]), sources * box**3, flips)

@@ -19,7 +19,7 @@ from utils.data.loaders.crops import CropOptions
 from utils.data.plan import EpochPlan
 from utils.errors import LocalError, os_errors_for_users
 
-# Batches that are started before the first of them is awaited, so that one is read while another is in use.
+# Batches whose reads are started in advance: the next batch is read while the current one is in use.
 BATCHES_AHEAD = 2
 
 # Called with an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the arrays.

@@ -30,7 +30,7 @@ ROW_PRESERVING = frozenset(
 
 @dataclass(frozen=True)
 class CropOptions:
-    """Options of a loader that carries out one rank's part of a sample plan.
+    """Options of a loader that reads one rank's part of a sample plan.
 
     batch_size: samples per rank and batch.
     threads: threads that cut crops; 0: the calling thread cuts them.
