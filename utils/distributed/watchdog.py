@@ -171,7 +171,7 @@ class ProcessGroupWatchdog(Watchdog):
         self._statuses = make_statuses({0, self._next} if self.rank else range(self._size))
         self._event: Event | None = None
         self._events: dict[int, Event] = {}  # by rank
-        self._leaving_deadline = float("inf")
+        self._leaving_deadline, self._store_lost = float("inf"), False
         self._waker, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for link in (self._store_link, self._next_link, self._woken):
@@ -204,6 +204,8 @@ class ProcessGroupWatchdog(Watchdog):
 
     def _find_hang(self, now: float) -> Diagnosis | None:
         """Finds a hang of rank 0 by the age of its last report, because store operations may block."""
+        if self._store_lost:
+            return super()._find_hang(now)
         root = self._statuses[0]
         if not root.heartbeat:
             return find_absent({0: root}, now - GAP, self._join_seconds)
@@ -254,15 +256,18 @@ class ProcessGroupWatchdog(Watchdog):
 
         Ranks on the agent's node receive SIGTERM, save and leave. Ranks on other nodes learn of it by their links only.
         """
-        for link in (self._store_link, self._woken):
-            self._selector.unregister(link)
-        while not self._over.is_set():
-            if self._next_link in self._wait(TICK):
-                if not self._over.wait(LEAVING_SECONDS):  # otherwise this rank is leaving as well
-                    diagnosis = diagnose_death(self._next, self._statuses[self._next])
-                    self._announce(diagnosis, speaks=True)
-                    self._exit(diagnosis)
-                return
+        self._store_lost, deadline = True, float("inf")
+        self._selector.unregister(self._store_link)
+        while self._report["state"] == "running" and time.monotonic() < deadline:
+            ready = self._wait(TICK)
+            if self._next_link is not None and self._next_link in ready:
+                self._selector.unregister(self._next_link)
+                deadline = time.monotonic() + LEAVING_SECONDS  # if the next rank has left, this one leaves as well
+        if self._report["state"] == "running":
+            diagnosis = diagnose_death(self._next, self._statuses[self._next])
+            self._announce(diagnosis, speaks=True)
+            self._exit(diagnosis)
+        self._over.set()
 
     def _exchange(self, now: float) -> None:
         """Writes this rank's report; reads those of other ranks, or the end of the run."""
