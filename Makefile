@@ -5,7 +5,7 @@
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 5 s per
 #                  kill
-# make bench-cpu   runs the optimisation ladder and measures the loop's overhead on this CPU: about 9 minutes
+# make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
 # make bench-gpu   runs all GPU benchmarks: 8 minutes. Uses python3 without an installation if make install was not run.
 #                  BENCH: arguments of benchmarks/gpu.py, for example BENCH="--minutes 4"
 #

@@ -93,5 +93,5 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a cancelled job removes partial files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a canceled job removes partial files
     main()

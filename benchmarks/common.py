@@ -192,7 +192,7 @@ def plot(path: Path, size: tuple[float, float], columns: int = 1, rows: int = 1,
 
 
 def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[str, Any]]], **labels: Any) -> None:
-    """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a colour per group."""
+    """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a color per group."""
     height = 0.8 / len(groups)
     for number, (label, values) in enumerate(groups.items()):
         medians = [each["median"] for each in values]

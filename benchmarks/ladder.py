@@ -1,4 +1,4 @@
-"""The optimisation ladder: each step changes one option, and keeps it if training becomes faster.
+"""The optimization ladder: each step changes one option, and keeps it if training becomes faster.
 
 python -m benchmarks.ladder                      the steps that apply to this machine, at most 8 minutes
 python -m benchmarks.ladder --budget 300 --width 16 --crop 32

@@ -1,4 +1,4 @@
-"""Table and plot of the optimisation ladder's results (benchmarks/ladder.py)."""
+"""Table and plot of the optimization ladder's results (benchmarks/ladder.py)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     # gather is this project's kernel that crops a volume on the GPU.
     ("copies", r"^Mem(cpy|set)\b|^gather(_\w*)?$|vectorized_gather|scatter_gather|index_elementwise"),
     ("copies", r"(?i:index_?select)|^aten::(index|gather|take)$"),
-    # Before the convolutions: inductor names a kernel after neighbouring operators, including convolutions.
+    # Before the convolutions: inductor names a kernel after neighboring operators, including convolutions.
     ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_|^cpp_fused"),
     ("convolutions", r"(?i:convol|conv[123]d|conv_(transpose|depthwise)|fprop|[dw]grad|im2col|col2im|vol2col|col2vol)"),
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),

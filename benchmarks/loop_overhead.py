@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> None:
         "trainer": lambda: seconds_of(trainer_epoch, world.device) / options.steps,
     }
     values = interleaved(loops, options.trials)
-    # Pairs of neighbouring trials: whatever slows the machine slows both.
+    # Pairs of neighboring trials: whatever slows the machine slows both.
     overheads = [own / plain - 1 for plain, own in zip(values["bare"], values["trainer"], strict=True)]
     first, _, third = statistics.quantiles(overheads, n=4)
     result = {

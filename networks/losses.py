@@ -26,7 +26,7 @@ class L1Loss(Loss):
     The density exp(14 x) spans many decades, so the densest cells dominate its term. `fused` computes the
     loss in one kernel if there is no density term.
 
-    `weights`, one per channel, weight the channels in the first term, normalised to mean 1. They apply in training mode
+    `weights`, one per channel, weight the channels in the first term, normalized to mean 1. They apply in training mode
     only: in evaluation mode losses stay comparable.
     """
 

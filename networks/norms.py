@@ -1,4 +1,4 @@
-"""Normalisation layers by name, for activations [N, C, …]: to mean 0 and variance 1, then times a weight plus a bias.
+"""Normalization layers by name, for activations [N, C, …]: to mean 0 and variance 1, then times a weight plus a bias.
 
 They differ in the values over which mean and variance are computed. A batch is what one rank passes through the network
 at once: a micro-batch if a step has several. In training mode, batch norms keep a running mean of these statistics for
@@ -25,7 +25,7 @@ MAX_GROUPS = 32
 def build_norm(spec: str, channels: int) -> nn.Module:
     """The norm `spec` for activations of `channels` channels; ValueError for an unknown one.
 
-    none        no normalisation
+    none        no normalization
     batch       each channel over a rank's batch (Ioffe & Szegedy 2015, arXiv:1502.03167)
     sync_batch  each channel over the batches of all ranks
     ghost(n)    each channel over groups of n samples (Hoffer et al. 2017, arXiv:1705.08741)

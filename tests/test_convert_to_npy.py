@@ -192,7 +192,7 @@ def test_a_chunk_that_cannot_be_unpacked_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_cancelled_command_leaves_nothing_partial(
+def test_a_canceled_command_leaves_nothing_partial(
     volume_file: VolumeFile, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The signal arrives in a callback. A fixed bug: Python ignores an exception there, so the command continued."""

@@ -44,7 +44,7 @@ def config_of(**values: Any) -> Config:
 
 
 def network_of(config: Config) -> nn.Module:
-    """Random weights and normalisation statistics, in evaluation mode."""
+    """Random weights and normalization statistics, in evaluation mode."""
     torch.manual_seed(1)
     network = build.network(config).eval()
     for name, buffer in network.named_buffers():
@@ -162,7 +162,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Path) -> None:
-    """Sizes of one block are the smallest that the network takes; PyTorch specialises on them unless prevented."""
+    """Sizes of one block are the smallest that the network takes; PyTorch specializes on them unless prevented."""
     printed = (
         f"wrote {files / 'gas.pt2'}: [N, 4, X, Y, Z] -> [N, 5, X, Y, Z] in physical units, X, Y and Z multiples of 4;"
     )

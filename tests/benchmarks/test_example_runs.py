@@ -35,7 +35,7 @@ def test_every_run_has_a_valid_config(name: str, tmp_path: Path) -> None:
     assert all(config.total_steps > 0 for config in loaded)
 
 
-def test_a_run_is_summarised_from_its_records(training: Training) -> None:
+def test_a_run_is_summarized_from_its_records(training: Training) -> None:
     runs = [summarise(training, goal) for goal in (0.03, 0.001)]
     found = runs[0]
     assert (found["batch"], found["epochs"], found["steps"], found["samples"]) == (8, 4, 40, 320)

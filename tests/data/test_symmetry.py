@@ -20,7 +20,7 @@ def random_field(channels: int, size: int = 5) -> np.ndarray:
 
 
 def positions(size: int) -> np.ndarray:
-    """Each cell's position relative to the centre, in half cells so that they are integers: [3, D, D, D]."""
+    """Each cell's position relative to the center, in half cells so that they are integers: [3, D, D, D]."""
     return (2 * np.indices((size,) * 3) - (size - 1)).astype(np.float32)
 
 
@@ -42,7 +42,7 @@ def test_the_order_of_the_symmetries_is_fixed() -> None:
 
 @pytest.mark.parametrize("size", [4, 5])
 def test_values_and_vectors_move_by_the_matrix(size: int) -> None:
-    """The value at x moves to x' = M x about the centre; a vector field that equals the position is invariant."""
+    """The value at x moves to x' = M x about the center; a vector field that equals the position is invariant."""
     field, places = random_field(1, size), positions(size).reshape(3, -1)
     for index in ALL:
         moved = symmetry.apply(field, index, [])

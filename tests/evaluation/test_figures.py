@@ -92,7 +92,7 @@ def test_spectra_without_power_are_drawn_with_gaps(found: Results) -> None:
         assert np.isfinite([each.axes[0].get_ylim(), each.axes[1].get_ylim()]).all()
 
 
-def test_distributions_are_normalised_and_exclude_empty_ends(found: Results) -> None:
+def test_distributions_are_normalized_and_exclude_empty_ends(found: Results) -> None:
     figure = figures.distributions(found)
     for name, distribution in found.distributions.items():
         filled, _, line = panel(figure, name).patches
@@ -110,7 +110,7 @@ def test_distributions_are_normalised_and_exclude_empty_ends(found: Results) -> 
     assert axes.get_ylim()[0] < 1 / np.diff(distribution.edges)[9] < axes.get_ylim()[1]
 
 
-def test_both_phase_diagrams_have_one_colour_scale(found: Results) -> None:
+def test_both_phase_diagrams_have_one_color_scale(found: Results) -> None:
     figure = figures.phase_diagram(found)
     target, prediction, ratio = (panel(figure, name) for name in ("target", "prediction", "prediction / target"))
     counts = found.phase_diagram
@@ -173,7 +173,7 @@ def test_channels_of_unknown_units_are_drawn_as_channel_values(unknown: Results)
     assert panel(figures.distributions(unknown), "channel 1").get_xlabel() == "channel value"
 
 
-def test_a_diverged_or_perfect_prediction_has_finite_colour_limits(found: Results, unknown: Results) -> None:
+def test_a_diverged_or_perfect_prediction_has_finite_color_limits(found: Results, unknown: Results) -> None:
     spoilt = found.slices["predicted"].copy()
     spoilt[:, 0, 0], spoilt[:, 1, 1] = np.nan, 1e4  # exp(140000) overflows
     grid = np.array(figures.slices(with_slices(found, predicted=spoilt)).axes[:20]).reshape(4, 5)

@@ -80,7 +80,7 @@ def powers(found: Results, name: str) -> np.ndarray:
 
 
 def numpy_divergence(velocity: Sequence[np.ndarray], cell: float) -> np.ndarray:
-    """numpy.gradient on a grid that is padded with its periodic neighbours."""
+    """numpy.gradient on a grid that is padded with its periodic neighbors."""
     padded = [np.pad(component, 1, mode="wrap") for component in velocity]
     total = sum(np.gradient(component, cell, axis=axis) for axis, component in enumerate(padded))
     return np.asarray(total)[1:-1, 1:-1, 1:-1]
@@ -230,7 +230,7 @@ def test_a_gpu_gets_the_results_of_the_cpu() -> None:
     alone = evaluated(predicted, target)
     found = evaluated(predicted, target, world=World(Launch("test"), torch.device("cuda")))
     for name, distribution in found.distributions.items():
-        # Different rounding may move single cells to a neighbouring bin.
+        # Different rounding may move single cells to a neighboring bin.
         assert np.abs(distribution.target - alone.distributions[name].target).sum() <= 8
     assert found.phase_diagram is not None
     assert found.phase_diagram.predicted.sum() == predicted[0].size
@@ -268,7 +268,7 @@ def test_one_unknown_transform_does_not_affect_the_other_channels() -> None:
         assert ("velocity divergence" in found.distributions) == ("divergence" in spectra)
 
 
-def test_channels_are_recognised_by_unit_in_any_order(found: Results) -> None:
+def test_channels_are_recognized_by_unit_in_any_order(found: Results) -> None:
     predicted, target = volumes()
     order = [4, 3, 1, 2, 0]
     reordered = evaluated(predicted[order], target[order], [GAS[place] for place in order], vectors=((2, 3, 1),))

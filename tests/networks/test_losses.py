@@ -32,7 +32,7 @@ DENSITY = 0.5 * (math.exp(1.4) - 1.0)
     ids=str,
 )
 def test_l1_with_density_term_and_channel_weights(options: dict[str, Any], expected: float) -> None:
-    """The density term uses channel 0 only, without the logarithm; weights are normalised to mean 1."""
+    """The density term uses channel 0 only, without the logarithm; weights are normalized to mean 1."""
     loss = build_loss("l1", **options)
     assert float(loss(OUTPUTS, TARGETS)) == pytest.approx(expected, rel=1e-6)
     assert not list(loss.state_dict()), "checkpoints would contain it"

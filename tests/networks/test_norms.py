@@ -128,7 +128,7 @@ def separate_batch_norms(plain: nn.Module, x: torch.Tensor, samples: int) -> dic
 
 
 @pytest.mark.parametrize("samples", [2, 3, 6])
-def test_each_ghost_batch_is_normalised_separately(samples: int) -> None:
+def test_each_ghost_batch_is_normalized_separately(samples: int) -> None:
     """Also for activations without a grid."""
     for cells in ((), *CELLS):
         plain = PLAIN[max(len(cells), 1)]
@@ -265,7 +265,7 @@ def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_two_ranks_normalise_like_one_rank_with_the_full_batch(ranks, case: str) -> None:
+def test_two_ranks_normalize_like_one_rank_with_the_full_batch(ranks, case: str) -> None:
     """Compared with a float64 batch norm of the full batch. With unequal parts, a mean of means would be wrong."""
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         for cells in ((), *CELLS):
@@ -274,7 +274,7 @@ def test_two_ranks_normalise_like_one_rank_with_the_full_batch(ranks, case: str)
             assert_close(together(ranks, f"{case} {len(cells)} {dtype}"), results(plain, x), tolerance)
 
 
-def test_two_ranks_normalise_compiled_and_in_bfloat16_and_channels_last(ranks) -> None:
+def test_two_ranks_normalize_compiled_and_in_bfloat16_and_channels_last(ranks) -> None:
     x = activations(8, CHANNELS, 3, 4)
     expected = results(with_weights(nn.BatchNorm2d(CHANNELS)).double(), x)
     assert_close(together(ranks, "compiled"), expected, 1e-6)

@@ -206,7 +206,7 @@ def test_channels_are_of_order_one_differ_between_input_and_target_and_can_be_in
 # --- gas closure ---------------------------------------------------------------------------------------------------
 
 
-def test_empty_cells_get_the_velocity_of_their_neighbours() -> None:
+def test_empty_cells_get_the_velocity_of_their_neighbors() -> None:
     density = np.ones((16, 16, 16), np.float32)
     density[5:8, 5:8, 5:8] = 0
     velocity = gas.mass_weighted_velocity(density, np.stack([density * v for v in (100, -50, 0)]).astype(np.float32))

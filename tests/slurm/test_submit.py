@@ -194,7 +194,7 @@ def test_a_training_whose_node_fails_resumes_from_its_last_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_cancelled_training_saves_and_stays_cancelled(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
+def test_a_canceled_training_saves_and_stays_canceled(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
     job, _ = train_some_epochs(cluster, tmp_path, flags)
     cluster.run("scancel", job.number)
     job.ends("CANCELLED")

@@ -86,7 +86,7 @@ class EvaluationConfig(Section):
 
     every_epochs: Count = 0  # 0: never; else also after the last epoch
     window: Positive | None = None  # cells per side of the network's input; None: data_size
-    overlap: Count | None = None  # cells by which neighbouring windows overlap; None: half a window
+    overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
 
 
 class VectorChannelsConfig(Section):

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 
-# A palette that the colour-blind can distinguish (Okabe & Ito 2008).
+# A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 COLOUR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
 RESIDUAL_COLOURS = "PuOr_r"
@@ -101,7 +101,7 @@ def _draw_distribution(axes: Axes, distribution: Distribution) -> None:
 
 
 def phase_diagram(results: Results) -> Figure:
-    """Temperature against density: target and prediction on one colour scale, and their ratio."""
+    """Temperature against density: target and prediction on one color scale, and their ratio."""
     counts = results.phase_diagram
     assert counts is not None, "a phase diagram needs physical units"
     figure = new_figure(11, 4.3)
@@ -213,7 +213,7 @@ def _value_label(unit: str | None, is_log: bool) -> str:
 def _draw_plane(
     axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], colours: str, limits: tuple[float, float]
 ) -> AxesImage:
-    """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are grey."""
+    """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
     axes.set_facecolor("0.5")
     return axes.imshow(values.T, origin="lower", extent=extent, cmap=colours, vmin=limits[0], vmax=limits[1])
 

@@ -30,7 +30,7 @@ class _Modes(NamedTuple):
 class KShells:
     """Spherical shells, each as wide as the fundamental wavenumber of the longest side.
 
-    Shell m = 1 … `number` is centred on m fundamentals. The last one contains Nyquist's wavenumber π / cell, up to
+    Shell m = 1 … `number` is centered on m fundamentals. The last one contains Nyquist's wavenumber π / cell, up to
     which the grid holds waves of every direction (for an odd longest side, the shell before it). The constant, k = 0,
     and waves beyond the last shell are in none. No shell is empty: each contains waves along the longest side.
     """

@@ -199,7 +199,7 @@ class VolumeStatistics:
         if DIVERGENCE not in field.spectra:
             volume[x] = parts[0]
             return
-        # v_x contributes to the divergence of both neighbouring planes, in whichever order the three planes come.
+        # v_x contributes to the divergence of both neighboring planes, in whichever order the three planes come.
         along_x, along_y, along_z = (part / (2 * (self._cell or 1.0)) for part in parts)
         volume[x - 1] += along_x
         volume[(x + 1) % self._shape[0]] -= along_x

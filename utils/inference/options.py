@@ -26,7 +26,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each field of InferenceOptions."""
     group = parser.add_argument_group("inference")
     group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
-    group.add_argument("--overlap", type=int, help="cells by which neighbouring windows overlap (half a window)")
+    group.add_argument("--overlap", type=int, help="cells by which neighboring windows overlap (half a window)")
     group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
     group.add_argument("--precision", choices=PRECISIONS, default="float32", help="arithmetic precision (%(default)s)")
     group.add_argument(

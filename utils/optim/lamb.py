@@ -19,13 +19,13 @@ class Lamb(torch.optim.Optimizer):
     This variant has both bias corrections of Adam. λ (`weight_decay`) is decoupled and inside the norm as in the paper;
     the ratio of norms (trust ratio) is not clamped (the paper's φ is the identity), and is 1 if either norm is 0.
     Parameters of fewer than two dimensions, and those whose name ends in "bias", use r itself, without decay and trust
-    ratio: biases and the parameters of normalisation layers start at 0 or 1, so their norm is no measure of a step.
+    ratio: biases and the parameters of normalization layers start at 0 or 1, so their norm is no measure of a step.
 
     Everything happens on the device: the learning rate may be a tensor there, and if `found_inf`, set by a gradient
     scaler or by `utils.optim.optimizers.update`, is not 0, no bit changes.
     """
 
-    # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, without host synchronisation.
+    # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, without host synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(

@@ -118,7 +118,7 @@ def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> 
     optimizer = torch.optim.SGD(parameters.values(), lr=lr, momentum=momentum, weight_decay=decay, fused=True)
     if momentum:
         # A momentum of zero equals none. But if the very first update is skipped, torch's fused kernel would continue
-        # from uninitialised memory.
+        # from uninitialized memory.
         for parameter in parameters.values():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

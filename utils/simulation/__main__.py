@@ -6,6 +6,6 @@ import sys
 from utils.simulation.simulate import main
 
 if __name__ == "__main__":
-    # Without a handler, a cancelled batch job would leave the temporary file.
+    # Without a handler, a canceled batch job would leave the temporary file.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -76,10 +76,10 @@ def smooth(fields: Iterable[np.ndarray], length: float, threads: int = 1) -> Ite
 
 
 def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: int = 1) -> np.ndarray:
-    """Momentum / density, continued smoothly from the neighbourhood into empty cells.
+    """Momentum / density, continued smoothly from the neighborhood into empty cells.
 
     v = (p + w <p>) / (rho + w <rho>) with < > a Gaussian of FILL_LENGTH cells and w = FILL_WEIGHT: the velocity of a
-    cell with matter changes by about w / rho, an empty cell gets that of its neighbours (normalised convolution,
+    cell with matter changes by about w / rho, an empty cell gets that of its neighbors (normalized convolution,
     Knutsson & Westin 1993). Overwrites and returns `momentum`.
     """
     around = smooth((density, *momentum), FILL_LENGTH, threads)
@@ -126,7 +126,7 @@ def gas_fields(
     - density: pressure smooths the gas below a filtering scale (Gnedin & Hui 1998), here a Gaussian;
     - velocity: smoothed momentum over smoothed density, so that mass and momentum are conserved;
     - temperature: T0 Delta^(gamma - 1) of photoionised gas (Hui & Gnedin 1997), plus the shock heat averaged over the
-      mass of the neighbourhood.
+      mass of the neighborhood.
 
     `cell` in Mpc/h, `hubble` = H(a) in km/s/(Mpc/h).
     """

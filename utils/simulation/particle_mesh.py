@@ -1,6 +1,6 @@
 """Particle mesh: cloud-in-cell deposit and interpolation, FFT gravity, kick and drift, Lagrangian initial conditions.
 
-Lengths are in cells of the mesh and cell i is centred on coordinate i. Time is D, the linear growth factor (1 at
+Lengths are in cells of the mesh and cell i is centered on coordinate i. Time is D, the linear growth factor (1 at
 z = 0), and particle velocities are dx/dD: in the Zel'dovich approximation particles move on straight lines at constant
 speed. Source: Hockney & Eastwood 1988.
 """
@@ -195,7 +195,7 @@ def deposit(
 ) -> np.ndarray:
     """Density in units of the mean, and density times each of `velocity`, [1 + len(velocity), n, n, n] float32.
 
-    Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbours on the lattice.
+    Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbors on the lattice.
     """
     grid, slabs = particles.grid, min(SLABS, particles.side)
     fractions = [step / per_side for step in range(per_side)]

@@ -114,7 +114,7 @@ class TritonGather:
 # L2 cache.
 #
 # Values that may exceed 2^31 are int64: 5 · 1024³ does. `max_contiguous` is a hint for the order in which threads
-# write: neighbours along the sample's last axis are adjacent in memory, or a cell's channels apart. It makes no write
+# write: neighbors along the sample's last axis are adjacent in memory, or a cell's channels apart. It makes no write
 # wider, which would require an alignment that is not known here.
 @functools.cache
 def _kernel() -> Any:
