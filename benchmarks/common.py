@@ -156,7 +156,7 @@ def read_json(path: Path, maker: str, keys: Sequence[str] = ()) -> dict[str, Any
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table; the first `left` columns are left-aligned, the others right-aligned."""
+    """A Markdown table; the first `left` columns are left-aligned, all other columns right-aligned."""
     rules = ["---"] * left + ["---:"] * (len(heads) - left)
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows))
 

@@ -192,7 +192,7 @@ class Run:
 
 
 def write(results: dict[str, Any], directory: Path, with_plot: bool = True) -> None:
-    """results.json, README.md and ladder.png, each atomically; if the plot fails, the others are written anyway."""
+    """results.json, README.md and ladder.png, each atomically; if the plot fails, the other files are still written."""
     directory.mkdir(parents=True, exist_ok=True)
     if with_plot and any("SYNTHETIC" in entry for entry in results.get("ladder", [])):
         results["skipped"].pop("ladder.png", None)

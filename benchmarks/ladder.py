@@ -255,7 +255,7 @@ def climb(
         sys.stderr.write(f"{step.name}\n")
         try:
             entry |= measure(machine, tried, tried_graph)
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # the other steps are still measured
             entry["failed"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if tried_graph:
                 recover_from_failed_recording(machine.world.device)

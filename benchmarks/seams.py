@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def variants(grid: WindowGrid, periodic: bool) -> Iterator[Variant]:
-    """The first grid, and the others that fit the volume."""
+    """The first grid, and all other grids that fit the volume."""
     shape, window = grid.shape, grid.x.window
     step = grid.x.origins[1] - grid.x.origins[0] if len(grid.x.origins) > 1 else window
     yield Variant("as predicted", grid)
@@ -124,7 +124,7 @@ def variants(grid: WindowGrid, periodic: bool) -> Iterator[Variant]:
 def seam_error(
     variant: Variant, first: SlidingWindowPredictor, target: ReadPlanes, reference: np.ndarray, is_first: bool
 ) -> SeamError:
-    """Predicts with one grid. The first prediction fills `reference` [C, X, Y, Z], the others are compared with it."""
+    """Predicts with one grid. The first prediction fills `reference` [C, X, Y, Z]; later ones are compared with it."""
     shape, shift = first.grid.shape, variant.shift
     predictor = dataclasses.replace(first, grid=variant.grid, read=shifted(first.read, shift, shape))
     read_target = shifted(target, shift, shape)

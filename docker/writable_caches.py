@@ -1,7 +1,7 @@
 """Provides directories for caches if the home directory is not writable. Every Python of the image imports this module.
 
 Shifter, Apptainer and `docker run --user` run as the caller with a read-only root file system; the home directory may
-be missing or read-only, too. Triton then fails at its first kernel, matplotlib builds its font cache in every process,
+also be missing or read-only. Triton then fails at its first kernel, matplotlib builds its font cache in every process,
 and the CUDA driver compiles kernels again. (Inductor uses its own directory in /tmp.) One path for all users would be
 unsafe, because the files in these caches are loaded and executed.
 """

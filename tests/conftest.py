@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 VolumeFile = Callable[..., Path]
 
 
-# The slowest files, slowest first. They run first, so that no worker is left with one when the others are done.
+# The slowest files, slowest first. They run first, so that no worker is left with one when all other workers are done.
 LONG_FILES = (
     "tests/slurm/test_submit.py",
     "tests/steps/test_compile.py",

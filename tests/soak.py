@@ -43,7 +43,7 @@ class PlannedKill(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """A kill that was carried out."""
+    """An executed kill."""
 
     victims: list[int]
     inside_a_save: bool
@@ -129,7 +129,7 @@ def kill_ranks(processes: list[BaseProcess], folder: Path, planned: PlannedKill)
 
 
 def one_training(flags: list[str], folder: Path, log: Path, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
-    """Runs one training to its end, with one planned kill after each start; returns the kills that were carried out."""
+    """Runs one training to its end, with one planned kill after each start; returns the executed kills."""
     done: list[Kill] = []
     for planned in [*plan, None]:
         processes = start(flags, log, planned)
@@ -165,7 +165,7 @@ class KillTest:
         return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", plan)
 
     def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
-        """Returns the kills that were carried out; AssertionError unless the result equals the undisturbed one."""
+        """Returns the executed kills; AssertionError unless the result equals the undisturbed one."""
         from trainings import assert_same_training
 
         kills = self._train(name, plan)

@@ -177,7 +177,7 @@ def test_imports_of_modules_have_no_cycles() -> None:
 
 
 def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> None:
-    """The simulation needs scipy and colossus, so a module that imports it at the top would need them, too."""
+    """The simulation needs scipy and colossus, so a module that imports it at the top would also need them."""
     allowed = SIMULATION | TRITON_MODULES | DRAWING
     forbidden = OPTIONAL | allowed | {"torch.utils.tensorboard"}
     assert [

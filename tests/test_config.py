@@ -86,7 +86,7 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 
 def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> None:
-    """The given file comes first; of the others, only one may contain the config."""
+    """The given file comes first; of the other files, only one may contain the config."""
     path = write(tmp_path, "base: {seed: 1}\ntest: {seed: 2}")
     (tmp_path / "tuned.yaml").write_text("tuned: {seed: 3}\ndigits: {seed: 6}")
     (tmp_path / "test.yaml").write_text("test: {seed: 4}\nboth: {seed: 7}")

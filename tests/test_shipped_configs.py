@@ -72,7 +72,7 @@ def test_original_config_has_the_values_of_the_original(name: str) -> None:
     assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
     schedule = config.lr_schedule
     assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)
-    # Only the fast configs have the improved training; the others keep the original's.
+    # Only the fast configs have the improved training; all other configs keep the original's.
     training = (config.symmetries, schedule.shape, config.ema_decay)
     assert training == (("full", "constant", 0.999) if fast else ("grid", "cosine", None))
     built = build_schedule(config.for_world(1))

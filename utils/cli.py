@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="auto",
         metavar="auto|no|DIR",
         help="auto: resume from the newest checkpoint of the run directory, if it has one; no: delete its checkpoints "
-        "and start from scratch; DIR: resume from another run, for example on another number of ranks (%(default)s)",
+        "and start from scratch; DIR: resume from another run, or from a checkpoint directory (%(default)s)",
     )
     parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
     for name, text in SWITCHES.items():

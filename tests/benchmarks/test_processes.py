@@ -60,7 +60,7 @@ def test_all_processes_end_with_the_training(
         return wait(self, GENEROUS if timeout is None else timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
-    # A shell has the programs that it runs in the background ignore Ctrl-C, and so the tests, too.
+    # A shell has the programs that it runs in the background ignore Ctrl-C, which also affects the tests.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     if program == STUBBORN:
         monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)

@@ -63,7 +63,7 @@ def test_the_rank_that_all_others_wait_for_hangs(ranks: dict[int, RankStatus], m
 
 
 def test_no_rank_hangs_during_a_save_or_with_progress_or_without_a_limit() -> None:
-    assert decide(statuses(STEP, ("save", 17)), [], 150, 60) is None, "slow storage, for which the others wait"
+    assert decide(statuses(STEP, ("save", 17)), [], 150, 60) is None, "slow storage, for which the other ranks wait"
     assert decide(statuses(STEP, ("save", 17), silent=1), [], 150, 60) is None, "a write may hold the GIL"
     assert decide(statuses(DATA, STEP), [], 1e9, 0) is None
     ranks = statuses(DATA, STEP)

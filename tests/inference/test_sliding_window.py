@@ -36,7 +36,7 @@ def random_field(shape: tuple[int, ...], channels: int = 4, seed: int = 0) -> np
 
 
 def affine(windows: torch.Tensor) -> torch.Tensor:
-    """[N, 4, …] -> [N, 5, …], each cell by itself."""
+    """[N, 4, …] -> [N, 5, …], each cell separately."""
     return torch.cat([2 * windows - 1, windows.sum(dim=1, keepdim=True) / 4], dim=1)
 
 

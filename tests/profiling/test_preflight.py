@@ -79,7 +79,7 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
             ["data_loader_config auto: lowmem on this machine, the files are contiguous and mapped"],
         ),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguously for speed"]),
-        (["--set=device=cuda"], ["all checks passed"]),  # on a login node without such a device, too
+        (["--set=device=cuda"], ["all checks passed"]),  # even on a login node without such a device
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
     ):
         code, printed, errors = preflight(*flags)

@@ -77,7 +77,7 @@ def test_shifter_runs_the_command(submission: Submission, tmp_path: Path) -> Non
 
 
 def test_podman_runs_the_command(submission: Submission, tmp_path: Path) -> None:
-    """The command names all that is to reach the container: podman passes nothing on by itself."""
+    """The command names all that is to reach the container: podman passes on nothing else."""
     podman = {"CONTAINER_RUNTIME": "podman-hpc", "CONTAINER_IMAGE": "some/image:1"}
     command = submission.command("--config=short", **podman, DATA_DIR=str(tmp_path))
     start = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl"]

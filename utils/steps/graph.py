@@ -44,7 +44,7 @@ class RecordedStep(NamedTuple):
 
 
 class GraphStep(EagerStep):
-    """An EagerStep that runs its first steps eagerly, and replays the others from CUDA graphs.
+    """An EagerStep that runs its first steps eagerly, and replays all later ones from CUDA graphs.
 
     The graph holds forward, loss, backward with the gradient exchange, clipping and update, and in a parallel branch
     the loader's `pending_work` (making the next batch). The learning rate is a tensor that the update reads.

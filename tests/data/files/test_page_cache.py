@@ -80,7 +80,7 @@ def test_a_file_of_both_splits_is_read_and_counted_once(tmp_path: Path, monkeypa
 
 
 def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_path: Path) -> None:
-    """A group's limit minus its use, except for cached files, which can be dropped. Groups above it count, too."""
+    """A group's limit minus its use, except for cached files, which can be dropped. Groups above it also count."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     step = cgroups / "job" / "step"
     assert available_memory(proc, cgroups) > 2**60, "unknown"

@@ -29,7 +29,7 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     """Reads the files into the page cache, once per node, unless they do not fit in memory together.
 
     Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
-    Returns a line for the log on the first rank of each node, and an empty string on the others.
+    Returns a line for the log on the first rank of each node, and an empty string on other ranks.
     """
     paths, note = list(dict.fromkeys(paths)), ""  # the training and the validation may read the same file
     with world.raise_together(), os_errors_for_users(f"cannot read {' and '.join(paths)}"):

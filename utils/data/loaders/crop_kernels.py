@@ -44,7 +44,7 @@ def walks(box: int, crop: int, strides: Sequence[int]) -> np.ndarray:
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
         load, store = signs * _strides(box)[axes], np.array(strides)
         fastest = axes.tolist().index(2)
-        # Along the field's fastest axis the path follows the field, along the others the sample.
+        # Along the field's fastest axis the path follows the field, along its other axes the sample.
         store[fastest] *= signs[fastest]
         load[fastest] = 1
         starts = [-(crop - 1) * path[path < 0].sum() for path in (load, store)]

@@ -135,7 +135,7 @@ def _too_large(size: int, dtype: torch.dtype, free: int, reserve: int) -> UserEr
 def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
     """The volume as tensors [C, L, L, L] of type float32 or float16 on the rank's device; every rank calls it.
 
-    One rank per node reads the file and broadcasts it to the others. If one rank fails, all fail with one line.
+    One rank per node reads the file and broadcasts it to the other ranks. If one rank fails, all fail with one line.
     """
     on_gpu = world.device.type == "cuda"
     slabs = volume.slab_locations()
