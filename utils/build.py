@@ -359,9 +359,9 @@ def predictor(
         raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
     grid = build_window_grid(volume.shape, window, options.overlap, periodic=not options.not_periodic)
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
-    channels = (config.N_in_channels, config.N_out_channels)
+    channel_counts = (config.N_in_channels, config.N_out_channels)
     predict = forward_pass(trained.network, options.precision, world.device)
-    return SlidingWindowPredictor(predict, volume.planes, grid, channels, batch_size, world)
+    return SlidingWindowPredictor(predict, volume.planes, grid, channel_counts, batch_size, world)
 
 
 def exported_network(trained: TrainedNetwork, units: str) -> ExportedNetwork:

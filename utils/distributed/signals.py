@@ -98,7 +98,7 @@ class StopSignals:
             restored = signal.SIG_IGN if self.received else handler
             signal.signal(number, restored)  # type: ignore[arg-type] # a return value of signal.signal
         signal.set_wakeup_fd(self._wakeup)
-        os.write(self._writer, bytes(1))  # closing it is not enough: a forked child may hold it, too
+        os.write(self._writer, bytes(1))  # closing it is not enough: a forked child may hold it as well
         self._thread.join()
         os.close(self._writer)
         os.close(self._reader)

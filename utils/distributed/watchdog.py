@@ -157,7 +157,7 @@ class ProcessGroupWatchdog(Watchdog):
         self._size, self._join_seconds = launch.world_size, join_seconds
         # A connection of its own: operations on one connection wait for each other.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
-        # Shows the end of the store's process. Store operations do, too, but then C++ prints a stack trace.
+        # Shows the end of the store's process. Store operations show it as well, but then C++ prints a stack trace.
         self._store_link = open_link((launch.master_addr, launch.master_port), join_seconds)
         # For the link of the previous rank. It is never accepted: the kernel resets it when this process ends.
         address = self._store_link.getsockname()[0]  # of the network interface that leads to rank 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,11 +16,10 @@ from torch import nn
 AVERAGE = "average"  # key in a step's state
 
 
-class NullEMA:
-    """No average: the network that is evaluated and saved is the trained one."""
+class WeightAverage(Protocol):
+    """The network that is evaluated and saved, kept up to date with the one that is trained."""
 
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
+    network: nn.Module
 
     def restart(self) -> None:
         """Restarts from the present weights."""
@@ -30,13 +29,31 @@ class NullEMA:
 
     def state(self) -> dict[str, Any]:
         """Entries of a step's state in addition to "network"; they share the tensors."""
-        return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a step's state, unless it was saved without an average."""
 
 
-class EMA(NullEMA):
+class NullEMA:
+    """No average: the network that is evaluated and saved is the trained one."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+    def restart(self) -> None:
+        pass
+
+    def update(self, updated: torch.Tensor) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class EMA:
     """`network` is a copy of the trained one: its parameters are averages, its running statistics are shared.
 
     The t-th update, counted from 0, keeps min(decay, (1 + t) / (10 + t)) of the average, so that the first weights are
@@ -45,7 +62,7 @@ class EMA(NullEMA):
 
     def __init__(self, network: nn.Module, decay: float) -> None:
         # Buffers are shared with the trained network, not copied: the running statistics are those of its last step.
-        super().__init__(copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()}))
+        self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
         self._trained = dict(network.named_parameters())
         self._decay = decay

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
-from utils.optim.ema import EMA, NullEMA, trained_weights
+from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
 from utils.optim.optimizers import load_state, saved_state, update
 from utils.pending_work import PendingWork
 from utils.profiling.profiler import annotate
@@ -112,7 +112,7 @@ class EagerStep:
             self._forward = self._compiler = Compiled(self._forward)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
         decay = options.ema_decay
-        self._average = NullEMA(network) if decay is None else EMA(network, decay)
+        self._average: WeightAverage = NullEMA(network) if decay is None else EMA(network, decay)
         self.network = self._average.network
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:

@@ -72,7 +72,7 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
 
 
 class DaliLoader(Loader):
-    """Carries out one rank's part of a sample plan."""
+    """Loads one rank's part of a sample plan."""
 
     def __init__(self, volume: NpyVolume, options: CropOptions) -> None:
         self._volume, self._options = volume, options

@@ -49,7 +49,7 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
 
 
 class GpuResidentLoader(Loader):
-    """Carries out one rank's part of a sample plan on a CUDA device; batches are float32.
+    """Loads one rank's part of a sample plan on a CUDA device; batches are float32.
 
     `volume` is what `load_resident` returns.
     """

@@ -39,7 +39,7 @@ def build_inmem(config: Config, world: World, training_bytes: TrainingBytes) -> 
 
 
 class ThreadedCropLoader(Loader):
-    """Carries out one rank's part of a sample plan."""
+    """Loads one rank's part of a sample plan."""
 
     def __init__(self, volume: Volume, options: CropOptions) -> None:
         fields = (volume.inputs, volume.targets)
