@@ -275,6 +275,7 @@ def draw_curves(
                 panel.fill_between(places, low, high, alpha=0.15, linewidth=0)
             panel.grid(alpha=0.3, which="both")
             panel.set(xlabel=key, yscale=scale)
+            panel.locator_params(axis="x", nbins=5)
         panels[0, 0].set_ylabel(label)
 
 
