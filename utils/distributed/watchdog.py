@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -167,6 +168,8 @@ class ProcessGroupWatchdog(Watchdog):
         self._next_link: socket.socket | None = None
         with contextlib.suppress(OSError):
             self._next_link = open_link(json.loads(self._store.get(f"watchdog: address of rank {self._next}")), 5.0)
+        # If the store's process is suspended, the other thread decides when to stop, and not the store's own timeout.
+        self._store.set_timeout(timedelta(days=365))
         self._is_substitute = self.rank == self._size - 1  # the last rank may be on another machine than rank 0
         self._statuses = make_statuses({0, self._next} if self.rank else range(self._size))
         self._event: Event | None = None

@@ -238,6 +238,8 @@ def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     store, chosen, watchdog = _rendezvous(device, launch, timeouts)
     with _watched(watchdog):
+        # Otherwise the rendezvous timeout, after which the watchdog names an absent rank, would hold here as well.
+        store.set_timeout(timedelta(seconds=timeouts.collective))
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
         on_gpus = chosen.device.type == "cuda" and not chosen.shared
         dist.init_process_group(
