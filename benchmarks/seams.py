@@ -23,8 +23,9 @@ import torch
 
 from benchmarks.common import Parser, save, settings
 from utils import build, cli
+from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
-from utils.distributed.world import World, choose_device
+from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options

@@ -22,9 +22,10 @@ from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import open_box
+from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
-from utils.distributed.world import World, choose_device
+from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation import results
 from utils.evaluation.callback import VolumeEvaluation, plane_readers

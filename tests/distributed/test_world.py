@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from processes import GENEROUS, TOP, free_port, rank_variables, run, run_ranks
 
+from utils.distributed import devices
 from utils.distributed import world as worlds
+from utils.distributed.devices import choose_device, choose_devices
 from utils.distributed.launch import Launch, read_launch
-from utils.distributed.world import World, choose_device, choose_devices, connect, store_of_this_start
+from utils.distributed.rendezvous import store_of_this_start
+from utils.distributed.world import World, connect
 from utils.errors import LocalError, Stopped, UserError, launched_rank, one_line_errors
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -171,8 +174,8 @@ def test_all_ranks_raise_if_their_devices_differ_in_kind(
             raise UserError("no device")
         return torch.device(kind)
 
-    monkeypatch.setattr(worlds, "choose_device", choose)
-    monkeypatch.setattr(worlds, "_identity", lambda device: str(device).replace(":", " "))
+    monkeypatch.setattr(devices, "choose_device", choose)
+    monkeypatch.setattr(devices, "_identity", lambda device: str(device).replace(":", " "))
     size, port, timeout = len(devices), free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
     found: dict[int, Any] = {}

@@ -1,15 +1,11 @@
-"""The ranks of a run: rendezvous, devices, process group, and the collectives that the program uses."""
+"""The ranks of a run: process group, and the collectives that the program uses."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import resource
-import secrets
 import socket
-import threading
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from utils.config.schema import TimeoutsConfig
+from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
-from utils.distributed.watchdog import ProcessGroupWatchdog, Watchdog
-from utils.errors import EXIT_USER_ERROR, LocalError, Stopped, UserError
+from utils.distributed.rendezvous import rendezvous
+from utils.distributed.watchdog import Watchdog
+from utils.errors import LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
 
@@ -136,90 +134,6 @@ class World:
             raise UserError(where + lines[failed[0]])
 
 
-def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank; `name` is auto, cpu or cuda."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError(
-            "device is cuda, but PyTorch finds no CUDA device; use --set device=cpu (train.py) or --device cpu"
-        )
-    # Slurm's --gpus-per-task=1 shows each rank a single device, number 0, whatever its local rank.
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def store_of_this_start(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
-    """A part of the store that no earlier start of the same job has written to; returns when all ranks have called it.
-
-    torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without this function gloo,
-    NCCL and the watchdog would read the addresses of dead ranks there. The restart count does not identify the start,
-    because each node's agent has its own count. So every rank writes a random number, and rank 0 replies to it.
-    """
-    own, deadline, pause = secrets.token_hex(8), time.monotonic() + seconds, 0.01
-    others = range(1, size)
-    if rank:
-        store.set(f"call of rank {rank}", own)
-    answered = [""] * (size - 1)
-    while time.monotonic() < deadline:
-        if rank:
-            caller, _, start = store.get(f"answer to rank {rank}").decode().partition(" ")
-            if caller == own:
-                store.add(f"heard in start {start}", 1)
-                return dist.PrefixStore(f"start {start}", store)
-        else:
-            calls = [call.decode() for call in store.multi_get([f"call of rank {other}" for other in others])]
-            for other, call, before in zip(others, calls, answered, strict=True):
-                if call != before:  # the answer to a call of an earlier start has no effect
-                    store.set(f"answer to rank {other}", f"{call} {own}")
-            answered = calls
-            if store.add(f"heard in start {own}", 0) == size - 1:
-                return dist.PrefixStore(f"start {own}", store)
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.5)
-    raise TimeoutError("not all ranks have connected")
-
-
-class RankDevice(NamedTuple):
-    """The device of this rank, and whether another rank has the same one."""
-
-    device: torch.device
-    shared: bool
-
-
-def choose_devices(name: str, launch: Launch, store: dist.Store) -> RankDevice:
-    """Calls choose_device on all ranks, which have no process group yet; raises UserError if their kinds differ."""
-    error = ""
-    try:
-        device = choose_device(name, launch.local_rank)
-    except UserError as caught:
-        device, error = torch.device("cpu"), str(caught)
-    store.set(f"device of rank {launch.rank}", error or _identity(device))
-    ranks = range(launch.world_size)
-    answers = [answer.decode() for answer in store.multi_get([f"device of rank {rank}" for rank in ranks])]
-    if store.add("devices read", 1) == launch.world_size:
-        store.set("devices read by all", "")
-    if launch.rank == 0:
-        store.wait(["devices read by all"])  # rank 0's process may hold the store
-    kinds = [answer.split(" ")[0] if answer.startswith(("cpu", "cuda ")) else answer for answer in answers]
-    for rank, kind in enumerate(kinds):
-        if kind not in ("cpu", "cuda"):
-            raise UserError(kind if len(set(kinds)) == 1 else f"rank {rank}: {kind}")
-    if len(set(kinds)) > 1:
-        without, with_device = kinds.index("cpu"), kinds.index("cuda")
-        raise UserError(
-            f"rank {without} finds no CUDA device, but rank {with_device} does; use --set device=cpu, or exclude the "
-            f"node of rank {without}"
-        )
-    return RankDevice(device, device.type == "cuda" and len(set(answers)) < len(answers))
-
-
-def _identity(device: torch.device) -> str:
-    """The kind of a device and the UUID of a GPU: its index depends on which GPUs a rank sees."""
-    return "cpu" if device.type == "cpu" else f"cuda {torch.cuda.get_device_properties(device).uuid}"
-
-
 @contextlib.contextmanager
 def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -> Iterator[World]:
     """The world for the duration of a run; joins the process group if there are several ranks.
@@ -236,7 +150,7 @@ def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    store, chosen, watchdog = _rendezvous(device, launch, timeouts)
+    store, chosen, watchdog = rendezvous(device, launch, timeouts)
     with _watched(watchdog):
         # Otherwise the rendezvous timeout, after which the watchdog names an absent rank, would hold here as well.
         store.set_timeout(timedelta(seconds=timeouts.collective))
@@ -251,45 +165,6 @@ def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -
         )
         with _leaving_group():
             yield World(launch, chosen.device, watchdog)
-
-
-def _rendezvous(
-    device: str, launch: Launch, timeouts: TimeoutsConfig
-) -> tuple[dist.Store, RankDevice, ProcessGroupWatchdog]:
-    """Connects to the store of all ranks; raises LocalError if that is not possible."""
-    os.environ.update(MASTER_ADDR=launch.master_addr, MASTER_PORT=str(launch.master_port))
-    address = f"{launch.master_addr}:{launch.master_port}"
-    try:
-        # The rendezvous would repeat the query for an unknown name until its timeout.
-        socket.getaddrinfo(launch.master_addr, None)
-    except OSError as error:
-        raise LocalError(
-            f"cannot resolve MASTER_ADDR of {address} ({error.strerror}); set it to the first node"
-        ) from None
-    failure = f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at {address}"
-    remedy = "check MASTER_ADDR, MASTER_PORT and that all ranks were started"
-    # Store operations block without a time limit if the process at that address does not answer.
-    limit = threading.Timer(timeouts.rendezvous + 10, _give_up, [f"{failure} (no answer); {remedy}"])
-    limit.daemon = True
-    limit.start()
-    try:
-        store, rank, size = next(
-            dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=timeouts.rendezvous))
-        )
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            store = store_of_this_start(store, rank, size, timeouts.rendezvous)
-        chosen = choose_devices(device, launch, store)
-        watchdog = ProcessGroupWatchdog(launch, store, timeouts.hang, timeouts.rendezvous)
-    except (dist.DistError, OSError) as error:
-        raise LocalError(f"{failure} ({str(error).splitlines()[0]}); {remedy}") from None
-    finally:
-        limit.cancel()
-    return store, chosen, watchdog
-
-
-def _give_up(message: str) -> None:
-    os.write(2, f"error: {message}\n".encode())
-    os._exit(EXIT_USER_ERROR)
 
 
 @contextlib.contextmanager

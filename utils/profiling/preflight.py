@@ -18,8 +18,9 @@ from utils.data.loaders import auto
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
 from utils.data.splits import meta_batch, open_split, open_split_npy
+from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
-from utils.distributed.world import World, choose_device
+from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
 from utils.files import GIB, atomic_write, check_target
 from utils.optim.optimizers import build_optimizer
