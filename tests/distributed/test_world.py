@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from processes import GENEROUS, TOP, free_port, rank_variables, run, run_ranks
 
-from utils.distributed import devices
 from utils.distributed import world as worlds
 from utils.distributed.devices import choose_device, choose_devices
 from utils.distributed.launch import Launch, read_launch
@@ -174,8 +173,8 @@ def test_all_ranks_raise_if_their_devices_differ_in_kind(
             raise UserError("no device")
         return torch.device(kind)
 
-    monkeypatch.setattr(devices, "choose_device", choose)
-    monkeypatch.setattr(devices, "_identity", lambda device: str(device).replace(":", " "))
+    monkeypatch.setattr("utils.distributed.devices.choose_device", choose)
+    monkeypatch.setattr("utils.distributed.devices._identity", lambda device: str(device).replace(":", " "))
     size, port, timeout = len(devices), free_port(), timedelta(seconds=GENEROUS)
     server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
     found: dict[int, Any] = {}
