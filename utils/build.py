@@ -347,7 +347,7 @@ def resolve_weights(checkpoint: str, world: World) -> Path:
     """
     with world.raise_together():
         weights = weights_file(Path(checkpoint)).resolve()
-    return world.gather_objects(weights)[0]
+    return Path(world.gather_json(str(weights))[0])
 
 
 def predictor(

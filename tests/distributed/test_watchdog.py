@@ -207,7 +207,7 @@ def single_rank_hangs(world: World, folder: Path) -> None:
 def rank_2_ends_after_rank_0(world: World, folder: Path) -> None:
     """Rank 0 waits for the last rank, but not forever."""
     watchdogs.LEAVING_SECONDS = 0.5
-    pids = world.gather_objects(os.getpid())
+    pids = world.gather_json(os.getpid())
     if world.rank == 2:
         status = Path(f"/proc/{pids[0]}/status")
         wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from utils.distributed import world as worlds
 from utils.distributed.devices import choose_device, choose_devices
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.rendezvous import store_of_this_start
-from utils.distributed.world import World, connect
+from utils.distributed.world import LARGEST_JSON, OTHER_PROGRAM, World, connect
 from utils.errors import LocalError, Stopped, UserError, launched_rank, one_line_errors
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
@@ -242,7 +244,7 @@ def test_a_single_rank_needs_no_process_group() -> None:
     with connect("cpu") as world:
         assert not dist.is_initialized()
         assert (world.rank, world.size, world.is_root, world.is_node_leader) == (0, 1, True, True)
-        assert world.gather_objects("a") == ["a"]
+        assert world.gather_json("a") == ["a"]
         assert world.gather(torch.arange(3)).tolist() == [[0, 1, 2]]
         assert world.sum(torch.tensor(2.0)) == 2
         assert world.node == ((0,), 0, None)
@@ -257,7 +259,7 @@ def test_a_single_rank_needs_no_process_group() -> None:
 def exchange(world: World) -> dict[str, Any]:
     mine = torch.tensor([1.0, 10.0]) * (world.rank + 1)
     results = {
-        "objects": world.gather_objects({"rank": world.rank}),
+        "objects": world.gather_json({"rank": world.rank}),
         "gathered": world.gather(mine).tolist(),
         "sum": world.sum(mine).tolist(),
         "mine": mine.tolist(),
@@ -307,6 +309,51 @@ def use_nodes(world: World) -> list[Place]:
         answers.append((node.ranks, node.source, number.item(), own_group))
         assert placed.node is node, "groups are made once"
     return answers
+
+
+class CreatesFile:
+    """Unpickling it creates the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open, (self.path, "w")
+
+
+def receive_from_stranger(world: World, answers: list[tuple[int, bytes]]) -> list[str]:
+    """Rank 1 sends each size and bytes instead of an answer; rank 0 returns its errors."""
+    errors = []
+    for size, data in answers:
+        if world.rank == 0:
+            with pytest.raises(LocalError) as error:
+                world.gather_json("own")
+            errors.append(str(error.value))
+            continue
+        common = int(world.gather(torch.tensor(size)).max())
+        if common <= LARGEST_JSON:
+            world.gather(torch.frombuffer(bytearray(data.ljust(common, b"\0")), dtype=torch.uint8))
+    return errors
+
+
+def test_code_that_a_stranger_sends_in_the_place_of_a_rank_is_not_executed(tmp_path: Path) -> None:
+    """Rank 1 is any process that reaches the port."""
+    contents = [pickle.dumps(CreatesFile(tmp_path / "created")), b"\xff", b"", b"[" * 100_000]
+    answers = [(len(content), content) for content in contents] + [(2**40, b""), (-1, b"")]
+    errors, _ = run_ranks(receive_from_stranger, 2, answers)
+    assert os.listdir(tmp_path) == []
+    assert len(errors) == len(answers)
+    for error in errors:
+        assert error == f"rank 1 sent something other than a JSON value; {OTHER_PROGRAM}"
+
+
+def test_a_value_that_json_cannot_carry_is_refused_before_it_is_sent() -> None:
+    world = World(Launch("test"), torch.device("cpu"))
+    with pytest.raises(TypeError, match="PosixPath is not JSON serializable"):
+        world.gather_json(Path("a"))
+    with pytest.raises(ValueError, match="too large to exchange"):
+        world.gather_json("a" * LARGEST_JSON)
+    assert world.gather_json((math.inf, {"a": None})) == [[math.inf, {"a": None}]]  # a list, as on several ranks
 
 
 FAILURES = [{}, {1: "user"}, dict.fromkeys(range(4), "common"), {1: "user", 2: "user"}, {2: "bug"}, {}]

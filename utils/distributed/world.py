@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import resource
 import socket
 import traceback
@@ -23,6 +24,8 @@ from utils.distributed.watchdog import Watchdog
 from utils.errors import LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
+LARGEST_JSON = 2**20  # bytes per rank that World.gather_json exchanges
+OTHER_PROGRAM = "another program may use this MASTER_PORT: choose another one, and start all ranks again"
 
 
 class Node(NamedTuple):
@@ -65,7 +68,7 @@ class World:
     @functools.cached_property
     def node(self) -> Node:
         """This rank's node. The first access is collective, because it creates the process groups of the nodes."""
-        places = self.gather_objects((socket.gethostname(), self.local_rank))
+        places = self.gather_json((socket.gethostname(), self.local_rank))
         nodes: dict[str, list[int]] = {}
         for rank, (host, _) in enumerate(places):
             nodes.setdefault(host, []).append(rank)
@@ -86,16 +89,24 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            # An object collective uses the CPU group: unlike dist.barrier it needs no device.
-            self.gather_objects(None)
+            # Unlike dist.barrier it uses the CPU group, and so needs no device.
+            self.gather_json(None)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """[value of rank 0, value of rank 1, …] on every rank; for small objects, outside the training loop."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+    def gather_json(self, value: Any) -> list[Any]:
+        """[value of rank 0, value of rank 1, …] on every rank; for small JSON values, outside the training loop.
+
+        Tuples become lists. torch's object collectives would unpickle, and so execute, data from any process that
+        connects in the place of a rank.
+        """
+        own = json.dumps(value).encode()
+        if len(own) > LARGEST_JSON:
+            raise ValueError(f"a value of {len(own)} bytes is too large to exchange; the limit is {LARGEST_JSON}")
+        sizes = self.gather(torch.tensor(len(own))).tolist()
+        largest = max(sizes)
+        if largest > LARGEST_JSON:
+            raise _not_json(sizes.index(largest))
+        padded = bytearray(own.ljust(largest))  # JSON ignores spaces at the end
+        return [_parse(rank, row) for rank, row in enumerate(self.gather(torch.frombuffer(padded, dtype=torch.uint8)))]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks one tensor per rank: [...] -> [world, ...]."""
@@ -125,7 +136,7 @@ class World:
         except Exception as caught:
             error = caught
         line = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
-        lines = self.gather_objects(line)
+        lines = self.gather_json(line)
         failed = [rank for rank, line in enumerate(lines) if line is not None]
         if error is not None and not isinstance(error, UserError):
             raise error
@@ -194,6 +205,18 @@ def _watched(watchdog: Watchdog) -> Iterator[None]:
     watchdog.leave()
 
 
+def _parse(rank: int, content: torch.Tensor) -> Any:
+    """The JSON value in the bytes [n] from a rank."""
+    try:
+        return json.loads(content.numpy().tobytes())
+    except (ValueError, RecursionError):
+        raise _not_json(rank) from None
+
+
+def _not_json(rank: int) -> LocalError:
+    return LocalError(f"rank {rank} sent something other than a JSON value; {OTHER_PROGRAM}")
+
+
 def hostnames(world: World) -> list[str]:
     """The host of each rank, in rank order."""
-    return world.gather_objects(socket.gethostname())
+    return world.gather_json(socket.gethostname())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
 
 import torch
 
@@ -20,7 +19,8 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     own: Counter[int] = Counter()
     for _, labels in loader.epoch(0):
         own.update(labels.tolist())
-    counts: Counter[int] = sum(world.gather_objects(own), Counter())
+    gathered = world.gather_json([*own.items()])
+    counts: Counter[int] = sum((Counter(dict(each)) for each in gathered), Counter())
     samples = counts.total()
     loss = -sum(count * math.log(count / samples) for count in counts.values()) / samples
     return {"guessing by class frequency": loss}
@@ -48,12 +48,13 @@ def volume_losses(loader: Loader, world: World) -> dict[str, float]:
 def _medians(loader: Loader, world: World) -> torch.Tensor:
     """Median per target channel, from histograms summed over the ranks; shape [channels]."""
     low, high = HISTOGRAM_RANGE
-    counts: Any = 0  # [channels, bins]; 0 on a rank without a validation batch
+    counts = torch.zeros(1, HISTOGRAM_BINS, dtype=torch.float64)  # becomes [channels, bins] with the first batch
     for _, targets in loader.epoch(0):
         channels = targets.clamp(low, high).unbind(1)
         histograms = [torch.histc(channel, HISTOGRAM_BINS, low, high) for channel in channels]
         counts = counts + torch.stack(histograms).double().cpu()
-    total = sum(world.gather_objects(counts))
+    channel_count = max(world.gather_json(len(counts)))
+    total = world.sum(counts.expand(channel_count, -1))  # some ranks may have no batch
     cumulative = total.cumsum(1)
     bins = (cumulative < cumulative[:, -1:] / 2).sum(1)
     return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS

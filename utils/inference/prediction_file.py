@@ -107,7 +107,7 @@ class PredictionFile:
         self, predictor: SlidingWindowPredictor, writer: ResumableHDF5Writer | None, world: World, signals: Signals
     ) -> None:
         started, starts = time.monotonic(), predictor.starts
-        first = starts.index(world.gather_objects(writer.done if writer else 0)[0])
+        first = starts.index(world.gather_json(writer.done if writer else 0)[0])
         if first:
             log.info("Resuming after plane %d of %d", starts[first], starts[-1])
         if first < len(starts) - 1:
@@ -148,7 +148,7 @@ def _warn_about_scale(source: FieldReader) -> None:
 
 
 def _stop_if_signalled(done: int, total: int, world: World, signals: Signals) -> None:
-    received = [name for name in world.gather_objects(signals.received) if name is not None]
+    received = [name for name in world.gather_json(signals.received) if name is not None]
     if received and done < total:
         log.info("Stopping after plane %d of %d: %s; run the same command again to resume", done, total, received[0])
         raise Stopped

@@ -25,7 +25,7 @@ from utils.config.schema import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write
+from utils.files import atomic_write, read_text
 from utils.profiling.flops import training_flops
 from utils.profiling.timing import matmul_tflops, summary, synchronize
 from utils.progress import Progress
@@ -74,7 +74,7 @@ def read_settings(world: World) -> Settings:
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path)
     settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
@@ -180,7 +180,7 @@ class Benchmark:
         dtype = self._options.dtype
         # The best of many trials: other programs on the machine only slow it down.
         best = max(matmul_tflops(self._world.device, dtype, self._options.peak_seconds))
-        peaks = self._world.gather_objects(best)
+        peaks = self._world.gather_json(best)
         name = str(dtype).removeprefix("torch.")
         if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
             name = "float32 as TF32"

@@ -26,7 +26,7 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     if world.is_root:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             written = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"] == step
-    return bool(world.gather_objects(written)[0])
+    return bool(world.gather_json(written)[0])
 
 
 def begin_run(directory: Path, resume: str, start: Start, world: World, logger: Logger) -> None:

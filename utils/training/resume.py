@@ -114,11 +114,11 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
     with world.raise_together():
         if world.is_root:
             found = _find_checkpoint(directory, resume)
-    path = world.gather_objects(found and found.path)[0]
+    path = world.gather_json(str(found.path) if found else None)[0]
     with world.raise_together():
         if path is not None and found is None:
             try:
-                found = checkpoint.load(path)
+                found = checkpoint.load(Path(path))
             except DamagedCheckpoint as damage:
                 raise UserError(
                     f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
@@ -138,6 +138,12 @@ def discard_replaced(directory: Path, resume: str, start: Start, world: World) -
     with world.raise_together():
         if world.is_root and resume == "no" and start.resumed_step is None:
             _discard(directory / FOLDER)
+
+
+def random_states(world: World) -> list[list[torch.Tensor]]:
+    """`random_state` of each rank; every rank calls it."""
+    gathered = [world.gather(state) for state in random_state(world.device)]
+    return [[state.clone() for state in states] for states in zip(*gathered, strict=True)]
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from utils.training.callbacks import Callbacks
 from utils.training.checkpoint import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
-from utils.training.resume import random_state
+from utils.training.resume import random_states
 from utils.training.state import TrainState
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
@@ -205,7 +205,7 @@ class Trainer:
         self.step.broadcast_buffers()
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
-            for index in range(max(self.world.gather_objects(len(valid)))):  # some ranks may have one batch less
+            for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have one batch less
                 self.world.watchdog.progress("validation", self.state.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
@@ -357,7 +357,7 @@ class Trainer:
         self.logger.flush()
         self.world.watchdog.progress("save", self.state.step)
         self.state.seconds = self._seconds()
-        random = self.world.gather_objects(random_state(self.world.device))
+        random = random_states(self.world)
         self.checkpointer.save({**self.step.state(), "random": random}, self.state, is_best=is_best, wait=wait)
         self._save_timer.restart()
 

@@ -60,7 +60,7 @@ def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
     """Arrays of the inputs and the targets in a file of shared memory, which every rank of the node has mapped."""
     os_errors = partial(os_errors_for_users, f"cannot hold {volume.path} in {SHARED_MEMORY}", REMEDY)
     # Runs that share a node use different names; only the ranks of one node see the same file.
-    path = Path(SHARED_MEMORY, f"volume-{world.gather_objects(uuid.uuid4().hex)[0]}")
+    path = Path(SHARED_MEMORY, f"volume-{world.gather_json(uuid.uuid4().hex)[0]}")
     with contextlib.ExitStack() as opened:
         try:
             with world.raise_together(), os_errors():

@@ -51,7 +51,7 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
     if all(volume.mapped for volume in volumes.values()):
         return "lowmem", "; ".join([*reasons, "the files are contiguous and mapped"])
     size = sum(volume.bytes for volume in volumes.values())
-    free = min(world.gather_objects(free_shared_memory(world)))
+    free = min(world.gather_json(free_shared_memory(world)))
     sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
     return ("inmem" if size <= free else "lowmem"), "; ".join([*reasons, sizes])
 
@@ -69,4 +69,4 @@ def _fault(world: World, check: Callable[[], None]) -> str | None:
         fault = None
     except UserError as error:
         fault = str(error)
-    return next((fault for fault in world.gather_objects(fault) if fault is not None), None)
+    return next((fault for fault in world.gather_json(fault) if fault is not None), None)
