@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,70 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, say
         read_file(path)
     assert path in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NINEFOLD = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+NINEFOLD += [f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in itertools.pairwise("abcdefghi")]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("\n".join(NINEFOLD), "line 5: more than 50000 values; each use of an alias counts"),
+        (f"a: &a {{k: 1, l: 2, m: 3}}\nb: [{'*a, ' * 20_000}]", "line 2: more than 50000 values"),
+        (f"[{'0,' * 50_001}]", "line 1: more than 50000 values"),
+        ("&a [*a]", "line 1: the value with the anchor a contains itself"),
+        ("a: 1\nb: &b\n  c: {d: [1, *b]}", "line 3: the value with the anchor b contains itself"),
+        ("&a {<<: *a}", "line 1: the value with the anchor a contains itself"),
+        ("[" * 5000, "it is nested too deeply"),
+        ("- " * 5000, "it is nested too deeply"),
+        ("!!bool word", "a value does not match its tag"),
+        ("!!int ''", "a value does not match its tag"),
+    ],
+)
+def test_a_yaml_value_too_large_to_process_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    """Fixed bugs: ten lines of aliases stood for 9^10 values, and a value inside itself had no end."""
+    with pytest.raises(UserError, match=f"^cannot read --set seed: {re.escape(says)}") as caught:
+        parse_value(text, "--set seed")
+    assert "\n" not in str(caught.value)
+    indented = "".join(f"    {line}\n" for line in text.splitlines())
+    with pytest.raises(UserError, match=r"cannot read .*configs\.yaml: "):
+        read_file(write(tmp_path, f"test:\n  seed:\n{indented}"))
+
+
+def test_aliases_within_the_limit_are_expanded() -> None:
+    assert parse_value("{a: &a [1, 2], b: [*a, *a], c: {<<: &d {e: *a}}, f: *d}") == {
+        "a": [1, 2],
+        "b": [[1, 2], [1, 2]],
+        "c": {"e": [1, 2]},
+        "f": {"e": [1, 2]},
+    }
+
+
+def test_a_long_value_is_shortened_in_errors() -> None:
+    with pytest.raises(UserError) as caught:
+        validate({"seed": list(range(50_000)), "network": [1] * 50_000}, "c")
+    assert len(str(caught.value)) < 2000
+    assert "seed: Input should be a valid integer, not [0, 1, 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["larger than a config", "device", "pipe", "directory"])
+def test_a_file_that_is_no_config_is_refused_without_reading_all_of_it(tmp_path: Path, kind: str) -> None:
+    """Fixed bugs: /dev/zero filled the memory, and a pipe without a writer was waited for forever."""
+    path = tmp_path / "configs.yaml"
+    if kind == "larger than a config":
+        path.touch()
+        os.truncate(path, 2**40)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    reason = {"larger than a config": "it has more than 1048576 bytes", "directory": "it is a directory"}
+    says = f"^cannot read yaml_config {re.escape(str(path))}: {reason.get(kind, 'it is not a regular file')}; "
+    with pytest.raises(UserError, match=says):
+        read_file(str(path))
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
-"""Atomic writes, and checks of a command's output: a file appears under its name only once it is complete."""
+"""Atomic writes, checks of a command's output, and reading of small files that may be damaged."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from utils.errors import UserError, os_errors_for_users
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
+LARGEST_TEXT = 64 * MIB  # a larger file is not one that this program has written
+DEEPEST_JSON = 50  # levels; json.dumps fails at about 1000
 
 
 @contextlib.contextmanager
@@ -131,6 +135,52 @@ def copy_file(source: str | Path, target: str | Path, description: str) -> None:
             written.write(buffer[:count])
             done += count
             progress.advance(done // MIB - progress.done)
+
+
+# --- small files that may be damaged ----------------------------------------------------------------------------------
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Opens a file for reading; raises OSError for a directory, and for a pipe or a device, which may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block otherwise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise IsADirectoryError("it is a directory") if stat.S_ISDIR(mode) else OSError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: str | Path, limit: int = LARGEST_TEXT) -> str:
+    """The text of a regular file, without what is not UTF-8; raises OSError if it has more than `limit` bytes."""
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"it has more than {limit} bytes")
+    return content.decode("utf-8", errors="replace")
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; raises OSError or ValueError if there is none."""
+    return parse_json(read_text(path))
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; raises ValueError also for one that is nested so deeply that it cannot be written."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > DEEPEST_JSON and _is_deeper(value, DEEPEST_JSON):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """True if lists and mappings are nested more than `levels` deep."""
+    if not isinstance(value, dict | list):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------

@@ -15,8 +15,12 @@ from pydantic import ValidationError
 from utils.config.schema import Config, Section
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError, os_errors_for_users
+from utils.files import MIB, read_text
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+LARGEST_FILE = MIB  # a file of configs; the shipped ones have 4 KiB
+LONGEST_SHOWN = 500  # characters of a value in an error message
 
 # Keys of configs that earlier versions wrote, and what became of them.
 REPLACED_KEYS = {
@@ -34,7 +38,7 @@ REPLACED_KEYS = {
 def read_file(path: str) -> dict[str, dict[str, Any]]:
     """The named configs of a YAML file, as plain dicts."""
     with os_errors_for_users(f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"):
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, LARGEST_FILE)
     configs = parse_value(text, path)
     if not isinstance(configs, dict) or not all(
         isinstance(name, str) and isinstance(values, dict) for name, values in configs.items()
@@ -138,11 +142,17 @@ def _fault(section: type[Section], fault: Any) -> str:
     if fault["type"] == "extra_forbidden":
         return f"{key} {REPLACED_KEYS[key]}" if key in REPLACED_KEYS else f"unknown key {key}{_hint(section, key)}"
     if fault["type"] in ("model_type", "dict_type"):
-        return f"{key} must be a section with keys, not {fault['input']!r}".lstrip()
+        return f"{key} must be a section with keys, not {_shown(fault['input'])}".lstrip()
     message = fault["msg"].removeprefix("Value error, ")
     if not path or fault["type"] in ("too_long", "too_short"):  # These messages already contain the value.
         return f"{key}: {message}" if path else message
-    return f"{key}: {message}, not {fault['input']!r}"
+    return f"{key}: {message}, not {_shown(fault['input'])}"
+
+
+def _shown(value: Any) -> str:
+    """The value for an error message, which stays readable if the value is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} … ({len(text)} characters)"
 
 
 def _hint(section: type[Section], key: str) -> str:

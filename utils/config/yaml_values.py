@@ -1,7 +1,12 @@
-"""YAML without PyYAML's surprises: 1e-4 is a number; `on` and 1:30 are strings; duplicate keys are errors."""
+"""YAML without PyYAML's surprises: 1e-4 is a number; `on` and 1:30 are strings; duplicate keys are errors.
+
+The size of a value is limited. An alias counts as often as it is used, because whoever processes the value visits what
+it stands for each time: ten lines can stand for a billion values.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -9,9 +14,30 @@ import yaml
 
 from utils.errors import UserError
 
+LARGEST_VALUE = 50_000  # nodes: scalars, lists and mappings; shipped files have fewer than 2,000
+
 
 class _StrictSafeLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's booleans and numbers; refuses duplicate keys."""
+    """PyYAML's safe loader with YAML 1.2's booleans and numbers; refuses duplicate keys and what is too large."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}  # nodes of each value read so far, by the id of its own node
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Counts the nodes of each value before any is constructed."""
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        node = super().compose_node(parent, index)
+        if not isinstance(event, yaml.AliasEvent):
+            parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            is_scalar = isinstance(node, yaml.ScalarNode)
+            self._sizes[id(node)] = 1 if is_scalar else 1 + sum(self._sizes[id(part)] for part in parts)
+        elif id(node) not in self._sizes:
+            raise yaml.YAMLError(f"line {line}: the value with the anchor {event.anchor} contains itself")
+        if max(self._sizes[id(node)], len(self._sizes)) > LARGEST_VALUE:
+            raise yaml.YAMLError(f"line {line}: more than {LARGEST_VALUE} values; each use of an alias counts")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -50,9 +76,12 @@ def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value; None without quotes means null, as in the original's configs. Errors mention `name`."""
     try:
         return yaml.load(text, Loader=_StrictSafeLoader)
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        # PyYAML raises its own errors, and passes on others for a wrong tag (!!int word) and for a value inside itself.
-        reason = str(error).replace('in "<unicode string>", ', "")
+    except RecursionError:
+        raise UserError(f"cannot read {name}: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError, OverflowError) as error:
+        # PyYAML raises its own errors, and those of Python for a wrong tag: !!int word, !!bool word, !!int "".
+        is_own = isinstance(error, yaml.YAMLError | ValueError)
+        reason = str(error).replace('in "<unicode string>", ', "") if is_own else "a value does not match its tag"
         raise UserError(f"cannot read {name}: {' '.join(reason.split())}") from None
 
 
