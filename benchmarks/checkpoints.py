@@ -19,7 +19,8 @@ from utils import build
 from utils.config import Config
 from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
-from utils.training.checkpoint import AsyncCheckpointer, TrainState
+from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.state import TrainState
 
 
 def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, list[float]], float]:

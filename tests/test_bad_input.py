@@ -29,7 +29,9 @@ from utils import build, cli, errors
 from utils.config import Config, load
 from utils.data.splits import sample_plan
 from utils.optim.schedules import build_schedule
-from utils.training.checkpoint import AsyncCheckpointer, TrainState, load_newest, read_weights
+from utils.training.checkpoint import load_newest, read_weights
+from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.state import TrainState
 from utils.training.trainer import Trainer
 
 

@@ -44,7 +44,8 @@ from utils.profiling.profiler import Profiler
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
-from utils.training.checkpoint import FOLDER, build_checkpointer, read_weights, weights_file
+from utils.training.checkpoint import FOLDER, read_weights, weights_file
+from utils.training.checkpointer import build_checkpointer
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
 from utils.training.trainer import Trainer, TrainerOptions

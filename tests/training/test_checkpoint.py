@@ -26,13 +26,12 @@ from utils.config import Config
 from utils.errors import UserError
 from utils.files import recover
 from utils.training import checkpoint
+from utils.training import checkpointer as checkpointers
 from utils.training.checkpoint import (
     BEST,
     CHECKSUMS,
     TRAINING,
     WEIGHTS,
-    AsyncCheckpointer,
-    Checkpointer,
     DamagedCheckpoint,
     load_newest,
     read_weights,
@@ -40,6 +39,7 @@ from utils.training.checkpoint import (
     step_directory,
     verify,
 )
+from utils.training.checkpointer import AsyncCheckpointer, Checkpointer
 from utils.training.host_copy import HostCopy
 from utils.training.state import TrainState
 
@@ -95,13 +95,13 @@ def rewrite_digests(directory: Path) -> None:
 @pytest.fixture
 def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that writes of checkpoints wait for."""
-    event, write = threading.Event(), checkpoint.write
+    event, write = threading.Event(), checkpointers.write
 
     def wait_and_write(*arguments: Any) -> None:
         assert event.wait(GENEROUS)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "write", wait_and_write)
+    monkeypatch.setattr(checkpointers, "write", wait_and_write)
     return event
 
 
@@ -515,9 +515,9 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
             else:
                 clock.now += timeout or 0.0
 
-    monkeypatch.setattr(checkpoint, "threading", SimpleNamespace(Thread=Writer))
+    monkeypatch.setattr(checkpointers, "threading", SimpleNamespace(Thread=Writer))
     times = dict.fromkeys(("monotonic", "perf_counter"), lambda: clock.now)
-    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(**times))
+    monkeypatch.setattr(checkpointers, "time", SimpleNamespace(**times))
     may_write.set()
     checkpointer = AsyncCheckpointer(tmp_path, {}, 3)
     save(checkpointer, 1)

@@ -26,10 +26,11 @@ from utils.errors import Stopped, UserError
 from utils.optim.schedules import CosineSchedule
 from utils.runs.logger import NullLogger
 from utils.steps import Step
-from utils.training import checkpoint, metrics
+from utils.training import checkpointer as checkpointers
+from utils.training import metrics
 from utils.training import trainer as trainers
 from utils.training.callbacks import Callbacks
-from utils.training.checkpoint import NullCheckpointer
+from utils.training.checkpointer import NullCheckpointer
 from utils.training.metrics import LossRecorder
 from utils.training.state import TrainState
 from utils.training.trainer import Trainer, TrainerOptions
@@ -229,7 +230,7 @@ def test_format_of_the_log_lines() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of the loop, which only the test advances."""
     now = [1000.0]
-    for module in (trainers, metrics, checkpoint):
+    for module in (trainers, metrics, checkpointers):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(trainers, "Stopwatch", lambda: metrics.Stopwatch(started=now[0]))
     return now

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from utils.profiling.profiler import NullProfiler, Profiler
 from utils.runs.logger import Logger, NullLogger
-from utils.training.checkpoint import Checkpointer, NullCheckpointer
+from utils.training.checkpointer import Checkpointer, NullCheckpointer
 
 
 class Evaluation(Protocol):

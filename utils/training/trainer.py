@@ -19,7 +19,7 @@ from utils.progress import Progress, format_duration
 from utils.runs import tags
 from utils.steps import Step
 from utils.training.callbacks import Callbacks
-from utils.training.checkpoint import SaveTimer
+from utils.training.checkpointer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
