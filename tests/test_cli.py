@@ -9,7 +9,7 @@ import pytest
 
 import train
 from utils import cli
-from utils.config import Config, flatten, load
+from utils.config import Config, flatten, load, to_yaml
 from utils.config.schema import ProfileConfig
 from utils.data import LOADERS
 from utils.errors import UserError
@@ -80,6 +80,29 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values() -> None
     assert cli.parse(["--set=num_epochs=1", "--num_epochs=2"]).overrides == {"num_epochs": 1}
 
 
+def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(config_of: Any, tmp_path: Path) -> None:
+    """A path such as '/x/run #1' was read as YAML, and the run went to /x/run."""
+    for text in (
+        "/x/run #1",
+        "/x/a: b",
+        "a=b",
+        "null",
+        "1",
+        "",
+        "-x",
+        "{a: 'b\"",
+        "*&!%@`",
+        "\\n\t",
+        "ü\u2028\x85 \r\n",
+    ):
+        config = config_of(f"--set-string=expdir={text}")
+        assert config.expdir == text
+        (tmp_path / "copy.yaml").write_text(to_yaml(config, "test"))
+        assert load(str(tmp_path / "copy.yaml"), "test").expdir == text
+    last_wins = cli.parse(["--set-string=expdir=#1", "--set=expdir=2", "--set=seed=1", "--set-string", "seed=#"])
+    assert last_wins.overrides == {"expdir": 2, "seed": "#"}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -88,7 +111,10 @@ def test_set_parses_yaml_values_and_overrides_flags_and_earlier_values() -> None
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
+        (["--set-string", "expdir"], "--set-string expdir: expected key=value"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
+        (["--run_num", "0\n1"], r"--run_num '0\\n1' must be a plain name"),
+        (["--run_num", "ü" * 128], "--run_num 'ü{50}'… must be a plain name of at most 255 bytes"),
         (["--preflight", "few"], "argument --preflight: 'few' is not a positive integer; see --help"),
     ],
 )

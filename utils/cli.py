@@ -1,4 +1,4 @@
-"""The command line of train.py: the original's flags, --set for every other config key, --preflight and --resume.
+"""The command line of train.py: the original's flags, --set for every config key, --preflight and --resume.
 
 Also holds the parser and the options that the other entry scripts share.
 """
@@ -9,10 +9,13 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 from utils.config import default_name, parse_value
 from utils.errors import UserError, launched_rank
+
+MAX_NAME_BYTES = 255  # of a file or directory name, on all common file systems
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ VALUES: dict[str, tuple[type, str]] = {
     "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
     "profiler": (str, "profiler of --enable_manual_profiling: auto, nsys or torch"),
 }
+SETTERS = {
+    "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
+    "--set-string": "like --set, but VALUE is not read as YAML: for a path with characters such as # or :",
+}
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
 
@@ -110,13 +117,12 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (kind, text) in VALUES.items():
         text = text.format(loaders=", ".join(LOADERS))
         parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
-    )
+    for flag, text in SETTERS.items():
+        # Both flags append to one list, because the last value of a key wins.
+        kind = partial(_Change, flag)
+        parser.add_argument(
+            flag, action="append", dest="changes", default=[], type=kind, metavar="KEY=VALUE", help=text
+        )
     parser.add_argument(
         "--preflight",
         nargs="?",
@@ -135,24 +141,42 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Change(NamedTuple):
+    """The argument of one of the SETTERS."""
+
+    flag: str
+    text: str
+
+    def read(self) -> tuple[str, Any]:
+        """The dotted key and the value."""
+        key, equals, value = self.text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"{self.flag} {self.text}: expected key=value")
+        return key.strip(), value if self.flag == "--set-string" else parse_value(value, f"{self.flag} {self.text}")
+
+
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
     """Dotted keys and values from the arguments of --set."""
-    changes: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"--set {text}: expected key=value")
-        changes[key.strip()] = parse_value(value, f"--set {text}")
-    return changes
+    return dict(_Change("--set", text).read() for text in texts)
+
+
+def _check_run_num(name: str) -> None:
+    """Raises UserError for a name that a file system may refuse, or that is no single part of a path."""
+    is_plain = name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
+    if not is_plain or len(name.encode()) > MAX_NAME_BYTES:
+        text = repr(name) if len(name) <= 50 else f"{name[:50]!r}…"
+        rule = f"must be a plain name of at most {MAX_NAME_BYTES} bytes, because it is the last part of a path"
+        raise UserError(f"--run_num {text} {rule}")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
-    overrides = {KEYS.get(name, name): value for name, value in given.items()} | read_changes(arguments.set)
-    if any(part in arguments.run_num for part in ("/", "\\")) or arguments.run_num in ("", ".", ".."):
-        raise UserError(f"--run_num {arguments.run_num!r} must be a plain name, because it is the last part of a path")
+    overrides = {KEYS.get(name, name): value for name, value in given.items()} | dict(
+        change.read() for change in arguments.changes
+    )
+    _check_run_num(arguments.run_num)
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     return Options(
