@@ -16,6 +16,17 @@ EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
 
 
+def record_exit_code(code: int) -> None:
+    """Records the exit code of the first rank that fails for submit_pm.sh, because srun reports the highest code.
+
+    The code is the target of a link, because a link is created with its target, and only once.
+    """
+    path = os.environ.get("TRAIN_EXIT_FILE")
+    if code and path:
+        with contextlib.suppress(OSError):
+            os.symlink(str(code), path)
+
+
 class UserError(ValueError):
     """Invalid input. The message says in one line what is wrong and how to fix it."""
 
@@ -30,8 +41,9 @@ class Stopped(Exception):
 
 def launched_rank() -> int:
     """The rank of this process according to the launcher's environment variables; needs no process group."""
-    in_slurm_step = "SLURM_STEP_ID" in os.environ
-    for name in ("RANK", "SLURM_PROCID") if in_slurm_step else ("RANK",):
+    # In a step Slurm's variables precede those of MPI; outside a step SLURM_PROCID is that of the batch script.
+    slurm = ("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()
+    for name in ("RANK", *slurm, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)

@@ -37,7 +37,7 @@ from utils.distributed.diagnosis import (
     find_hang,
 )
 from utils.distributed.launch import Launch
-from utils.errors import EXIT_HANG, Stopped
+from utils.errors import EXIT_HANG, Stopped, record_exit_code
 
 TICK = 0.25  # seconds between two exchanges with the store
 GAP = 2.0  # a thread that did not run for longer was suspended, probably together with all other ranks
@@ -108,6 +108,7 @@ class Watchdog:
     def _exit(self, diagnosis: Diagnosis) -> None:
         """Ends the process from this thread, because the main thread may never return from a collective."""
         self._over.set()
+        record_exit_code(diagnosis.code)  # now, because the launcher may end this process during the delay
         # A launcher that sees one rank exit stops the others: the rank that is the cause has to print first.
         delay = 1 if diagnosis.rank != self.rank else 2 if diagnosis.code == EXIT_HANG else REPORT_SECONDS
         time.sleep(delay)
