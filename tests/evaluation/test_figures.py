@@ -6,10 +6,12 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from disks import fill, small_disk
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from sample_results import sample_results
@@ -246,3 +248,17 @@ def test_every_figure_becomes_a_png(draw: Callable[[Any], Any], monkeypatch: pyt
     picture = Image.open(io.BytesIO(figures.encode_png(figure)))
     assert picture.format == "PNG"
     assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"
+
+
+def test_a_full_disk_leaves_no_truncated_picture(tmp_path: Path) -> None:
+    """The run that is resumed later shows the earlier picture, or none."""
+    with small_disk(tmp_path / "disk", "300k") as disk:
+        (disk / "metrics.jsonl").write_text('{"step": 1, "Loss/valid": 0.5}\n')
+        for before in (set(), {"loss_curves.png"}):
+            filler = fill(disk)
+            with pytest.raises(OSError, match="No space left on device"):
+                training_figures.write_loss_curves(disk, is_classification=False)
+            filler.unlink()
+            assert {path.name for path in disk.iterdir()} == {"metrics.jsonl", *before}
+            training_figures.write_loss_curves(disk, is_classification=False)
+            assert Image.open(disk / "loss_curves.png").size > (100, 100)

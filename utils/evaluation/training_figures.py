@@ -12,8 +12,9 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.config import Config
 from utils.data import Loader
-from utils.evaluation.figures import DOTS_PER_INCH, PALETTE, draw_slices, new_figure
+from utils.evaluation.figures import PALETTE, draw_slices, encode_png, new_figure
 from utils.evaluation.results import Results
+from utils.files import atomic_write
 from utils.inference.channels import input_channels, target_channels
 from utils.runs import tags
 from utils.runs.logger import Logger, read_records
@@ -30,7 +31,7 @@ def write_loss_curves(directory: Path, is_classification: bool) -> Path:
     """Draws the losses of a run's metrics.jsonl into loss_curves.png."""
     path = directory / "loss_curves.png"
     label = "cross-entropy" if is_classification else "mean absolute error"
-    loss_curves(read_records(directory / "metrics.jsonl"), label).savefig(path, dpi=DOTS_PER_INCH)
+    _write(loss_curves(read_records(directory / "metrics.jsonl"), label), path)
     return path
 
 
@@ -69,9 +70,15 @@ def write_slices(step: Step, loader: Loader, config: Config, directory: Path, lo
         {name: field[0, :, middle].float().cpu().numpy() for name, field in fields.items()},
         cell=None,
     )
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    _write(figure, path)
     logger.figure(tags.SLICES, figure, steps)
     return path
+
+
+def _write(figure: Figure, path: Path) -> None:
+    """Writes a picture atomically, since the disk may be full."""
+    with atomic_write([path]) as (partial,):
+        partial.write_bytes(encode_png(figure))
 
 
 def evaluation_curves(history: Sequence[Results]) -> Figure:
