@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from disks import fill, small_disk
 from log_lines import LOG_LINE, other_lines
 from processes import GENEROUS, context, run_ranks, wait_until
 from volume_files import smooth_field, write_volume
@@ -269,6 +270,32 @@ def test_after_a_kill_the_same_command_resumes_to_the_same_bits(
     assert "Resuming after plane 12 of 24" in log_of(capsys.readouterr().err)
     same_bits(tmp_path / "hydro.h5", whole)
     assert os.listdir(tmp_path) == ["hydro.h5"]
+
+
+def test_after_a_full_disk_the_same_command_resumes_to_the_same_bits(
+    run: Path,
+    nbody: Path,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        flags = command_line(run, nbody, disk / "hydro.h5", "--physical")
+        with monkeypatch.context() as patched:
+            patched.setattr(ResumableHDF5Writer, "write", on_slab(4, lambda: fill(disk), before=True))
+            with pytest.raises(SystemExit) as stop:
+                predict.main(flags)
+        lines = other_lines(capsys.readouterr().err)
+        says = f"error: cannot write {disk / 'hydro.h5'}: No space left on device; free some space and run the command"
+        assert (stop.value.code, len(lines)) == (2, 1)
+        assert lines[0].startswith(says)
+        assert not (disk / "hydro.h5").exists()
+        (disk / "filler").unlink()
+        predict.main(flags)
+        assert "Resuming after plane 12 of 24" in log_of(capsys.readouterr().err)
+        same_bits(disk / "hydro.h5", whole)
+        assert os.listdir(disk) == ["hydro.h5"]
 
 
 def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
