@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
             build.run_preflight(options, config, step_class)
             return
         signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
-        with signals, connect(config.device, config.timeouts) as world:
+        with signals, connect(config.device, config.timeouts, build.identity(config, options)) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 run(options, config.for_world(world.size), world, step_class, signals)

@@ -23,7 +23,8 @@ from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import open_box
 from utils.distributed.devices import choose_device
-from utils.distributed.launch import Launch
+from utils.distributed.identity import digest
+from utils.distributed.launch import Launch, read_launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
@@ -41,6 +42,7 @@ from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
 from utils.profiling.profiler import Profiler
+from utils.runs.directory import run_directory
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
@@ -51,6 +53,13 @@ from utils.training.state import TrainState
 from utils.training.trainer import Trainer, TrainerOptions
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
+
+
+def identity(config: Config, options: cli.Options) -> dict[str, str]:
+    """Distinguishes a training from others. All of its ranks have the same, and compare it when they connect."""
+    directory = run_directory(config, options.config, options.run_num, read_launch().world_size)
+    return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
+
 
 # --- networks --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from utils.distributed.devices import RankDevice, choose_devices
 from utils.distributed.identity import describe_differences, identify
 from utils.distributed.launch import Launch
 from utils.distributed.watchdog import ProcessGroupWatchdog
-from utils.errors import EXIT_USER_ERROR, LocalError, UserError
+from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
 
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
 REFUSAL_SECONDS = 3.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
@@ -61,12 +61,13 @@ def rendezvous(
 
 
 def _give_up(message: str) -> None:
+    record_exit_code(EXIT_USER_ERROR)
     os.write(2, f"error: {message}\n".encode())
     os._exit(EXIT_USER_ERROR)
 
 
 def open_store(launch: Launch, seconds: float) -> dist.Store:
-    """The store of torchrun's agent, or else of rank 0. On a single node rank 0 and gloo listen on the loopback only."""
+    """The store of torchrun, or else of rank 0. On a single node rank 0 and gloo listen on the loopback alone."""
     holds_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address, listener = launch.master_addr, None
     if is_loopback(address):

@@ -21,8 +21,9 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from utils.distributed import rendezvous
 from utils.distributed.world import World
-from utils.errors import EXIT_INTERRUPTED, launched_rank
+from utils.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, launched_rank, record_exit_code
 
 log = logging.getLogger(__name__)
 
@@ -104,21 +105,24 @@ class StopSignals:
         os.close(self._reader)
 
     def _listen(self) -> None:
-        poll, deadline = select.poll(), None
+        poll, deadline = select.poll(), float("inf")
         poll.register(self._reader, select.POLLIN)
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-            if not poll.poll(left):
-                if launched_rank() == 0:
-                    os.write(2, b"interrupted\n")  # sys.stderr has a lock
-                os._exit(EXIT_INTERRUPTED)
-            for number in os.read(self._reader, 64):
+            if self.received and rendezvous.waiting.is_set():
+                # The job should be started again, as after a save: nothing has begun, so nothing is lost.
+                _exit(f"{self.received}: stopping before all ranks have connected", EXIT_RESUMABLE)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                _exit("interrupted", EXIT_INTERRUPTED)
+            left = min(left, 0.2) if self.received else left  # the rendezvous may begin after the signal
+            ready = poll.poll(None if left == float("inf") else left * 1000)
+            for number in os.read(self._reader, 64) if ready else b"":
                 if number == 0:
                     return
                 if number in self._numbers:
                     self._receive(number)
-                elif number == signal.SIGINT and deadline is None:
-                    deadline = time.monotonic() + INTERRUPT_SECONDS
+                elif number == signal.SIGINT:
+                    deadline = min(deadline, time.monotonic() + INTERRUPT_SECONDS)
 
     def _receive(self, number: int) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
@@ -129,6 +133,14 @@ class StopSignals:
         if self.received is None:
             self.received = name
             log.info("%s: saving and stopping; the same signal again exits at once", name)
+
+
+def _exit(line: str, code: int) -> None:
+    """Ends the process from the thread that waits for signals; rank 0 prints the line."""
+    if launched_rank() == 0:
+        os.write(2, f"{line}\n".encode())  # sys.stderr has a lock
+    record_exit_code(code)
+    os._exit(code)
 
 
 class StopCoordinator:

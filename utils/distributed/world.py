@@ -8,9 +8,10 @@ import json
 import resource
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from utils.config.schema import TimeoutsConfig
 from utils.distributed.devices import choose_device
-from utils.distributed.launch import Launch, read_launch
+from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.watchdog import Watchdog
 from utils.errors import LocalError, Stopped, UserError
@@ -146,12 +147,19 @@ class World:
 
 
 @contextlib.contextmanager
-def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -> Iterator[World]:
+def connect(
+    device: str = "auto",
+    timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS,
+    identity: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[World]:
     """The world for the duration of a run; joins the process group if there are several ranks.
 
+    `identity` holds short texts that are the same on all ranks of a run, and differ from those of other runs.
     Gloo carries CPU tensors and objects, NCCL carries CUDA tensors; gloo carries all if ranks share a GPU.
     """
     launch = read_launch()
+    if torchrun_has_ended(launch):
+        raise LocalError("torchrun ended before its ranks connected; start it again")
     if launch.world_size == 1:
         watchdog = Watchdog(timeouts.hang)
         with _watched(watchdog):
@@ -161,7 +169,7 @@ def connect(device: str = "auto", timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS) -
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    store, chosen, watchdog = rendezvous(device, launch, timeouts)
+    store, chosen, watchdog = rendezvous(device, launch, timeouts, identity)
     with _watched(watchdog):
         # Otherwise the rendezvous timeout, after which the watchdog names an absent rank, would hold here as well.
         store.set_timeout(timedelta(seconds=timeouts.collective))

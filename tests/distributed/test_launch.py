@@ -1,0 +1,174 @@
+"""Launchers' environments, errors before the ranks are connected, and exits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import GENEROUS, TOP, rank_variables, run
+
+from utils.distributed.launch import Launch, read_launch
+from utils.errors import LocalError, UserError, launched_rank, one_line_errors
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
+SLURM_STEP = {
+    "SLURM_JOB_ID": "3003",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NODELIST": "nid[000001-000004]",
+    "SLURM_STEP_NODELIST": "nid[000003-000004]",
+}
+
+
+# --- the launcher's environment ------------------------------------------------------------------------------------
+
+STEP_PORT = 15000 + (3003 * 7 + 2 * 1009) % 15000
+BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in key}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, Launch("single process", 0, 0, 1)),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, Launch("torchrun", 5, 1, 8, "node1", 29400, "torchrun x")),
+        # export_DDP_vars.sh sets these inside a Slurm step; they take precedence over Slurm's own.
+        ({**SLURM_STEP, **TORCHRUN, "RANK": "2"}, Launch("environment", 2, 1, 8, "node1", 29400, "slurm 3003.2")),
+        # The user has numbered ranks of several steps.
+        ({**SLURM_STEP, **TORCHRUN, "WORLD_SIZE": "9"}, Launch("environment", 5, 1, 9, "node1", 29400)),
+        (SLURM_STEP, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT, "slurm 3003.2")),
+        (
+            {**SLURM_STEP, "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234"},
+            Launch("slurm", 5, 1, 8, "elsewhere", 1234, "slurm 3003.2"),
+        ),
+        ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", STEP_PORT, "slurm 3003.2")),
+        # `srun --mpi=pmi2` sets MPI's variables, too.
+        ({**SLURM_STEP, "PMI_SIZE": "8"}, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT, "slurm 3003.2")),
+        ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, Launch("single process")),
+        ({**TORCHRUN, "PMI_SIZE": "2"}, Launch("environment", 5, 1, 8, "node1", 29400)),  # one torchrun per node
+        # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
+        ({**BATCH_SCRIPT, "SLURM_PROCID": "0"}, Launch("single process")),
+    ],
+)
+def test_the_launcher_is_found_from_the_environment(environment: dict[str, str], launch: Launch) -> None:
+    assert read_launch(environment) == launch
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (TORCHRUN, {"LOCAL_RANK": None}, "incomplete: LOCAL_RANK missing"),
+        (TORCHRUN, {"MASTER_ADDR": ""}, "incomplete: MASTER_ADDR missing"),
+        (SLURM_STEP, {"SLURM_LOCALID": None}, "incomplete: SLURM_LOCALID missing"),
+        (TORCHRUN, {"RANK": "8"}, "inconsistent: rank 8 .* of 8"),
+        (TORCHRUN, {"LOCAL_RANK": "8"}, r"inconsistent: rank 5 \(local 8\) of 8"),
+        (TORCHRUN, {"RANK": "five"}, "RANK must be an integer, not 'five'"),
+        (TORCHRUN, {"MASTER_PORT": "99999"}, "MASTER_PORT must be between 1 and 65535, not 99999"),
+    ],
+)
+def test_an_incomplete_or_inconsistent_environment_is_rejected(
+    base: dict[str, str], changes: dict[str, str | None], message: str
+) -> None:
+    environment = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    with pytest.raises(LocalError, match=message):
+        read_launch(environment)
+
+
+@pytest.mark.parametrize("step", ["4294967290", "interactive"])
+def test_any_step_has_a_port(step: str) -> None:
+    assert 15000 <= read_launch({**SLURM_STEP, "SLURM_STEP_ID": step}).master_port < 30000
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("step", [{}, SLURM_STEP])
+def test_ranks_of_mpiexec_do_not_run_alone(name: str, step: dict[str, str]) -> None:
+    """Also in an allocation of Slurm: mpiexec starts its daemons in a step with one task per node."""
+    message = f"{name} is 2, but mpiexec is not supported; start the ranks with torchrun or srun"
+    with pytest.raises(UserError, match=message):
+        read_launch({**step, name: "2"})
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({"SLURM_PROCID": "3"}, 0),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
+        ({"RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),
+        ({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}, 3),
+        ({"PMI_RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
+        ({"RANK": "x"}, 0),
+    ],
+)
+def test_rank_is_known_before_the_ranks_meet(monkeypatch: Any, environment: dict[str, str], rank: int) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == rank
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "printed"), [(0, UserError, True), (1, UserError, False), (1, LocalError, True)]
+)
+def test_rank_0_prints_errors_of_all_ranks_and_the_others_wait(
+    monkeypatch: Any, capsys: Any, rank: int, error: type[UserError], printed: bool
+) -> None:
+    """torchrun stops all ranks when one exits: if rank 1 exited first, no rank would print the line."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        raise error("wrong\nin two lines")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == ("error: wrong in two lines\n" if printed else "")
+    assert bool(waited) != printed
+
+
+# --- exit ---------------------------------------------------------------------------------------------------------
+
+ENDING = """
+import os, sys
+from utils.distributed.launch import run_script
+class Last:
+    def __del__(self): os.write(1, b" shut down")
+sys.modules["last"] = Last()
+def main(): {}
+run_script(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("sys.exit()", (0, "", "")),
+        ("sys.exit('a reason')", (1, "", "a reason\n")),
+        ("print('lost', end=''); raise ValueError('broken')", (1, "lost", "ValueError: broken\n")),
+    ],
+)
+def test_one_of_several_ranks_exits_with_its_code_and_all_its_output(
+    tmp_path: Path, ending: str, expected: tuple[int, str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDING.format(ending))
+    variables = {**os.environ, **rank_variables(1, 2, 1234)}
+    code, output, error = run([script], tmp_path / "rank", environment=variables)
+    assert (code, output) == expected[:2]
+    assert error.endswith(expected[2])
+    assert bool(error) is bool(expected[2])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_of_several_ranks_skips_the_interpreters_shutdown(ranks: int) -> None:
+    """A thread of the process group may abort the process there."""
+    environment = {**os.environ, **rank_variables(ranks - 1, ranks, 1234), "PYTHONPATH": str(TOP)}
+    command = [sys.executable, "-c", ENDING.format("print('done', end=''); sys.exit(75)")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GENEROUS)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert done.stdout == "done" + (" shut down" if ranks == 1 else "")

@@ -1,0 +1,399 @@
+"""Ranks of a start find each other; those of other starts, strangers and late ranks are kept out. Devices of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import GENEROUS, Program, free_port, is_free, rank_variables, run_ranks, wait_until
+
+from utils.distributed import identity as identities
+from utils.distributed.devices import choose_device, choose_devices
+from utils.distributed.identity import identify, program_digest
+from utils.distributed.launch import Launch
+from utils.distributed.rendezvous import is_loopback, store_of_this_start
+from utils.distributed.world import World
+from utils.errors import LocalError, UserError
+
+TIMEOUT = timedelta(seconds=GENEROUS)
+IDENTITY = {"config": "a", "number of ranks": "3"}
+
+
+def run_threads(rank: Callable[[int], None], size: int) -> None:
+    """Calls rank(0), rank(1), … at the same time."""
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=GENEROUS)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store that no rank holds, like that of torchrun's agent."""
+    number = free_port()
+    server = dist.TCPStore("127.0.0.1", number, None, True, TIMEOUT, wait_for_workers=False)
+    yield number
+    del server
+
+
+def client(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
+
+
+Rank = tuple[int, dict[str, str]]  # number and identity of a process
+
+
+def start_ranks(port: int, ranks: list[Rank], seconds: float = GENEROUS) -> list[Any]:
+    """The name of the start, or the error, of each process."""
+    found: list[Any] = [None] * len(ranks)
+
+    def process(number: int) -> None:
+        rank, identity = ranks[number]
+        try:
+            store = store_of_this_start(client(port), rank, int(identity["number of ranks"]), seconds, identity)
+            if rank == 0:
+                store.set("name", "of one start")
+            found[number] = store.get("name").decode()
+        except (UserError, OSError, dist.DistError) as error:
+            found[number] = error
+
+    run_threads(process, len(ranks))
+    return found
+
+
+# --- the ranks of a start ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_restart_by_torchrun_reads_nothing_of_the_previous_start(port: int, late: int) -> None:
+    """The agent's store survives a restart: ranks that were faster than rank 0 connected to dead ranks."""
+    size = 3
+
+    def start(name: str) -> list[str]:
+        found, called = [""] * size, [threading.Event() for _ in range(size)]
+
+        def rank(number: int) -> None:
+            store = client(port)
+            if number == late:
+                for other in set(range(size)) - {late}:
+                    called[other].wait(GENEROUS)
+            called[number].set()
+            # The program may have been edited since the previous start.
+            store = store_of_this_start(store, number, size, GENEROUS, {"program": name})
+            if number == 0:
+                store.set("address", name)
+            found[number] = store.get("address").decode()
+
+        run_threads(rank, size)
+        return found
+
+    for name in ("first", "second", "third"):
+        assert start(name) == [name] * size
+
+
+def test_a_start_without_all_ranks_times_out(port: int) -> None:
+    with pytest.raises(TimeoutError, match=r"^nothing from rank 1, 2$"):
+        store_of_this_start(client(port), 0, 3, 0.3, IDENTITY)
+    with pytest.raises(TimeoutError, match=r"^no answer from rank 0$"):
+        store_of_this_start(client(port), 1, 3, 0.3, IDENTITY)
+
+
+def test_a_rank_of_another_run_is_refused(port: int) -> None:
+    """The ranks of two runs with the same port trained together."""
+    other = {**IDENTITY, "config": "b", "run directory": "/runs/b"}
+    root, refused, right = start_ranks(port, [(0, IDENTITY), (1, other), (2, IDENTITY)])
+    assert (
+        str(root) == "rank 1 belongs to another run than rank 0: it differs in config (b, not a), run directory "
+        "(/runs/b, not none); start all ranks with the same command and program, and give each of several runs a "
+        "MASTER_PORT of its own"
+    )
+    assert type(root) is UserError  # printed by rank 0
+    assert (type(refused), str(refused)) == (LocalError, str(root)), "printed in the output of the other run, too"
+    # Rank 0 does not wait for all ranks before it refuses one: rank 2 may be too late to have an answer.
+    assert isinstance(right, UserError | dist.DistError)
+    assert isinstance(right, dist.DistError) or (type(right), str(right)) == (UserError, str(root))
+
+
+def test_two_processes_with_one_rank_are_never_in_the_same_start(port: int) -> None:
+    """Rank 1 of another start of the same command: one of the two is accepted, the other one has no answer."""
+    ranks = [(0, IDENTITY), (1, IDENTITY), (1, IDENTITY), (2, IDENTITY)]
+    root, *ones, two = start_ranks(port, ranks, 3.0)
+    if root == "of one start":
+        assert two == root
+        accepted, rejected = ones if ones[0] == root else ones[::-1]
+        assert (accepted, str(rejected)) == (root, "no answer from rank 0")
+
+
+def test_a_late_rank_has_no_answer(port: int) -> None:
+    """Neither a second rank 1 nor rank 3 of a larger run, which rank 0 has not compared."""
+    assert start_ranks(port, [(rank, IDENTITY) for rank in range(3)]) == ["of one start"] * 3
+    with pytest.raises(TimeoutError, match="no answer from rank 0"):
+        store_of_this_start(client(port), 1, 3, 0.3, IDENTITY)
+    with pytest.raises(TimeoutError, match=r"rank 3 .* differs in number of ranks \(4, not 3\)"):
+        store_of_this_start(client(port), 3, 4, 0.3, {**IDENTITY, "number of ranks": "4"})
+
+
+def test_the_identity_covers_program_script_command_and_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(identities, "TOP", tmp_path)
+    script = tmp_path / "script.py"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    files = [tmp_path / "utils" / "a.py", tmp_path / "networks" / "deep" / "b.py", script]
+    digests = [program_digest()]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for text in ("first", "second"):
+            file.write_text(text)
+            digests.append(program_digest())
+    (tmp_path / "utils" / "a.py").rename(tmp_path / "utils" / "c.py")
+    digests.append(program_digest())
+    assert len(set(digests)) == len(digests)
+    (tmp_path / "utils" / "notes.txt").write_text("not a part of the program")
+    assert program_digest() == digests[-1]
+    launch = Launch("slurm", 3, 1, 8, job="slurm 5.0")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=a"])
+    first = identify(launch, {"config": "c"})
+    assert first == {**first, "config": "c", "program": digests[-1], "job": "slurm 5.0", "number of ranks": "8"}
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config=b"])
+    assert {name for name, text in identify(launch, {}).items() if text != first.get(name)} == {"command line"}
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """start(words, rank, port) -> Program, one of two ranks; the test's end kills all programs."""
+    programs: list[Program] = []
+
+    def start_program(words: list[str], rank: int, port: int, size: int = 2, **variables: str) -> Program:
+        environment = {**os.environ, **rank_variables(rank, size, port), **variables}
+        programs.append(Program(words, tmp_path / f"program {len(programs)}", environment=environment))
+        return programs[-1]
+
+    yield start_program
+    for program in programs:
+        program.kill()
+
+
+CONNECTING = """
+from utils.config.schema import TimeoutsConfig
+from utils.distributed.signals import StopSignals
+from utils.distributed.world import connect
+from utils.errors import one_line_errors
+with one_line_errors(), StopSignals() as signals:
+    {before}
+    with connect("cpu", TimeoutsConfig(rendezvous={seconds})):
+        print("connected")
+"""
+
+
+@pytest.fixture
+def connecting(tmp_path: Path) -> Callable[..., list[str]]:
+    """connecting(seconds, before='') -> the words of a program that connects within this time"""
+
+    def write(seconds: float, before: str = "pass") -> list[str]:
+        script = tmp_path / "connecting.py"
+        script.write_text(CONNECTING.format(seconds=seconds, before=before))
+        return [str(script)]
+
+    return write
+
+
+def errors(text: str) -> list[str]:
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def test_trainings_with_one_port_do_not_mix(
+    start: Callable[..., Program], data_flags: list[str], tmp_path: Path
+) -> None:
+    """Rank 0 of one training and rank 1 of another one trained together, and both exited with code 0."""
+    common = ["train.py", "--config=test", *data_flags]
+    port = free_port()
+    ranks = [start([*common, f"--set=expdir={tmp_path / name}"], rank, port) for rank, name in enumerate("ab")]
+    for rank in ranks:
+        assert rank.end().returncode == 2, rank.text
+        (line,) = errors(rank.text)
+        assert line.startswith("error: rank 1 belongs to another run than rank 0: it differs in config (")
+        assert f"run directory ({tmp_path}/b/test/2GPU/00, not {tmp_path}/a/test/2GPU/00)" in line
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
+def answer(listener: socket.socket, kind: str) -> None:
+    """Accepts connections until the listener is closed; what it sends, if anything, is not the store's protocol."""
+    connections = []
+    while True:
+        try:
+            connection = listener.accept()[0]
+            if kind == "garbage":
+                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 9)
+        except OSError:
+            return
+        if kind == "closing":
+            connection.close()
+        else:
+            connections.append(connection)
+
+
+def test_a_rank_without_the_others_prints_one_line(
+    start: Callable[..., Program], connecting: Callable[..., list[str]]
+) -> None:
+    """Rank 1 prints it itself, because there may be no rank 0. A silent listener at its port held it."""
+    listeners = []
+    for kind in ("silent", "garbage", "closing"):
+        listeners.append(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=answer, args=(listeners[-1], kind), daemon=True).start()
+    ports = [free_port(), *(listener.getsockname()[1] for listener in listeners)]
+    words = connecting(1)
+    programs = [start(words, 1, port) for port in ports]
+    for port, program in zip(ports, programs, strict=True):
+        assert program.end().returncode == 2, program.text
+        (line,) = errors(program.text)
+        assert line.startswith(f"error: rank 1 of 2 could not connect to the other ranks at 127.0.0.1:{port} (")
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def test_a_port_in_use_ends_rank_0_at_once(start: Callable[..., Program], connecting: Callable[..., list[str]]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        program = start(connecting(2 * GENEROUS), 0, listener.getsockname()[1])
+        assert program.end().returncode == 2, program.text
+    (line,) = errors(program.text)
+    assert "Address already in use" in line
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_stop_signal_ends_the_rendezvous(
+    start: Callable[..., Program], connecting: Callable[..., list[str]], early: bool
+) -> None:
+    """It was ignored until the rendezvous timeout. The signal may also come right before the rendezvous."""
+    port, before = free_port(), "import os; os.kill(os.getpid(), 15)" if early else "pass"
+    program = start(connecting(2 * GENEROUS, before), 0, port)
+    if not early:
+        wait_until(lambda: not is_free(port), alive=lambda: program.process.exitcode is None)
+        program.signal(signal.SIGTERM)
+    assert program.end().returncode == 75, program.text
+    assert program.text == "SIGTERM: stopping before all ranks have connected\n"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_of_a_torchrun_that_was_killed_end(
+    start: Callable[..., Program], connecting: Callable[..., list[str]], size: int
+) -> None:
+    """The kernel signals its end only to ranks that have asked for the signal before."""
+    program = start(connecting(2 * GENEROUS), 0, free_port(), size, TORCHELASTIC_USE_AGENT_STORE="True")
+    assert program.end().returncode == 2, program.text
+    assert errors(program.text) == ["error: torchrun ended before its ranks connected; start it again"]
+
+
+# --- addresses -----------------------------------------------------------------------------------------------------
+
+
+def listening_addresses(world: World) -> list[str]:
+    """The local addresses, in the kernel's notation, at which the process listens."""
+    dist.all_reduce(torch.ones(1))
+    opened = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            opened.add(os.readlink(entry))
+        except OSError:
+            continue
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    listening = [line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in opened]
+    return [line[1].split(":")[0] for line in listening]
+
+
+def test_ranks_of_a_single_node_listen_on_the_loopback_only() -> None:
+    """Other machines could read and write the store of ranks whose MASTER_ADDR was 127.0.0.1."""
+    for rank, addresses in enumerate(run_ranks(listening_addresses, 2)):
+        assert len(addresses) >= (3 if rank == 0 else 2), "the store, gloo and the watchdog"
+        assert set(addresses) == {"0100007F"}
+
+
+def test_a_name_that_resolves_to_a_loopback_address_may_belong_to_several_nodes() -> None:
+    """Debian resolves the host's own name to 127.0.1.1, and other machines to another address."""
+    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.0.1.1", "::1")))
+    assert not any(map(is_loopback, (socket.gethostname(), "nid000003", "192.0.2.2", "fd00::2")))
+
+
+# --- the device ----------------------------------------------------------------------------------------------------
+
+
+def test_the_local_rank_chooses_among_the_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Slurm's --gpus-per-task=1 each rank sees a single device, number 0."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for devices, local_rank, chosen in ((4, 3, 3), (1, 3, 0), (4, 5, 1)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda devices=devices: devices)
+        for name in ("auto", "cuda"):
+            assert choose_device(name, local_rank) == current.pop() == torch.device("cuda", chosen)
+        assert choose_device("cpu", local_rank) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("cpu", 0) == choose_device("auto", 3) == torch.device("cpu")
+    with pytest.raises(UserError, match="device is cuda, but PyTorch finds no CUDA device; use --set device=cpu"):
+        choose_device("cuda", 0)
+    assert not current
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu", "cpu", "cpu"], None),
+        (["cuda:0", "cuda:1", "cuda:0"], None),
+        (["cuda", None, "cuda"], "^rank 1: no device$"),
+        ([None, None], "^no device$"),
+        (
+            ["cuda", "cuda", "cpu"],
+            "^rank 2 finds no CUDA device, but rank 0 does; use --set device=cpu, or exclude the node of rank 2",
+        ),
+    ],
+)
+def test_all_ranks_raise_if_their_devices_differ_in_kind(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str | None], message: str | None
+) -> None:
+    """With 'auto' a rank without a GPU would otherwise wait for the others in another backend, forever."""
+
+    def choose(name: str, local_rank: int) -> torch.device:
+        kind = devices[local_rank]
+        if kind is None:
+            raise UserError("no device")
+        return torch.device(kind)
+
+    monkeypatch.setattr("utils.distributed.devices.choose_device", choose)
+    monkeypatch.setattr("utils.distributed.devices._identity", lambda device: str(device).replace(":", " "))
+    size, port, timeout = len(devices), free_port(), timedelta(seconds=GENEROUS)
+    server = dist.TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
+    found: dict[int, Any] = {}
+
+    def rank_chooses(rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+        try:
+            found[rank] = choose_devices("auto", Launch("test", rank, rank, size), store)
+        except UserError as error:
+            found[rank] = error
+
+    run_threads(rank_chooses, size)
+    del server
+    if message is None:
+        shared = devices.count("cuda:0") > 1  # several ranks on one CPU are normal
+        assert found == {rank: (torch.device(kind), shared) for rank, kind in enumerate(devices) if kind}
+    else:
+        assert len({str(error) for error in found.values()}) == 1
+        with pytest.raises(UserError, match=message):
+            raise found[0]
