@@ -40,7 +40,7 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, lis
             started, pause = time.perf_counter(), 0.0
             if kind == "with":
                 state.step += 1
-                checkpointer.save(step.state(), state, is_best=False, wait=False)
+                checkpointer.save(step.state(), state, wait=False)
                 pause = time.perf_counter() - started
             for _ in range(options.steps):
                 step(*batch, LEARNING_RATE)

@@ -356,8 +356,8 @@ def resolve_weights(checkpoint: str, world: World) -> Path:
     A training that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
     """
     with world.raise_together():
-        weights = weights_file(Path(checkpoint)).resolve()
-    return Path(world.gather_json(str(weights))[0])
+        weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""
+    return Path(world.gather_json(weights)[0])
 
 
 def predictor(

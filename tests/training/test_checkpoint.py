@@ -57,9 +57,9 @@ def tensors(value: float, numbers: int = 40) -> dict[str, Any]:
     }
 
 
-def save(checkpointer: Checkpointer, step: int, is_best: bool = False, numbers: int = 40) -> None:
+def save(checkpointer: Checkpointer, step: int, best_step: int = 0, numbers: int = 40) -> None:
     """Saves tensors filled with the step; they are written when this returns."""
-    checkpointer.save(tensors(float(step), numbers), TrainState(step=step), is_best=is_best, wait=True)
+    checkpointer.save(tensors(float(step), numbers), TrainState(step=step, best_step=best_step), wait=True)
 
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
@@ -115,7 +115,7 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
     content["network"]["channels_last"] = (
         torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     )
-    AsyncCheckpointer(tmp_path, config, 2).save(content, state, is_best=True, wait=True)
+    AsyncCheckpointer(tmp_path, config, 2).save(content, state, wait=True)
     saved = load_newest(tmp_path)
     assert saved is not None
     assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
@@ -132,14 +132,14 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, may_write: threading.Event) -> None:
     """The write starts only after the change; the next save writes the new values, from the same host memory."""
     checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
-    checkpointer.save(content, TrainState(step=1), is_best=False, wait=False)
+    checkpointer.save(content, TrainState(step=1), wait=False)
     assert saved_steps(tmp_path) == [], "save does not wait for the write"
     content["network"]["weight"] += 1
     content["optimizer"]["state"][0]["step"] += 1
     may_write.set()
     checkpointer.close()
     assert_newest(tmp_path, 1)
-    checkpointer.save(content, TrainState(step=2), is_best=False, wait=True)
+    checkpointer.save(content, TrainState(step=2), wait=True)
     assert_newest(tmp_path, 2)
 
 
@@ -152,14 +152,14 @@ def test_non_finite_weights_are_never_saved(
 ) -> None:
     checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
-    checkpointer.save(content, TrainState(step=1), is_best=False, wait=True)
+    checkpointer.save(content, TrainState(step=1), wait=True)
     assert saved_steps(tmp_path) == [1], "large values are finite"
     content["network"]["half"][69_999] = value
-    checkpointer.save(content, TrainState(step=2), is_best=False, wait=True)
+    checkpointer.save(content, TrainState(step=2), wait=True)
     assert saved_steps(tmp_path) == [1]
-    assert "No checkpoint at step 2: the network's weights are not finite" in caplog.text
+    assert "No checkpoint at step 2: the weights are not finite" in caplog.text
     content["network"]["half"][69_999] = 0
-    checkpointer.save(content, TrainState(step=3), is_best=False, wait=True)
+    checkpointer.save(content, TrainState(step=3), wait=True)
     assert saved_steps(tmp_path) == [3, 1]
 
 
@@ -294,7 +294,7 @@ OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
         resave(WEIGHTS, lambda content: {**content, "format": 1}),
         "weights.pt has format 1, this program reads format 2",
     ),
-    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt has format None"),
+    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt was not written by this program"),
     "a bomb": (
         resave(WEIGHTS, lambda content: {**content, "network": Bomb()}),
         "weights.pt is damaged or not a PyTorch checkpoint",
@@ -389,7 +389,7 @@ def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypa
     for name, says in (
         ("saved.pt", "saved.pt is damaged or not a PyTorch checkpoint; "),
         ("pickled.pt", "pickled.pt is damaged or not a PyTorch checkpoint; "),
-        ("others.pt", "others.pt has format None"),
+        ("others.pt", "others.pt was not written by this program; give another checkpoint: "),
     ):
         with pytest.raises(UserError, match=rf"^cannot read {name}: {says}[^\n]*$"):
             read_weights(Path(name))
@@ -403,8 +403,8 @@ def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypa
 def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) -> None:
     checkpointer, steps = AsyncCheckpointer(tmp_path, {}, keep_last), list(range(1, 8))
     for step in steps:
-        save(checkpointer, step, is_best=step in (1, 2, 5))
         best = max(known for known in (1, 2, 5) if known <= step)
+        save(checkpointer, step, best)
         assert os.readlink(tmp_path / BEST) == f"step_{best:08d}"
         assert saved_steps(tmp_path) == sorted({*steps[:step][-keep_last:], best}, reverse=True)
         assert names(tmp_path) == sorted(
@@ -431,8 +431,8 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     """A training that is stopped in a validation saves again at the same step."""
     checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
-    save(checkpointer, 1, is_best=True)
-    checkpointer.save(tensors(5.0), TrainState(step=1), is_best=False, wait=True)
+    save(checkpointer, 1, best_step=1)
+    checkpointer.save(tensors(5.0), TrainState(step=1), wait=True)
     saved = load_newest(tmp_path)
     assert saved is not None
     assert saved.weights["network"]["weight"][0] == 5
@@ -472,16 +472,16 @@ def test_a_disk_error_costs_one_checkpoint(
 ) -> None:
     """One warning; the checkpoint before stays, and the next save succeeds."""
     checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
-    save(checkpointer, 1, is_best=True)
+    save(checkpointer, 1, best_step=1)
     with fails():
-        save(checkpointer, 2, is_best=True, numbers=100_000)
+        save(checkpointer, 2, best_step=2, numbers=100_000)
     start = f"Cannot write checkpoint {step_directory(tmp_path, 2)}: "
-    expected = [f"{start}{reason}; training continues, earlier ones stay"]
+    expected = [f"{start}{reason}; earlier ones stay"]
     assert warnings(caplog) == expected
     assert_newest(tmp_path, 1)
     assert names(tmp_path) == [BEST, "step_00000001"], "nothing partial is left"
     assert os.readlink(tmp_path / BEST) == "step_00000001"
-    save(checkpointer, 3, is_best=True, numbers=100_000)
+    save(checkpointer, 3, best_step=3, numbers=100_000)
     assert_newest(tmp_path, 3)
     assert names(tmp_path) == [BEST, "step_00000001", "step_00000003"]
     assert warnings(caplog) == expected
@@ -492,9 +492,9 @@ def test_a_failing_link_leaves_the_checkpoint_and_the_earlier_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
-    save(checkpointer, 1, is_best=True)
+    save(checkpointer, 1, best_step=1)
     with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
-        save(checkpointer, 2, is_best=True)
+        save(checkpointer, 2, best_step=2)
     assert "Operation not permitted" in caplog.text
     assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
     assert os.readlink(tmp_path / BEST) == "step_00000001"
@@ -522,17 +522,19 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     checkpointer = AsyncCheckpointer(tmp_path, {}, 3)
     save(checkpointer, 1)
     may_write.clear()
-    checkpointer.save(tensors(2.0), TrainState(step=2), is_best=False, wait=False)
+    checkpointer.save(tensors(2.0), TrainState(step=2), wait=False)
     for _ in range(5):
-        checkpointer.save(tensors(3.0), TrainState(step=3), is_best=False, wait=False)
+        checkpointer.save(tensors(3.0), TrainState(step=3), wait=False)
     assert 10 <= clock.now < 10.3, "training continues: five saves waited 10 s in total"
     assert caplog.text.count("No checkpoint at step 3: step 2 is still being written after 10 s") == 5
-    checkpointer.save(tensors(3.0), TrainState(step=3), is_best=True, wait=False)
+    checkpointer.save(tensors(3.0), TrainState(step=3, best_step=3), wait=False)
     assert 70 <= clock.now < 71, "the best one cannot be saved later"
     checkpointer.close()
     assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
     assert_newest(tmp_path, 1)
-    with pytest.raises(UserError, match=f"^the trained network is not in {tmp_path}: it is still being written; fix "):
+    with pytest.raises(
+        UserError, match=f"^the network after step 3 is not in {tmp_path}: it is still being written; fix "
+    ):
         checkpointer.check()
     may_write.set()
     checkpointer.close()
@@ -561,7 +563,8 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
     checkpointer = AsyncCheckpointer(Path(folder), {}, 2)
     content = checkpointer._copy.take(tensors(5.0))[1]
     content["state"] = {"step": step}
-    checkpointer._write(step, {"network": content.pop("network"), "config": {}}, content, True)
+    record = {"step": step, "best_step": step}
+    checkpointer._write({"network": content.pop("network"), "config": {}, **record}, content, "")
 
 
 @pytest.mark.parametrize(
@@ -590,7 +593,7 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert saved.state.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
     assert names(folder) == sorted([BEST, *(step_directory(folder, kept).name for kept in saved_steps(folder))]), before
-    save(AsyncCheckpointer(folder, {}, 2), 4, is_best=True)
+    save(AsyncCheckpointer(folder, {}, 2), 4, best_step=4)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
 
@@ -600,8 +603,6 @@ def test_no_memory_for_a_copy_costs_one_checkpoint(tmp_path: Path, caplog: pytes
     checkpointer, error = AsyncCheckpointer(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
     with mock.patch.object(HostCopy, "take", side_effect=error):
         save(checkpointer, 1)
-    assert (
-        "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); training continues" in caplog.text
-    )
+    assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); earlier ones stay" in caplog.text
     save(checkpointer, 2)
     assert saved_steps(tmp_path) == [2]

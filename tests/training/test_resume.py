@@ -30,17 +30,17 @@ from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint
+from utils.training import checkpoint, checkpointer
 from utils.training.checkpoint import (
     BEST,
     CHECKSUMS,
     FOLDER,
     TRAINING,
     WEIGHTS,
-    AsyncCheckpointer,
     saved_steps,
     step_directory,
 )
+from utils.training.checkpointer import AsyncCheckpointer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -523,7 +523,7 @@ def test_the_best_checkpoint_stays_across_a_resume(tmp_path: Path, data_flags: l
 def test_saves_every_two_minutes_and_at_the_end_of_each_epoch(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     clock = SimpleNamespace(now=0.0)
     fake = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=time.monotonic)
-    monkeypatch.setattr(checkpoint, "time", fake)
+    monkeypatch.setattr(checkpointer, "time", fake)
 
     def a_minute_passes(step: int) -> None:
         clock.now += 60
@@ -556,7 +556,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
     with small_disk(tmp_path / "disk", "2m"):
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
-        why = f"the trained network is not in {run / FOLDER}: No space left on device; fix that"
+        why = f"the network after step 16 is not in {run / FOLDER}: No space left on device; fix that"
         assert f"\nerror: {why}" in stderr
         warnings = messages(stderr, "WARNING")
         fault = "No space left on device; training continues"
@@ -598,7 +598,7 @@ def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: An
 def test_a_save_that_hangs_ends_no_training(
     tmp_path: Path, command: Any, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, release, write = directory(tmp_path), threading.Event(), checkpoint.write
+    run, release, write = directory(tmp_path), threading.Event(), checkpointer.write
 
     def hang(target: Path, *arguments: Any) -> None:
         if target.name == "step_00000006":
@@ -611,12 +611,12 @@ def test_a_save_that_hangs_ends_no_training(
 
     flags = ["--set=checkpoint.every_steps=2", "--set=checkpoint.keep_last=9"]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", hang)
+        patch.setattr(checkpointer, "write", hang)
         for limit in ("CLOSE_SECONDS", "WAIT_SECONDS", "WAIT_FRACTION", "BEST_WAIT_SECONDS"):
             patch.setattr(AsyncCheckpointer, limit, 0.0)
         code, stderr = command(*flags, after=after)
     assert code == 2, "trained to the end, but the result is not on the disk"
-    assert f"\nerror: the trained network is not in {run / FOLDER}: it is still being written; fix that" in stderr
+    assert f"\nerror: the network after step 16 is not in {run / FOLDER}: it is still being written; fix that" in stderr
     assert len(messages(stderr, "WARNING")) == 6, "one for each later save, one when it ends"
     assert last(run).state.step == 4
     release.set()

@@ -126,11 +126,11 @@ class RecordedCheckpointer(NullCheckpointer):
         self.waits: list[int] = []
         self.closed = False
 
-    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         assert self.logger.flushed == len(self.logger.points), "points reach the disk before the next checkpoint"
         assert tensors["steps"] == state.step, "the tensors after that step"
         self.states.append(copy.deepcopy(state))
-        self.best += [state.step] if is_best else []
+        self.best += [state.step] if state.step == state.best_step else []
         self.waits += [state.step] if wait else []
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ def run_in_parts(
             stopped = [line for line in logger.lines if line.startswith("Stopping")]
             done = state.step + len(step.lrs)
             assert stopped == [f"Stopping after step {done}: SIGTERM"]
-            assert checkpointer.waits == ([done] if done else []), "nothing to save before the first step"
+            assert checkpointer.waits == ([done] if step.lrs else []), "nothing to save before a step"
             assert all(event.startswith("warm up") for event in step.events[number:-1]), "no further step or batch"
             assert checkpointer.closed
         state = checkpointer.states[-1] if checkpointer.states else state

@@ -14,6 +14,7 @@ from utils.files import atomic_write
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.runs.logger import Logger
+from utils.training.checkpoint import FOLDER, repair_best
 from utils.training.resume import Start, discard_replaced
 from utils.training.trainer import FitResult, Trainer
 
@@ -38,6 +39,7 @@ def begin_run(directory: Path, resume: str, start: Start, world: World, logger: 
     last_step = -1 if start.resumed_step is None else start.resumed_step
     with world.raise_together():
         if world.is_root:
+            repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
             results.remove_after(directory / results.FOLDER, last_step)
             (directory / SUMMARY).unlink(missing_ok=True)
     for line in start.describe():

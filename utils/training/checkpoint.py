@@ -2,7 +2,7 @@
 
 <run>/checkpoints/step_00000400/ holds weights.pt (network and config, for predictions), training.pt (optimizer, scaler,
 random number generators, training state) and SHA256SUMS, which `sha256sum -c` can read. A directory gets its name once
-it is complete. The link `best` points to the checkpoint with the lowest validation loss.
+it is complete. The link `best` points to the checkpoint with the lowest validation loss; each one records it, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 
 import torch
 
-from utils.errors import UserError
-from utils.files import atomic_directory
+from utils.errors import UserError, os_errors_for_users
+from utils.files import atomic_directory, open_regular, read_text
 from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that differs from what was written; the message gives the reason."""
+    """A checkpoint that this program cannot use; the message gives the reason."""
+
+    def __init__(self, reason: str, remedy: str = "recopy it, or give another checkpoint") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -82,11 +87,13 @@ class _HashingFile(io.BufferedWriter):
 
 def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
+    found, reading = {}, CHECKSUMS
     try:
-        listed = (directory / CHECKSUMS).read_text(encoding="ascii", errors="replace").splitlines(keepends=True)
-        found = {name: f"{digest(directory / name)}  {name}\n" for name in names}
+        listed = read_text(directory / CHECKSUMS).splitlines(keepends=True)
+        for reading in names:
+            found[reading] = f"{digest(directory / reading)}  {reading}\n"
     except OSError as error:
-        raise DamagedCheckpoint(f"{Path(error.filename or directory).name}: {reason_of(error)}") from None
+        raise DamagedCheckpoint(f"{reading}: {reason_of(error)}") from None
     damaged = [name for name, line in found.items() if line not in listed]
     if len(names) > 1 and listed != list(found.values()):
         damaged.append(CHECKSUMS)
@@ -102,9 +109,9 @@ def reason_of(error: Exception) -> str:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """SHA-256 of a regular file."""
     found = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         while block := file.read(2**22):
             found.update(block)
     return found.hexdigest()
@@ -113,6 +120,7 @@ def digest(path: Path) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Content of one file, read without running code in it; raises DamagedCheckpoint if it cannot be read."""
     try:
+        _check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # PyTorch's own messages are paragraphs, and advise the user to run the code in the file.
@@ -120,18 +128,40 @@ def read(path: Path) -> dict[str, Any]:
         reason = f": {reason_of(error)}" if is_short else " is damaged or not a PyTorch checkpoint"
         raise DamagedCheckpoint(f"{path.name}{reason}") from None
     found = content.get("format") if isinstance(content, dict) else None
+    if found is None:
+        raise DamagedCheckpoint(f"{path.name} was not written by this program", "give another checkpoint")
     if found != FORMAT:
-        raise DamagedCheckpoint(f"{path.name} has format {found}, this program reads format {FORMAT}")
+        reason = f"{path.name} has format {found}, this program reads format {FORMAT}"
+        raise DamagedCheckpoint(reason, "use the version of this program that wrote it, or give another checkpoint")
     return content
 
 
+def _check_archive(path: Path) -> None:
+    """Raises an error for a file that PyTorch would read, but that `write` cannot have written.
+
+    Such are archives that are larger when unpacked, which may need any amount of memory, programs in TorchScript, and
+    all that is no zip archive.
+    """
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
+            raise ValueError("it is compressed")
+        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+            raise ValueError("it is TorchScript")
+
+
 def weights_file(path: Path) -> Path:
-    """The weights file for a path: the file itself, the one in a checkpoint's directory, or a run's best one."""
-    best = path / FOLDER / BEST  # if the path is a run's directory
-    path = best if best.is_dir() else path
-    file = path / WEIGHTS if path.is_dir() else path
-    if not file.exists():
-        raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}")
+    """The weights file for a path: the file itself, the one in a checkpoint's directory, or a run's best one.
+
+    Raises UserError if there is none.
+    """
+    names_link = path.name == BEST and path.parent.name == FOLDER
+    folder = path.parent if names_link else path / FOLDER  # if the path is a run's directory
+    with os_errors_for_users(f"cannot read {path}", f"give {ANY_CHECKPOINT}"):
+        path = best_checkpoint(folder) if folder.is_dir() else path
+        file = path / WEIGHTS if path.is_dir() else path
+        if not file.exists():
+            raise UserError(f"no such file: {file}; give {ANY_CHECKPOINT}")
     return file
 
 
@@ -142,7 +172,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         if (file.parent / CHECKSUMS).exists():
             verify(file.parent, (file.name,))
         content = read(file)
-    if "network" not in content:
+    if not isinstance(content.get("network"), dict):
         raise UserError(f"{file} holds no network; give {WEIGHTS} in the same directory")
     return content
 
@@ -158,7 +188,70 @@ def damage_for_users(path: Path) -> Iterator[None]:
         steps = saved_steps(folder) if folder.name == FOLDER else []
         others = [str(step_directory(folder, step)) for step in steps if step_directory(folder, step) != chosen]
         example = f"for example {others[0]}" if others else ANY_CHECKPOINT
-        raise UserError(f"cannot read {path}: {damage}; recopy it, or give another checkpoint: {example}") from None
+        raise UserError(f"cannot read {path}: {damage}; {damage.remedy}: {example}") from None
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The directory of a run's best checkpoint, which its newest intact one names; raises UserError if there is none.
+
+    The link may point to an earlier one: a process can be killed after it wrote a checkpoint and before it moved the
+    link.
+    """
+    steps, link = saved_steps(folder), folder / BEST
+    for step in steps:
+        newest = step_directory(folder, step)
+        try:
+            verify(newest, (WEIGHTS,))
+            best_step = read(newest / WEIGHTS).get("best_step")
+        except DamagedCheckpoint as damage:
+            log.warning("Checkpoint %s is skipped: %s", newest, damage)
+            continue
+        best = step_directory(folder, best_step) if isinstance(best_step, int) else link  # older versions: no record
+        if best.is_dir():
+            return best
+        why = " yet" if best_step == 0 else f": {best} is missing"
+        raise UserError(f"{folder.parent} has no best checkpoint{why}; give another checkpoint, for example {newest}")
+    if link.is_dir() and not steps:  # a copy of the best checkpoint alone
+        return link
+    raise UserError(f"no usable checkpoint in {folder}; give {ANY_CHECKPOINT}")
+
+
+def repair_best(folder: Path, step: int, best_step: int) -> None:
+    """Makes the link `best` agree with a training that resumes after `step`; logs what it changes or misses.
+
+    If the checkpoint of `best_step` is lost, the link stays at the best one before it, unless that is lost, too.
+    """
+    link = folder / BEST
+    linked = os.readlink(link) if link.is_symlink() else None
+    known = [step_directory(folder, saved).name for saved in saved_steps(folder) if saved <= step]
+    best = step_directory(folder, best_step).name
+    candidates = [best, linked] if best_step else []  # without a best one, the link is that of an earlier training
+    faults = {name: _weights_fault(folder / name) for name in candidates if name in known}
+    found = next((name for name, fault in faults.items() if fault is None), None)
+    if best_step and found != best:
+        log.warning("The best checkpoint, %s, is lost: %s", folder / best, faults.get(best, "it is missing"))
+    elif found is None and step:
+        log.info("This run has no best checkpoint yet")
+    if found == linked:
+        return
+    try:
+        if found is None:
+            link.unlink()
+        else:
+            update_symlink(link, found)
+    except OSError as error:
+        log.warning("Cannot correct the link %s, which points to %s: %s", link, linked, reason_of(error))
+    else:
+        log.info("The link %s is corrected: %s -> %s", link, linked or "missing", found or "removed")
+
+
+def _weights_fault(directory: Path) -> str | None:
+    """The reason why a checkpoint's weights cannot be used; None if they are intact."""
+    try:
+        verify(directory, (WEIGHTS,))
+    except DamagedCheckpoint as damage:
+        return str(damage)
+    return None
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -176,7 +269,7 @@ def load(path: Path) -> Checkpoint:
     """Loads a checkpoint to the CPU without verifying its digests; raises DamagedCheckpoint if it cannot be read."""
     weights, training = read(path / WEIGHTS), read(path / TRAINING)
     for name, content, keys in ((WEIGHTS, weights, WEIGHTS_KEYS), (TRAINING, training, TRAINING_KEYS)):
-        missing = [key for key in keys if key not in content]
+        missing = [key for key in keys if not isinstance(content.get(key), dict | list)]
         if missing:
             raise DamagedCheckpoint(f"{name} has no {missing[0]}")
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +25,11 @@ log = logging.getLogger(__name__)
 class Checkpointer(Protocol):
     """Saves checkpoints of a training."""
 
-    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         """Copies `tensors`, which has the network's under "network", and writes them in the background.
 
-        With `wait` it returns when they are written.
+        It is the best checkpoint if `state.best_step` is its step. `wait`, for the last save of a process, returns when
+        it is written.
         """
 
     def close(self) -> None:
@@ -40,7 +42,7 @@ class Checkpointer(Protocol):
 class NullCheckpointer:
     """Saves nothing: for ranks other than 0, and for measurements."""
 
-    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
         pass
 
     def close(self) -> None:
@@ -74,31 +76,27 @@ class AsyncCheckpointer:
         self._step = self._requested_step = 0  # of the last write begun, and of the last save requested
         self._waited = 0.0
         self._write_started = self._created = time.monotonic()
+        self._outcome = ""  # part of the warning if a save fails
         self._fault: str | None = None  # why the most recent requested checkpoint is not on the disk
 
-    def save(self, tensors: Mapping[str, Any], state: TrainState, *, is_best: bool, wait: bool) -> None:
-        self._requested_step = state.step
-        if not self._await_writer(self.CLOSE_SECONDS if wait else self._max_wait(is_best)):
-            self._fault = "the previous checkpoint is still being written"
-            log.warning(
-                "No checkpoint at step %d: step %d is still being written after %.0f s; training continues",
-                state.step,
-                self._step,
-                time.monotonic() - self._write_started,
-            )
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
+        self._requested_step, self._outcome = state.step, "" if wait else "training continues, "
+        if not self._await_writer(self.CLOSE_SECONDS if wait else self._max_wait(state.best_step == state.step)):
+            seconds = time.monotonic() - self._write_started
+            self._skip(f"step {self._step} is still being written after {seconds:.0f} s")
             return
         self._step, self._write_started = state.step, time.monotonic()
-        content = self._take_copy(tensors, state.step)
+        content = self._take_copy(tensors)
         if content is None:
             return
         content["state"] = record = asdict(state)
         weights = {
             "network": content.pop("network"),
             "config": self._config,
-            **{key: record[key] for key in ("epoch", "step", "final_loss")},
+            **{key: record[key] for key in ("epoch", "step", "final_loss", "best_step")},
         }
         self._writer = threading.Thread(
-            target=self._write, args=(state.step, weights, content, is_best), name="checkpoint", daemon=True
+            target=self._write, args=(weights, content, self._outcome), name="checkpoint", daemon=True
         )
         self._writer.start()
         if wait:
@@ -110,25 +108,32 @@ class AsyncCheckpointer:
             log.warning("The checkpoint of step %d was not written in time; earlier ones stay", self._step)
 
     def check(self) -> None:
-        if self._fault is not None:
+        fault, step = self._fault, self._requested_step
+        if fault is None and step and not step_directory(self._folder, step).is_dir():
+            fault = "its checkpoint was removed"
+        if fault is not None:
+            restart = "resumes from the newest checkpoint there" if saved_steps(self._folder) else "starts again"
             raise UserError(
-                f"the trained network is not in {self._folder}: {self._fault}; fix that, and the same command resumes "
-                f"from the newest checkpoint there"
+                f"the network after step {step} is not in {self._folder}: {fault}; fix that, and the same command "
+                f"{restart}"
             )
 
-    def _take_copy(self, tensors: Mapping[str, Any], step: int) -> dict[str, Any] | None:
+    def _take_copy(self, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
         """A copy of the tensors; None, with a warning, if memory is short or the network is not finite."""
         try:
             finite, content = self._copy.take(tensors)
         except (RuntimeError, MemoryError) as error:
-            self._fault = reason = reason_of(error)
-            log.warning("No checkpoint at step %d: no memory for a copy (%s); training continues", step, reason)
+            self._skip(f"no memory for a copy ({reason_of(error)})")
             return None
         if not finite:
-            self._fault = "the weights are not finite"
-            log.warning("No checkpoint at step %d: the network's weights are not finite", step)
+            self._skip("the weights are not finite")
             return None
         return content
+
+    def _skip(self, reason: str) -> None:
+        """Logs why the requested checkpoint is not written."""
+        self._fault = reason
+        log.warning("No checkpoint at step %d: %s; %searlier ones stay", self._requested_step, reason, self._outcome)
 
     def _max_wait(self, is_best: bool) -> float:
         """Seconds that a save may wait now."""
@@ -146,31 +151,47 @@ class AsyncCheckpointer:
             self._writer = None
         return True
 
-    def _write(self, step: int, weights: Mapping[str, Any], training: Mapping[str, Any], is_best: bool) -> None:
+    def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any], outcome: str) -> None:
+        """Writes one checkpoint; `outcome` is part of the log line if that fails."""
+        step, best_step = weights["step"], weights["best_step"]
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
             write(target, weights, training)
-            if is_best:
-                update_symlink(self._folder / BEST, target.name)
-            self._prune(step)
         except Exception as error:  # no error of a checkpoint ends a training
             self._fault = reason = reason_of(error)
-            log.warning("Cannot write checkpoint %s: %s; training continues, earlier ones stay", target, reason)
-        else:
-            self._fault = None if step == self._requested_step else self._fault
-            log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
+            log.warning("Cannot write checkpoint %s: %s; %searlier ones stay", target, reason, outcome)
+            return
+        self._fault = None if step == self._requested_step else self._fault
+        if best_step == step:
+            link = self._folder / BEST
+            with _errors_logged(f"Cannot point {link} to {target.name}"):
+                update_symlink(link, target.name)
+        with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
+            self._prune(step, best_step)
+        log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
 
-    def _prune(self, last: int) -> None:
+    def _prune(self, last: int, best_step: int) -> None:
         """Removes all but the last and the best checkpoints.
 
         Checkpoints of steps after `last` stay: they were skipped as damaged, and this training has not resumed there.
         """
-        best = self._folder / BEST
+        best, link = step_directory(self._folder, best_step), self._folder / BEST
+        if not best.exists() and link.is_symlink():  # its save failed: keep the best one before it
+            best = self._folder / os.readlink(link)
         for step in [step for step in saved_steps(self._folder) if step <= last][self._keep_last :]:
             old = step_directory(self._folder, step)
-            if not (best.is_symlink() and os.readlink(best) == old.name):
+            if old != best:
                 shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _errors_logged(action: str) -> Iterator[None]:
+    """Logs an error as a warning; the new checkpoint is on the disk already."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("%s: %s", action, reason_of(error))
 
 
 class SaveTimer:

@@ -66,6 +66,7 @@ class Start:
         self._state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
         self.resumed_step = found.state.step if found else None  # None: starts from scratch or from weights
+        self.best_step = self._state.best_step  # of the best checkpoint in the run directory; 0: none
         # No epoch is left to train.
         self.is_complete = found is not None and found.state.epoch >= config["num_epochs"]
         # The checkpoint is not the last one of its training.
@@ -127,7 +128,7 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
     overridden = [] if init_from is None or found is None else ["--init_from"]
     if found is not None:
         if found.path.parent.resolve() != (directory / FOLDER).resolve():
-            found.state.best_loss = math.inf  # the other run's best checkpoint stays there
+            found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
         elif resume not in ("auto", "no"):
             overridden.append(f"--resume={resume}")
     return Start(config, init_from, found, overridden)

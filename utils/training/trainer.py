@@ -117,8 +117,8 @@ class Trainer:
                 self._log_epoch(validation)
                 scores = self.evaluation.after_epoch(self.state.epoch + 1, self.state.step, self.stop_if_requested)
                 self._record_epoch(validation, scores)
-                is_best = self._finish_epoch(validation)
-                self._save(is_best, wait=self._is_complete())
+                self._finish_epoch(validation)
+                self._save(wait=self._is_complete())
             self._coordinator.close()
         return self._result()
 
@@ -215,14 +215,13 @@ class Trainer:
         self.state.metrics = dict(zip(self.options.metrics, metrics, strict=True))
         return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
-    def _finish_epoch(self, validation: Validation) -> bool:
-        """Advances the state to the next epoch; returns True if this validation loss is the lowest so far."""
+    def _finish_epoch(self, validation: Validation) -> None:
+        """Advances the state to the next epoch."""
         state = self.state
-        state.final_loss, is_best = validation.loss, validation.loss < state.best_loss
-        if is_best:
+        state.final_loss = validation.loss
+        if validation.loss < state.best_loss:
             state.best_loss, state.best_step = validation.loss, state.step
         state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
-        return is_best
 
     # --- logging -----------------------------------------------------------------------------------------------------
 
@@ -345,20 +344,21 @@ class Trainer:
         if answer is Request.STOP:
             reason = self.signals.received or "a signal to another rank"
             self.logger.info(f"Stopping after step {self.state.step}: {reason}")
-            if self.state.step > 0:
+            if self.state.step > self._first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
-            self.world.barrier()  # a launcher that sees one rank end may kill a rank that is still writing
+            with self.world.raise_together():  # a launcher that sees one rank end may kill one that is still writing
+                self.checkpointer.check()
             raise Stopped
         return answer
 
-    def _save(self, is_best: bool = False, wait: bool = False) -> None:
+    def _save(self, wait: bool = False) -> None:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
         self._read_steps()
         self.logger.flush()
         self.world.watchdog.progress("save", self.state.step)
         self.state.seconds = self._seconds()
         random = random_states(self.world)
-        self.checkpointer.save({**self.step.state(), "random": random}, self.state, is_best=is_best, wait=wait)
+        self.checkpointer.save({**self.step.state(), "random": random}, self.state, wait=wait)
         self._save_timer.restart()
 
     def _seconds(self) -> float:
