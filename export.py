@@ -10,7 +10,7 @@ multiples of 2**scales of the network. To use it:
     predict = torch.export.load("gas.pt2").module()
     gas = predict(dark_matter)  # [N, 4, X, Y, Z] -> [N, 5, X, Y, Z]
 
-predict.to("cuda") moves it to a GPU. The file describes itself in JSON:
+predict.to("cuda") moves it to a GPU. The file describes itself in JSON, with the version of its format under "format":
 
     metadata = {"metadata.json": ""}
     torch.export.load("gas.pt2", extra_files=metadata)

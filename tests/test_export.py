@@ -222,7 +222,7 @@ numpy.save("gas.npy", names["gas"].numpy())
 
 def test_metadata_and_help_say_how_to_use_the_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = metadata(files / "gas.pt2")
-    assert found["units"] == "physical"
+    assert (found["format"], found["units"]) == (1, "physical")
     assert (found["input"]["shape"], found["output"]["shape"]) == ("[N, 4, X, Y, Z]", "[N, 5, X, Y, Z]")
     assert (found["input"]["multiple_of"], found["input"]["density_floor_of_mean"]) == (4, 1e-3)
     units = ["mean density", "km/s", "km/s", "km/s", "K"]

@@ -19,6 +19,7 @@ from utils.files import atomic_write
 from utils.inference.channels import Channel
 
 METADATA = "metadata.json"
+FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
 # Between file and network, relative to a channel's largest value. Rounding a density's logarithm to float32 gives 1e-6.
 LARGEST_DIFFERENCE = 1e-5
 
@@ -43,6 +44,7 @@ class ExportedNetwork:
         """Inputs, outputs and usage of the file, as JSON values."""
         physical = self.has_physical_units
         return {
+            "format": FORMAT,
             "made_by": "export.py: a network that predicts gas from dark matter",
             "how_to_call": [
                 "import torch",
