@@ -3,8 +3,9 @@
 # make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
 # make coverage    runs all tests with branch coverage
-# make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 5 s per
-#                  kill
+# make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
+#                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
+#                  two); srun starts a private Slurm of two nodes, as root on Debian
 # make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
 # make bench-gpu   runs all GPU benchmarks: 8 minutes. Uses python3 without an installation if make install was not run.
 #                  BENCH: arguments of benchmarks/gpu.py, for example BENCH="--minutes 4"
@@ -24,6 +25,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
+LAUNCHERS ?= plain
 
 .PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
 
@@ -67,7 +69,7 @@ check: $(READY)
 	PATH="$(BIN):$$PATH" hadolint docker/Dockerfile
 
 soak: $(TEST_READY)
-	$(BIN)/python tests/soak.py $(N)
+	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.ladder

@@ -1,218 +1,316 @@
 """Kills trainings at random moments, resumes them to the end, and compares the bits with an undisturbed training.
 
-python tests/soak.py 100        100 kills; make soak N=100 does the same
+python tests/soak.py 100                                        100 kills; make soak N=100 does the same
+python tests/soak.py 200 --launchers plain,torchrun,srun        a share of the kills under each launcher
+
+Kills are planned in four phases: in the start, between two saves, during a save, and in the end phase, which begins
+when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import logging
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests")]
 
-from processes import GENEROUS, context, free_port, rank_variables  # noqa: E402 # found by the path above
+from storm_launchers import AGENT, RANKS, Launcher, Plain, allocation, build  # noqa: E402 # found by the path above
 
-RANKS = 2
-# A save every third step in addition to each epoch's end: many kills hit a save.
+EPOCHS = 6
+STEPS_PER_EPOCH = 8
+# A save every third step in addition to each epoch's end: many kills hit a save. With this learning rate the
+# validation loss is lowest after the first epoch, then after the fourth one, and never after the last one.
 FLAGS = [
     "--config=test",
     "--set=checkpoint.every_steps=3",
+    "--set=lr_schedule.start_lr=0.01",
+    "--set=lr_schedule.shape=constant",
     "--set=report_baselines=false",
-    "--set=timeouts.rendezvous=30",  # how long the survivors of a kill at the start wait
+    "--set=timeouts.rendezvous=20",  # how long the survivor of a kill before the rendezvous waits
 ]
+START, BETWEEN, SAVE, END = "start", "between saves", "save", "end"
+WEIGHTS = {START: 30, BETWEEN: 20, SAVE: 20, END: 30}
+TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this training is missing"  # lines of the log
+EXIT_CODES = {0, 1, 2, -signal.SIGKILL}  # of plain processes; 2: a survivor that waited for its peer in the rendezvous
+CLOCKS = ("seconds", "samples_per_second")  # measured times in summary.json
 
 
 class PlannedKill(NamedTuple):
-    """A planned kill: from outside after `seconds`, or by the victims themselves after `steps` steps."""
+    """A planned kill, in a phase, or by the victims themselves after `steps` steps."""
 
-    victims: list[int]
-    seconds: float = 0.0
-    in_a_save: bool = False  # waits for the next save and kills during it
+    victims: Sequence[int | str]
+    phase: str = BETWEEN
+    fraction: float = 0.0  # of the phase's duration
     steps: int | None = None
 
 
 class Kill(NamedTuple):
     """An executed kill."""
 
-    victims: list[int]
-    inside_a_save: bool
+    victims: list[int | str]
+    phase: str
     seconds: float  # from the kill to the end of the last survivor
 
 
-def rank_main(rank: int, port: int, flags: list[str], log: str, steps: int | None) -> None:
-    """Runs one rank as a launcher would; the rank kills itself after `steps` steps, if given."""
-    with open(log, "a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 2)
-    os.chdir(TOP)
-    os.environ.update(rank_variables(rank, RANKS, port))
-    import torch
+class Run(NamedTuple):
+    """One training of a soak test."""
 
-    import train
-    from utils.distributed.launch import run_script
-    from utils.steps.eager import EagerStep
+    directory: Path
+    launcher: Launcher
+    last_step: int
 
-    class DyingStep(EagerStep):
-        calls = 0
+    def saved(self) -> list[int]:
+        from utils.training.checkpoint import FOLDER, saved_steps
 
-        def __call__(self, *arguments: torch.Tensor | float) -> torch.Tensor:
-            loss = super().__call__(*arguments)
-            self.calls += 1
-            if self.calls == steps:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return loss
+        return saved_steps(self.directory / FOLDER)
 
-    torch.set_num_threads(1)
-    run_script(lambda: train.main(flags, DyingStep))
+    def is_saving(self) -> bool:
+        return any((self.directory / "checkpoints").glob(".*.partial"))
 
+    def has_summary(self) -> bool:
+        return (self.directory / "summary.json").exists()
 
-def start(flags: list[str], log: Path, planned: PlannedKill | None) -> list[BaseProcess]:
-    port = free_port()
-    steps = [planned.steps if planned is not None and rank in planned.victims else None for rank in range(RANKS)]
-    processes: list[BaseProcess] = [
-        context().Process(target=rank_main, args=(rank, port, flags, f"{log}.{rank}", steps[rank]), daemon=True)
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+    def phase(self) -> str:
+        """The phase that this start has reached."""
+        text = self.launcher.text()
+        if TRAINS not in text and WRITES_SUMMARY not in text:
+            return START
+        if self.last_step in self.saved():
+            return END
+        return SAVE if self.is_saving() else BETWEEN
 
 
-def wait(processes: list[BaseProcess], why: str) -> None:
-    """Waits until all processes have ended by themselves."""
-    deadline = time.monotonic() + GENEROUS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for rank in stuck:
-        processes[rank].kill()
-    assert not stuck, f"ranks {stuck} still ran after {GENEROUS:.0f} s: {why}"
+# --- one kill --------------------------------------------------------------------------------------------------------
 
 
-def wait_for_moment(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> bool:
-    """Returns at the planned moment, or earlier if a rank has ended; True if that is during a save."""
-    moment = time.monotonic() + planned.seconds
-    while all(process.is_alive() for process in processes):
-        if time.monotonic() < moment:
-            time.sleep(0.002)
-        elif not planned.in_a_save:
-            return False
-        elif any(folder.glob(".*.partial")):
-            return True
-    return False
+def wait_for_moment(run: Run, planned: PlannedKill, durations: dict[str, float]) -> None:
+    """Returns at the planned moment, or when the training has ended."""
+    launcher, victims = run.launcher, set(planned.victims)
+    reached = {START: lambda: victims & set(launcher.running()), END: lambda: run.phase() == END}
+    begun = reached.get(planned.phase, lambda: run.phase() != START)
+    while not begun():
+        if launcher.has_ended():
+            return
+        time.sleep(0.01)
+    time.sleep(planned.fraction * durations[planned.phase])
+    while planned.phase == SAVE and not run.is_saving() and not launcher.has_ended():
+        time.sleep(0.001)
 
 
-def kill_ranks(processes: list[BaseProcess], folder: Path, planned: PlannedKill) -> Kill | None:
-    """Carries out a planned kill and waits for the survivors; None if all ranks had already ended."""
-    inside_a_save = False
+def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | None:
+    """Carries out a planned kill and waits for its consequences; None if the training had ended before."""
+    victims: list[int | str] = []
+    running: dict[int | str, int] = {}
+    phase = planned.phase
     if planned.steps is None:
-        inside_a_save = wait_for_moment(processes, folder, planned)
-        for victim in planned.victims:
-            pid = processes[victim].pid
-            if pid is not None and processes[victim].is_alive():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    wait(processes, f"kill of ranks {planned.victims}")
-    victims = [rank for rank, process in enumerate(processes) if process.exitcode == -signal.SIGKILL]
-    return Kill(victims, inside_a_save, time.monotonic() - killed) if victims else None
+        wait_for_moment(run, planned, durations)
+        running = run.launcher.running()
+        for name in set(running) & set(planned.victims):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running[name], signal.SIGKILL)
+                victims.append(name)
+        phase = run.phase()
+    saved, killed = run.saved(), time.monotonic()
+    codes = run.launcher.settle(victims, running)
+    seconds = time.monotonic() - killed
+    if isinstance(run.launcher, Plain):
+        assert set(codes) <= EXIT_CODES, f"exit codes {codes} after {planned}; see {run.directory}"
+        victims = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
+    assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
+    assert max(run.saved(), default=0) >= max(saved, default=0), f"{planned}: a checkpoint of {saved} is lost"
+    ended_well = codes and not any(codes)
+    return Kill(victims, phase, seconds) if victims and not ended_well else None
 
 
-def one_training(flags: list[str], folder: Path, log: Path, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
+def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str, float]) -> list[Kill]:
     """Runs one training to its end, with one planned kill after each start; returns the executed kills."""
     done: list[Kill] = []
-    for planned in [*plan, None]:
-        processes = start(flags, log, planned)
-        if planned is not None:
-            kill = kill_ranks(processes, folder, planned)
-            if kill is not None:
-                done.append(kill)
-                continue
-        wait(processes, f"the end of the training; see {log}.*")
-        codes = [process.exitcode for process in processes]
-        assert codes == [0] * RANKS, f"exit codes {codes}; see {log}.*:\n" + Path(f"{log}.0").read_text()[-3000:]
-        break
+    for planned in plan:
+        steps = {} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps)
+        run.launcher.start(steps)  # type: ignore[arg-type] # only ranks kill themselves
+        executed = kill(run, planned, durations)
+        if executed is None:
+            break  # the training has ended
+        done.append(executed)
+    run.launcher.start({})
+    codes = run.launcher.wait()
+    assert not any(codes), f"exit codes {codes} at the end; see {run.directory}:\n" + run.launcher.text()[-3000:]
     return done
+
+
+def measure(run: Run) -> dict[str, float]:
+    """Runs one training undisturbed; returns the durations of its phases in seconds."""
+    run.launcher.start({})
+    moments: dict[str, float] = {}
+    while not run.launcher.has_ended():
+        if moments or run.launcher.running():
+            moments.setdefault(run.phase(), time.monotonic())
+        time.sleep(0.01)
+    codes = run.launcher.wait()
+    assert not any(codes), f"exit codes {codes}; see {run.directory}:\n" + run.launcher.text()[-3000:]
+    trained = min(moments.get(BETWEEN, moments[END]), moments.get(SAVE, moments[END]))
+    training = moments[END] - trained
+    ended = time.monotonic() - moments[END]
+    return {START: trained - moments[START], BETWEEN: training, SAVE: training, END: ended}
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def assert_same_run(expected: Path, found: Path, steps: int) -> None:
+    """Asserts that both ended with the same bits, records, best checkpoint, summary and files, and nothing partial."""
+    from trainings import assert_same_training
+
+    assert_same_training(expected, found, steps)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (expected, found)]
+    for summary in summaries:
+        for clock in CLOCKS:
+            summary.pop(clock)
+    assert summaries[0] == summaries[1]
+    assert files(expected) == files(found)
+
+
+def files(run: Path) -> set[str]:
+    """The files of a run, without those of TensorBoard, which has one per start, and without the lock."""
+    paths = {str(path.relative_to(run)) for path in run.rglob("*")}
+    return {path for path in paths if "events.out" not in path and path != ".lock"}
 
 
 class KillTest:
-    """Trainings in one folder, each compared with an undisturbed one."""
+    """Trainings in one folder, each compared with an undisturbed one of plain processes."""
 
-    def __init__(self, folder: Path, epochs: int) -> None:
+    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: str = "plain", slurm: Any = None) -> None:
         from volume_files import write_volume
 
-        self._folder, self._steps = folder, 8 * epochs
+        self._folder, self._steps = folder, STEPS_PER_EPOCH * epochs
+        self._launcher, self._slurm = launcher, slurm
         train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
         data = [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
-        self._flags = [*FLAGS, *data, f"--num_epochs={epochs}"]
-        self._train("undisturbed")
+        self._flags = [*FLAGS, *data, f"--num_epochs={epochs}", f"--set=report_pictures={str(pictures).lower()}"]
+        self._undisturbed = self._new("undisturbed", "plain")
+        train_with_kills(self._undisturbed, [], {})
+        self._durations: dict[str, float] = {}
 
-    def _directory(self, name: str) -> Path:
-        return self._folder / name / "test" / f"{RANKS}GPU" / "00"
-
-    def _train(self, name: str, plan: Sequence[PlannedKill] = ()) -> list[Kill]:
+    def _new(self, name: str, launcher: str) -> Run:
         flags = [*self._flags, f"--set=expdir={self._folder / name}"]
-        return one_training(flags, self._directory(name) / "checkpoints", self._folder / f"{name}.log", plan)
+        starts = build(launcher, flags, self._folder / f"{name}.log", self._slurm)
+        return Run(self._folder / name / "test" / f"{RANKS}GPU" / "00", starts, self._steps)
+
+    def measure(self) -> None:
+        """Measures the phases' durations under the launcher, by which kills are timed."""
+        run = self._new("measured", self._launcher)
+        self._durations = measure(run)
+        assert_same_run(self._undisturbed.directory, run.directory, self._steps)
 
     def run(self, name: str, plan: Sequence[PlannedKill]) -> list[Kill]:
         """Returns the executed kills; AssertionError unless the result equals the undisturbed one."""
-        from trainings import assert_same_training
-
-        kills = self._train(name, plan)
-        assert_same_training(self._directory("undisturbed"), self._directory(name), steps=self._steps)
+        run = self._new(name, self._launcher)
+        kills = train_with_kills(run, plan, self._durations)
+        assert_same_run(self._undisturbed.directory, run.directory, self._steps)
         return kills
 
 
-def soak(kills: int, seed: int, folder: Path, log: bool = False) -> list[Kill]:
-    """Carries out that many kills at random moments, over several trainings."""
-    draw, test = random.Random(seed), KillTest(folder, epochs=6)
-    started = time.monotonic()
-    test.run("second", [])  # the first one includes the time of imports
-    longest = time.monotonic() - started
-
-    def draw_kill() -> PlannedKill:
-        victims = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
+def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKill]:
+    """Kills of one training; those of the end phase, and some of the start, come after the last checkpoint."""
+    plan = []
+    for phase in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count):
+        victims: list[int | str] = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
+        if launcher == "torchrun" and draw.random() < 0.25:
+            victims = [AGENT]
         # A resumed training is shorter: later moments would often find it finished.
-        return PlannedKill(victims, draw.uniform(0.0, 0.7 * longest), draw.random() < 0.5)
+        latest = {START: 0.8, END: 0.9}.get(phase, 0.6)
+        last = phase == END or (phase == START and draw.random() < 0.3)
+        plan.append((last, PlannedKill(victims, phase, draw.uniform(0.0, latest))))
+    draw.shuffle(plan)
+    return [planned for _, planned in sorted(plan, key=lambda pair: pair[0])]
 
-    done: list[Kill] = []
-    trainings = 0
-    while len(done) < kills:
-        trainings += 1
-        more = test.run(f"soak{trainings}", [draw_kill() for _ in range(min(kills - len(done), 10))])
-        done += more
-        if log:
-            inside = sum(kill.inside_a_save for kill in done)
-            print(
-                f"training {trainings}: {len(more)} kills, same bits; {len(done)} kills so far, {inside} in a save, "
-                f"{sum(len(kill.victims) > 1 for kill in done)} of all ranks, survivors ended within "
-                f"{max((kill.seconds for kill in done), default=0.0):.1f} s",
-                flush=True,
-            )
+
+def soak(kills: int, seed: int, folder: Path, launcher: str = "plain", log: bool = False) -> list[Kill]:
+    """Carries out that many kills at random moments, over several trainings; none if the launcher is unavailable."""
+    draw, done, trainings = random.Random(seed), list[Kill](), 0
+    with allocation() if launcher == "srun" else contextlib.nullcontext() as slurm:
+        if launcher == "srun" and slurm is None:
+            return []
+        test = KillTest(folder, EPOCHS, True, launcher, slurm)
+        test.measure()
+        while len(done) < kills:
+            trainings += 1
+            plan = draw_plan(draw, min(kills - len(done), 10), launcher)
+            more = test.run(f"soak{trainings}", plan)
+            done += more
+            if log:
+                slowest = max((kill.seconds for kill in done), default=0.0)
+                print(
+                    f"{launcher}, training {trainings}: {len(more)} kills, same bits; {len(done)} kills so far, "
+                    f"survivors ended within {slowest:.1f} s",
+                    flush=True,
+                )
     return done
 
 
-def main() -> None:
+def table(launcher: str, kills: Sequence[Kill]) -> str:
+    """Counts of the kills by phase and victims."""
+    counts = Counter((kill.phase, "agent" if AGENT in kill.victims else len(kill.victims)) for kill in kills)
+    names = {1: "one rank", 2: "all ranks", "agent": "torchrun's agent"}
+    lines = [f"{launcher}: {len(kills)} kills"]
+    for phase in WEIGHTS:
+        parts = [f"{names[who]} {counts[phase, who]}" for who in names if counts[phase, who]]
+        lines.append(f"  {phase:<15}{', '.join(parts) or 'none'}")
+    return "\n".join(lines)
+
+
+def run_launchers(options: argparse.Namespace, seed: int) -> int:
+    """Runs the soak tests of several launchers at the same time; returns the exit code."""
+    names = options.launchers
+    weights = [3 if name == "plain" else 1 for name in names]
+    shares = [options.kills * weight // sum(weights) for weight in weights]
+    shares[0] += options.kills - sum(shares)
+    command = [sys.executable, __file__, f"--seed={seed}"]
+    processes = [
+        subprocess.Popen([*command, str(share), f"--launchers={name}"])
+        for name, share in zip(names, shares, strict=True)
+        if share
+    ]
+    return max(process.wait() != 0 for process in processes)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--seed", type=int, default=None, help="of moments and victims; drawn if absent")
+    parser.add_argument("--launchers", type=lambda text: text.split(","), default=["plain"], metavar="NAME,NAME,…")
     options = parser.parse_args()
+    unknown = set(options.launchers) - {"plain", "torchrun", "srun"}
+    if unknown:
+        parser.error(f"unknown launcher {', '.join(unknown)}; use plain, torchrun or srun")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    print(f"seed {seed}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        soak(options.kills, seed, Path(folder), log=True)
-    print(f"{options.kills} kills: every training ended with the bits of an undisturbed one")
+    if len(options.launchers) > 1:
+        return run_launchers(options, seed)
+    (launcher,) = options.launchers
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
+    print(f"{launcher}: seed {seed}", flush=True)
+    folder = tempfile.mkdtemp(prefix="soak-")
+    kills = soak(options.kills, seed, Path(folder), launcher, log=True)
+    shutil.rmtree(folder)  # kept after an error
+    if kills:
+        print(table(launcher, kills) + "\n  every training ended with the bits of an undisturbed one", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,20 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from soak import KillTest, PlannedKill, soak
+from soak import END, SAVE, START, KillTest, PlannedKill, soak
 
 
 def test_three_kills(tmp_path: Path) -> None:
     """kill -9 of either rank, whose survivor ends without a signal, and of both, between two saves."""
     plan = [PlannedKill([1], steps=5), PlannedKill([0, 1], steps=7), PlannedKill([0], steps=4)]
-    kills = KillTest(tmp_path, epochs=3).run("killed", plan)
+    kills = KillTest(tmp_path, epochs=3, pictures=False).run("killed", plan)
     assert [set(kill.victims) <= set(planned.victims) for kill, planned in zip(kills, plan, strict=True)] == [True] * 3
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path: Path) -> None:
-    """At random moments, during saves too, of one rank or of both."""
+    """At random moments, during the start, saves and the end phase too, of one rank or of both."""
     kills = soak(20, seed=5, folder=tmp_path)
     assert len(kills) == 20
-    assert any(kill.inside_a_save for kill in kills)
+    assert {START, SAVE, END} <= {kill.phase for kill in kills}
     assert {len(kill.victims) for kill in kills} == {1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.slurm)])
+def test_kills_under_a_launcher(tmp_path: Path, launcher: str) -> None:
+    """torchrun restarts the ranks itself; srun ends the survivor on the other node."""
+    kills = soak(6, seed=4, folder=tmp_path, launcher=launcher)
+    if not kills:
+        pytest.skip("Slurm cannot be installed here")
+    assert len(kills) == 6
