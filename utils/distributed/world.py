@@ -214,7 +214,7 @@ def _watched(watchdog: Watchdog) -> Iterator[None]:
 
 
 def _parse(rank: int, content: torch.Tensor) -> Any:
-    """The JSON value in the bytes [n] from a rank."""
+    """The JSON value in the bytes [n] that the rank has sent."""
     try:
         return json.loads(content.numpy().tobytes())
     except (ValueError, RecursionError):
