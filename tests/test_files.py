@@ -131,6 +131,20 @@ def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_pat
     recover(tmp_path / "nowhere")
 
 
+def test_a_write_removes_what_a_process_killed_long_ago_has_left(tmp_path: Path) -> None:
+    """A file that another process may still be writing stays, and so does an unfinished prediction."""
+    paths = {name: tmp_path / f".gas.{name}.partial" for name in ("0" * 32, "1" * 32, "2" * 32, "h5")}
+    left, directory, fresh, prediction = paths.values()
+    directory.mkdir()
+    for path in (left, fresh, prediction, directory / "large"):
+        path.write_text("unfinished")
+    for path in (left, directory, prediction):
+        os.utime(path, (0, 0))
+    with atomic_write([tmp_path / "gas"]) as (partial,):
+        partial.write_text("complete")
+    assert set(tmp_path.iterdir()) == {tmp_path / "gas", fresh, prediction}
+
+
 def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from utils.errors import UserError, os_errors_for_users
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
+ABANDONED_SECONDS = 24 * 3600.0  # no process writes a file for that long without a change to it
 LARGEST_TEXT = 64 * MIB  # a larger file is not one that this program has written
 DEEPEST_JSON = 50  # levels; json.dumps fails at about 1000
 
@@ -74,10 +76,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 def recover(directory: Path) -> None:
     """Cleans up after a process that was killed while it wrote to the directory; no other may be writing to it."""
     for partial in directory.glob(".*.partial"):
-        if partial.is_dir() and not partial.is_symlink():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        _remove(partial)
     for replaced in directory.glob(".*.replaced"):
         target = directory / replaced.name[1:].removesuffix(".replaced")
         if not target.exists():  # killed between two renames
@@ -86,7 +85,19 @@ def recover(directory: Path) -> None:
 
 
 def _partial(target: Path) -> Path:
+    """A new temporary name. Removes files of the same target that a process has left when it was killed."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 32}.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:  # else another process may be writing it
+                _remove(left)
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
