@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from disks import fill, small_disk
 
 import evaluate
 import predict
@@ -132,6 +133,35 @@ def test_a_directory_that_is_not_a_report_is_never_replaced(
 
     monkeypatch.setattr(Path, "iterdir", deny)
     assert f"cannot write {tmp_path}: Permission denied; give another --output" in error_line(capfd, *command)
+
+
+def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_report(
+    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prediction may take hours."""
+    without_page(monkeypatch)
+    save = results.save
+
+    def fill_and_save(*arguments: Any) -> None:
+        fill(disk)
+        save(*arguments)
+
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        (disk / "evaluation").mkdir()
+        (disk / "evaluation" / "report.html").write_text("the earlier report")
+        command = [f"--checkpoint={run}", f"--input={box}", f"--output={disk / 'evaluation'}", "--overwrite"]
+        says = (
+            f"error: cannot write {disk / 'evaluation'}: No space left on device; free some space and run the command"
+        )
+        filler = fill(disk)
+        with monkeypatch.context() as patched:
+            patched.setattr(evaluate, "evaluate_slabs", None)
+            assert error_line(capfd, *command).startswith(says)
+        filler.unlink()
+        monkeypatch.setattr(results, "save", fill_and_save)
+        assert error_line(capfd, *command).startswith(says)
+        assert sorted(path.name for path in disk.iterdir()) == ["evaluation", "filler"]
+        assert (disk / "evaluation" / "report.html").read_text() == "the earlier report"
 
 
 def test_overwrite_replaces_a_report(run: Path, box: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 GOOD_CORRELATION = 0.9
+SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def check_directory(output: Path, overwrite: bool) -> None:
     with os_errors_for_users(f"cannot write {output}", "give another --output"):
         existing = {path.name for path in output.iterdir()} if output.exists() else set()
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.absolute().parent):
-            pass
+        with tempfile.TemporaryFile(dir=output.absolute().parent) as file:
+            file.write(bytes(SPACE))
     others = sorted(existing - REPORT_FILES)
     if others:  # --overwrite would remove them
         raise UserError(f"output {output} holds {others[0]}, which is not part of a report; give another --output")
