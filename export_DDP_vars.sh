@@ -2,7 +2,7 @@
 # Sets the rank of this task of an srun step in the variables of PyTorch's launchers, and settings for GPU nodes like
 # those of Perlmutter:
 #
-#   srun -n 8 bash -c 'source ./export_DDP_vars.sh; exec "$@"' _ python train.py --config=short
+#   srun -n 8 bash -c 'source ./export_DDP_vars.sh && exec "$@"' _ python train.py --config=short
 #
 # `exec` replaces the shell by Python, which so gets Slurm's signals: a shell would die of them, and the job would fail.
 # Outside a step nothing is set. Variables that are already set are kept, except the three that differ between tasks.
@@ -26,6 +26,19 @@ _ddp_master_addr() {
   fi
   if command -v scontrol >/dev/null; then hosts=$(scontrol show hostnames "$list" 2>/dev/null) || hosts=; fi
   if [ -n "$hosts" ]; then echo "${hosts%%$'\n'*}"; else _ddp_first_host "$list"; fi
+}
+
+# Jobs may share a node, and steps of a job may run at the same time: derive the port from both ids, as in
+# utils/distributed/launch.py. Bash would execute commands in a text that it evaluates as a number, and read 010 as 8.
+_ddp_master_port() {
+  local name
+  for name in SLURM_JOB_ID SLURM_STEP_ID; do
+    if ! [[ ${!name:-0} =~ ^[0-9]{1,10}$ ]]; then
+      printf 'error: %s must be an integer, not %q; start through srun\n' "$name" "${!name}" >&2
+      return 2
+    fi
+  done
+  echo $((15000 + (10#${SLURM_JOB_ID:-0} * 7 + 10#$SLURM_STEP_ID * 1009) % 15000))
 }
 
 # On Perlmutter GPU 0 and its network card belong to the last NUMA domain, and GPU 3 to the first one, whereas Slurm
@@ -69,12 +82,11 @@ _ddp_interconnect() {
 
 # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS, but no other ranks: only steps have SLURM_STEP_ID.
 if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
+  if [ -z "${MASTER_PORT:-}" ]; then MASTER_PORT=$(_ddp_master_port) || return; fi
   export RANK=$SLURM_PROCID
   export LOCAL_RANK=${SLURM_LOCALID:-0}
   export WORLD_SIZE=${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-1}} # a step may be smaller than its job
   if [ -z "${MASTER_ADDR:-}" ]; then MASTER_ADDR=$(_ddp_master_addr); fi
-  # Jobs may share a node: derive the port from the job id, as in utils/distributed/launch.py.
-  if [ -z "${MASTER_PORT:-}" ]; then MASTER_PORT=$((15000 + ${SLURM_JOB_ID:-0} * 7 % 15000)); fi
   export MASTER_ADDR MASTER_PORT
 
   # HDF5 locks the files that it opens; a parallel file system may not support locks, and opening fails.
@@ -87,4 +99,4 @@ if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
   _ddp_interconnect "${SYSFS:-/sys}" "${DEVFS:-/dev}" # tests set SYSFS and DEVFS
   _ddp_visible_gpus "${SYSFS:-/sys}"
 fi
-unset -f _ddp_first_host _ddp_master_addr _ddp_interconnect _ddp_visible_gpus
+unset -f _ddp_first_host _ddp_master_addr _ddp_master_port _ddp_interconnect _ddp_visible_gpus

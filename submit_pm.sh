@@ -49,7 +49,7 @@ EXIT_USER_ERROR=2
 EXIT_AGAIN=75
 
 fail() {
-  echo "submit_pm.sh: $*" >&2
+  echo "submit_pm.sh: ${*//$'\n'/ }" >&2
   exit "$EXIT_USER_ERROR"
 }
 
@@ -58,13 +58,26 @@ fail() {
 for file in export_DDP_vars.sh "$TRAIN_SCRIPT"; do
   [ -f "$file" ] || fail "no $file in $PWD; submit from the repository's root"
 done
-[[ $MAX_REQUEUES =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES must be an integer, not $MAX_REQUEUES"
+for name in MAX_REQUEUES SLURM_NTASKS SLURM_RESTART_COUNT; do
+  [[ ${!name:-0} =~ ^[0-9]{1,9}$ ]] || fail "$name must be an integer, not ${!name}"
+done
 stop_number=$(kill -l "$STOP_SIGNAL" 2>/dev/null)
 [[ $stop_number =~ ^[0-9]+$ ]] || fail "STOP_SIGNAL must be a signal's name such as USR2, not $STOP_SIGNAL"
 job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 
 # --- command of each rank ---
+
+# The tasks of an array have the same arguments, but need run directories of their own. The last --run_num wins.
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
+  run_num=00 previous=''
+  for argument in "$@"; do
+    if [ "$previous" = --run_num ]; then run_num=$argument; fi
+    if [[ $argument == --run_num=* ]]; then run_num=${argument#*=}; fi
+    previous=$argument
+  done
+  set -- "$@" --run_num="$run_num-$SLURM_ARRAY_TASK_ID"
+fi
 
 command=("$PYTHON" "$TRAIN_SCRIPT")
 if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
@@ -73,10 +86,13 @@ if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
   command=(nsys profile '--trace=cuda,cublas,nvtx' --kill none -c cudaProfilerApi -f true -o "$output" "${command[@]}")
 fi
 
-if [ -n "$DATA_DIR" ]; then DATA_DIR=$(realpath -e -- "$DATA_DIR") || fail "DATA_DIR: no such directory"; fi
+# Not VARIABLE=$(realpath ...), which removes newlines at the end of a path.
+if [ -n "$DATA_DIR" ]; then
+  IFS= read -r -d '' DATA_DIR < <(realpath -ez -- "$DATA_DIR") || fail "DATA_DIR: no such directory"
+fi
 if [ -n "$LOGS_DIR" ]; then
   mkdir -p -- "$LOGS_DIR" || fail "LOGS_DIR: cannot create it"
-  LOGS_DIR=$(realpath -e -- "$LOGS_DIR")
+  IFS= read -r -d '' LOGS_DIR < <(realpath -ez -- "$LOGS_DIR") || fail "LOGS_DIR: no such directory"
 fi
 
 # With sbatch --image=... Shifter's plug-in for Slurm sets the image.
@@ -84,6 +100,9 @@ job_image=${SLURM_SPANK_SHIFTER_IMAGE:-${SLURM_SPANK__SLURM_SPANK_OPTION_shifter
 if [ -z "$CONTAINER_RUNTIME" ]; then
   CONTAINER_RUNTIME=none
   if [ -n "$CONTAINER_IMAGE$job_image" ]; then CONTAINER_RUNTIME=shifter; fi
+fi
+if [ "$CONTAINER_RUNTIME" != none ] && [[ $DATA_DIR$LOGS_DIR == *[:\;]* ]]; then
+  fail "a container cannot mount DATA_DIR or LOGS_DIR if its path contains : or ;"
 fi
 container=()
 volumes=(${DATA_DIR:+--volume="$DATA_DIR:/data"} ${LOGS_DIR:+--volume="$LOGS_DIR:/logs"})
@@ -103,25 +122,31 @@ podman-hpc)
   container=(podman-hpc run --rm --net host --ipc host "${options[@]}" "${volumes[@]}"
     --volume="$PWD:$PWD" --workdir="$PWD")
   for name in 'SLURM_*' 'MASTER_*' 'NCCL_*' 'OFI_NCCL_*' 'FI_*' 'TORCH*' 'PYTORCH_*' 'OMP_*' 'BENCHY_*' \
-    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING; do
+    CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE; do
     container+=(--env "$name")
   done
   container+=("$CONTAINER_IMAGE")
   ;;
 none)
   # Without a container nothing is mounted on /data and /logs: pass their paths. The user's arguments follow and win.
-  if [ -n "$LOGS_DIR" ]; then command+=(--set "expdir=$LOGS_DIR"); fi
+  if [ -n "$LOGS_DIR" ]; then command+=(--set-string "expdir=$LOGS_DIR"); fi
   if [ -n "$DATA_DIR" ]; then
     for part in train val; do
-      command+=(--set "${part}_path=$DATA_DIR/$part.h5")
+      command+=(--set-string "${part}_path=$DATA_DIR/$part.h5")
       for kind in data label; do
-        command+=(--set "${part}_path_npy_$kind=$DATA_DIR/${part}_$kind.npy")
+        command+=(--set-string "${part}_path_npy_$kind=$DATA_DIR/${part}_$kind.npy")
       done
     done
   fi
   ;;
 *) fail "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not $CONTAINER_RUNTIME" ;;
 esac
+
+# srun reports the highest exit code of all ranks, often that of a rank that -K1 ended. So the first rank that fails
+# leaves its own code here, as the target of a link. All nodes and containers see this directory.
+exit_link=${LOGS_DIR:-.}/.exit-$job-${SLURM_RESTART_COUNT:-0}-$$
+export TRAIN_EXIT_FILE=$exit_link
+if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" != none ]; then TRAIN_EXIT_FILE=/logs/${exit_link##*/}; fi
 
 # --- job step and signals ---
 
@@ -165,7 +190,7 @@ trap 'interrupted=1' INT # Ctrl-C, which the terminal also sends to srun
 # --cpu-bind: binds the i-th task of a node to separate cores, on Perlmutter those of the i-th of four NUMA domains;
 # export_DDP_vars.sh selects the GPU of that domain. A cluster that cannot bind prints a message and runs the step.
 srun -u -K1 -X --cpu-bind=cores ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "${container[@]}" \
-  bash -c 'source ./export_DDP_vars.sh; exec "$@"' _ "${command[@]}" "$@" &
+  bash -c 'source ./export_DDP_vars.sh && exec "$@"' _ "${command[@]}" "$@" &
 step=$!
 if [ -n "$stop_asked" ]; then ask_to_stop; fi # the warning came before the step started
 
@@ -176,15 +201,16 @@ while
   status=$?
   [ -n "$interrupted" ]
 do :; done
+if [ "$status" != 0 ] && code=$(readlink -- "$exit_link"); then status=$code; fi
+rm -f -- "$exit_link"
 
 # --- requeue or exit ---
 
-# A step that was requested to stop may also end by a signal: by that signal or a preemption's TERM before the program
-# caught it, or because -K1 ended ranks that had saved and were exiting after the first one's exit code 75.
+# Before the program catches the requested signal, or a preemption's TERM, the step ends by that signal.
 resumable() {
   case $status in
   "$EXIT_AGAIN") ;;
-  137 | 143 | "$((128 + stop_number))") [ -n "$stop_asked" ] || preempted ;;
+  143 | "$((128 + stop_number))") [ -n "$stop_asked" ] || preempted ;;
   *) return 1 ;;
   esac
 }

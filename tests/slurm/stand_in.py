@@ -16,8 +16,11 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent.parent.parent))
+
+from utils.errors import EXIT_RESUMABLE, record_exit_code
+
 RANK = os.environ["RANK"]
-EXIT_RESUMABLE = 75
 
 
 def write(text: str) -> None:
@@ -53,4 +56,6 @@ def main(action: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    code = main(sys.argv[1], sys.argv[2:])
+    record_exit_code(code)
+    sys.exit(code)

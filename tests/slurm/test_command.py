@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from utils import cli
 from utils import config as configs
 
 TOP = Path(__file__).parent.parent.parent
-TASK = ["bash", "-c", 'source ./export_DDP_vars.sh; exec "$@"', "_"]
+TASK = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_"]
 
 
 class Submission:
-    """submit_pm.sh in the environment of a job, with an srun that only records its arguments."""
+    """submit_pm.sh in the environment of a job, with an srun that records its arguments and executes SRUN_THEN."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.written = folder, folder / "arguments"
         srun = folder / "srun"
-        srun.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" >{shlex.quote(str(self.written))}\n")
+        record = f"printf '%s\\0' \"$@\" >{shlex.quote(str(self.written))}"
+        srun.write_text(f'#!/bin/sh\n{record}\neval "${{SRUN_THEN:-}}"\n')
         srun.chmod(0o755)
 
     def run(self, *arguments: str, where: str = str(TOP), **variables: str) -> subprocess.CompletedProcess[str]:
@@ -55,12 +58,76 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
     command = submission.command("--config=base", DATA_DIR=str(tmp_path), LOGS_DIR=str(tmp_path / "logs"))
     assert command[-1] == "--config=base"
     added = command[command.index("train.py") + 1 : -1]
-    assert added[::2] == ["--set"] * (len(added) // 2)
+    assert added[::2] == ["--set-string"] * (len(added) // 2)
     base = configs.load(str(TOP / "config/UNet.yaml"), "base").model_dump()
     expected = {name: f"{tmp_path}/{value[6:]}" for name, value in base.items() if str(value).startswith("/data/")}
     expected |= {name: f"{tmp_path}/logs" for name, value in base.items() if value == "/logs"}
     assert dict(text.split("=", 1) for text in added[1::2]) == expected
     assert len(expected) == 7
+
+
+def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -> None:
+    """The program read '/x/run #1' as YAML, and wrote to /x/run."""
+    names = (
+        "run #1",
+        "a: b",
+        "it's",
+        'say "x"',
+        " $HOME `id` $(id) ",
+        "50%d",
+        "ü",
+        "back\\slash",
+        "-x",
+        "*",
+        "a\nb\n\n",
+    )
+    for script in ("export_DDP_vars.sh", "train.py"):
+        (tmp_path / script).touch()
+    for name in names:
+        (tmp_path / name).mkdir()
+        command = submission.command(where=str(tmp_path), DATA_DIR=name, LOGS_DIR=f"{name}/logs")
+        keys = cli.parse(command[command.index("train.py") + 1 :]).overrides
+        assert keys["expdir"] == f"{tmp_path}/{name}/logs"
+        assert keys["train_path_npy_data"] == f"{tmp_path}/{name}/train_data.npy"
+    for runtime in ("shifter", "podman-hpc"):
+        container = {"CONTAINER_RUNTIME": runtime, "CONTAINER_IMAGE": "some/image:1"}
+        done = submission.run(where=str(tmp_path), DATA_DIR="a: b", **container)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "cannot mount DATA_DIR or LOGS_DIR if its path contains : or ;" in done.stderr
+
+
+def test_each_task_of_an_array_gets_its_own_run_directory(submission: Submission) -> None:
+    """All tasks have the same command line, and Slurm does not replace a variable's name in it."""
+    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "12"}
+    cases = {(): "00-12", ("--run_num=a b",): "a b-12", ("--run_num", "1", "--run_num=2", "--run_num", "3"): "3-12"}
+    for arguments, run_num in cases.items():
+        command = submission.command("--config=short", *arguments, **task)
+        assert command[-len(arguments) - 2 :] == ["--config=short", *arguments, f"--run_num={run_num}"]
+        assert cli.parse(command[command.index("train.py") + 1 :]).run_num == run_num
+    assert submission.command("--config=short")[-1] == "--config=short"
+    assert submission.command("--input=a.h5", **task, TRAIN_SCRIPT="predict.py")[-1] == "--input=a.h5"
+
+
+def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submission, tmp_path: Path) -> None:
+    """srun reports the highest code, for example 143 of a rank that -K1 ended after another one's exit code 2."""
+    record = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; {{}}'; exit {{}}"
+    logs = tmp_path / "logs"
+    podman = {"CONTAINER_RUNTIME": "podman-hpc", "CONTAINER_IMAGE": "some/image:1", "LOGS_DIR": str(logs)}
+    mounted = f'[ "${{TRAIN_EXIT_FILE%%.*}}" = /logs/ ] && ln -s 2 "{logs}/${{TRAIN_EXIT_FILE##*/}}"; exit 143'
+    cases: list[tuple[str, int, dict[str, str]]] = [
+        (record.format("record(2); record(1)", 143), 2, {}),
+        (record.format("record(2); record(1)", 143), 2, {"LOGS_DIR": str(logs)}),
+        (mounted, 2, podman),
+        (record.format("record(75)", 143), 75, {}),
+        (record.format("record(0)", 143), 143, {}),
+        (record.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
+        (record.format("record(2)", 143), 143, {"LOGS_DIR": "/proc"}),  # not writable
+    ]
+    for step, code, variables in cases:
+        done = submission.run(SRUN_THEN=step, **variables)
+        assert done.returncode == code, (step, variables, done.stderr)
+        assert "Traceback" not in done.stderr
+    assert not [path for folder in (TOP, logs) for path in folder.glob(".exit*")]
 
 
 def test_shifter_runs_the_command(submission: Submission, tmp_path: Path) -> None:
@@ -108,6 +175,9 @@ def test_nsys_wraps_the_command(submission: Submission) -> None:
         ({"DATA_DIR": "/no/such/place"}, "DATA_DIR"),
         ({"LOGS_DIR": "/dev/null/logs"}, "LOGS_DIR"),
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES must be an integer"),
+        ({"MAX_REQUEUES": "1" * 20}, "MAX_REQUEUES must be an integer"),
+        ({"SLURM_RESTART_COUNT": "a[$(exit 1)]\n2"}, "SLURM_RESTART_COUNT must be an integer, not a[$(exit 1)] 2"),
+        ({"SLURM_NTASKS": "-1"}, "SLURM_NTASKS must be an integer"),
         ({"STOP_SIGNAL": "10"}, "STOP_SIGNAL must be a signal's name such as USR2, not 10"),
         ({"CONTAINER_RUNTIME": "docker"}, "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not docker"),
         ({"CONTAINER_RUNTIME": "shifter"}, "shifter needs CONTAINER_IMAGE"),
@@ -119,5 +189,5 @@ def test_invalid_settings_are_rejected_before_the_step(
 ) -> None:
     done = submission.run(**variables)
     assert done.returncode == 2
-    assert message in done.stderr
+    assert message in done.stderr.splitlines()[-1]
     assert not submission.written.exists()

@@ -14,7 +14,7 @@ TOP = Path(__file__).parent.parent.parent
 BASH = shutil.which("bash") or "bash"
 STEP = {
     "SLURM_JOB_ID": "1003",
-    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_ID": "1",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS": "16",
@@ -24,7 +24,7 @@ STEP = {
     "SLURM_JOB_NODELIST": "nid[000001-000004]",
     "SLURM_STEP_NODELIST": "nid[000003-000004]",
 }
-RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "22021"}
+RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "23030"}
 SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE", "OMP_NUM_THREADS": "1"}
 
 
@@ -78,6 +78,39 @@ def test_a_task_of_a_step_gets_the_rank_that_read_launch_returns(system: dict[st
     assert through_shell.launcher == "environment"
     for name in ("rank", "local_rank", "world_size", "master_addr", "master_port"):
         assert getattr(launch, name) == getattr(through_shell, name), name
+
+
+def test_the_port_depends_on_job_and_step_and_equals_that_of_read_launch(system: dict[str, str]) -> None:
+    """Two steps of one job may run at the same time on one node."""
+    jobs, steps = (0, 1, 7, 1003, 2142, 999_999, 67_108_863, 4_294_967_294), (0, 1, 2, 14, 99, 4_294_967_290)
+    pairs = [(str(job), str(step)) for job in jobs for step in steps]
+    body = 'MASTER_PORT=; source ./export_DDP_vars.sh; echo "$MASTER_PORT"'
+    loop = f"while read -r SLURM_JOB_ID SLURM_STEP_ID; do {body}; done"
+    lines = "".join(f"{job} {step}\n" for job, step in pairs)
+    run = subprocess.run(
+        [BASH, "-c", loop], cwd=TOP, env={**system, **STEP}, input=lines, capture_output=True, text=True
+    )
+    expected = [read_launch({**STEP, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}).master_port for job, step in pairs]
+    assert [int(port) for port in run.stdout.split()] == expected
+    assert len(set(expected[: len(steps)])) == len(steps)
+    assert all(15000 <= port < 30000 for port in expected)
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_STEP_ID"])
+def test_a_job_id_that_is_no_number_is_refused_and_not_evaluated(
+    system: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    """Bash executed the command in it."""
+    for text in (f"a[$({BASH} -c 'echo >{tmp_path}/executed')]", "1\n2", "1+1", "0x10", "-1", "1" * 20):
+        command = [BASH, "-c", 'source ./export_DDP_vars.sh && echo "started"']
+        run = subprocess.run(command, cwd=TOP, env={**system, **STEP, name: text}, capture_output=True, text=True)
+        assert (run.returncode, run.stdout) == (2, ""), text
+        assert run.stderr.startswith(f"error: {name} must be an integer, not "), text
+        assert run.stderr.count("\n") == 1, text
+    assert not (tmp_path / "executed").exists()
+    assert (
+        source({**system, **STEP, name: "010"})["MASTER_PORT"] == source({**system, **STEP, name: "10"})["MASTER_PORT"]
+    )
 
 
 def test_an_outdated_rank_is_replaced_and_a_given_address_is_kept(system: dict[str, str]) -> None:

@@ -21,11 +21,12 @@ pytestmark = pytest.mark.slurm
 FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
 EPOCHS, STEPS_PER_EPOCH = 24, 8
 NO_GPUS = "--gpus-per-node=0 --cpus-per-task=1"
+LOGS = "lögs #1: 'a' \"$HOME\" %s\\n \n"  # a name with characters of YAML and of shells
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint."""
-    found = (folder / "logs/test/4GPU/00/checkpoints").glob("step_*")
+    found = (folder / LOGS / "test/4GPU/00/checkpoints").glob("step_*")
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
@@ -49,7 +50,7 @@ def flags(data_flags: list[str]) -> list[str]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same training on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    command = ["train.py", *flags, f"--set=expdir={folder}/logs"]
+    command = ["train.py", *flags, f"--set-string=expdir={folder / LOGS}"]
     environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
     ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
@@ -58,7 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 def train_some_epochs(cluster: Cluster, folder: Path, flags: list[str]) -> tuple[Job, list[int]]:
     """A training in its third epoch, and the process ids of its ranks, which are suspended there."""
-    job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / "logs"))
+    job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / LOGS))
     job.wait_for("epoch 3/")
     return job, job.suspend_ranks(4)
 
@@ -91,12 +92,21 @@ def test_a_preempted_training_saves_is_requeued_and_resumes(
     cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     job.is_requeued()
     ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    assert re.search(rf"Resuming from .*, after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
+    assert re.search(rf"Resuming from (?s:.*), after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
     assert job.output.count("Avg train loss=") == EPOCHS
-    assert (tmp_path / "logs/test/4GPU/00/provenance.json").is_file()
+    assert (tmp_path / LOGS / "test/4GPU/00/provenance.json").is_file()
 
 
 # --- exit codes ---
+
+
+def test_bad_input_ends_the_job_with_exit_code_2(cluster: Cluster, tmp_path: Path) -> None:
+    """The job had exit code 143, because -K1 ends the other ranks while they wait for rank 0 to print."""
+    job = cluster.submit(tmp_path, FOUR_RANKS, "--config=test", "--num_epoch=3", LOGS_DIR=str(tmp_path / LOGS))
+    job.ends("FAILED")
+    assert job.field("ExitCode") == "2:0"
+    assert job.output.count("error: unrecognized arguments: --num_epoch=3; did you mean --num_epochs?") == 1
+    assert list((tmp_path / LOGS).iterdir()) == []
 
 
 @pytest.mark.slow
@@ -108,6 +118,7 @@ def test_the_job_has_the_exit_code_of_the_program_and_a_failed_rank_ends_the_oth
     hung.ends("FAILED")
     assert hung.field("ExitCode") == "76:0"
     failed.ends("FAILED")
+    assert failed.field("ExitCode") == "3:0"
     assert "error: rank 1 fails" in failed.output
     assert "Exited with exit code 3" in failed.output
 
@@ -208,6 +219,7 @@ def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags:
     os.kill(ranks.pop(2), signal.SIGKILL)
     resume(ranks)
     job.ends("FAILED")
+    assert job.field("ExitCode") == "1:0"
     assert "task 2: Killed" in job.output
     assert "error: rank 2 (host " in job.output
 
@@ -287,6 +299,18 @@ def test_a_task_of_an_array_job_is_requeued(cluster: Cluster, tmp_path: Path) ->
     tasks["7"].ends("COMPLETED")
     assert tasks["3"].state == "RUNNING"
     cluster.run("scancel", job.number)
+
+
+@pytest.mark.slow
+def test_the_tasks_of_an_array_have_run_directories_of_their_own(
+    cluster: Cluster, tmp_path: Path, flags: list[str]
+) -> None:
+    options = f"--array=1-2 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
+    given = [*flags, "--num_epochs=1", "--run_num=seed"]
+    job = cluster.submit(tmp_path, options, *given, LOGS_DIR=str(tmp_path / LOGS))
+    for name in ("1", "2"):
+        Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out").ends("COMPLETED")
+        assert (tmp_path / LOGS / f"test/1GPU/seed-{name}/summary.json").is_file()
 
 
 # --- inside an allocation ---
