@@ -1,0 +1,233 @@
+"""The best checkpoint: kept, linked and found whenever the process that saves it is killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from log_lines import other_lines
+from processes import GENEROUS, context, run
+from trainings import YAML, NoWaiting, assert_same_training, directory
+
+import train
+from utils.errors import UserError
+from utils.steps.eager import EagerStep
+from utils.training import checkpointer as checkpointers
+from utils.training.checkpoint import (
+    BEST,
+    FOLDER,
+    TRAINING,
+    WEIGHTS,
+    load_newest,
+    repair_best,
+    saved_steps,
+    step_directory,
+    weights_file,
+    write,
+)
+from utils.training.checkpointer import AsyncCheckpointer
+
+KILLED = 9
+# Validation losses by the number of steps: the second epoch is the best.
+LOSSES = {0: 5.0, 8: 3.0, 16: 1.0, 24: 2.0, 32: 4.0}
+
+
+class ScriptedStep(EagerStep):
+    """A step whose validation losses are LOSSES; `done` steps were made by earlier processes."""
+
+    done: ClassVar[int] = 0
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        ScriptedStep.done += 1
+        return super().__call__(*arguments)
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(super().evaluate(inputs, targets), LOSSES.get(self.done, 9.0))
+
+
+def train_until(flags: list[str], done: int, function: str, call: int, log: str) -> None:
+    """Trains after `done` steps; ends the process without any cleanup at a call of a function that saves."""
+    real, calls = getattr(checkpointers, function, None) or getattr(AsyncCheckpointer, function), []
+
+    def end(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == call:
+            os._exit(KILLED)
+        real(*arguments)
+
+    setattr(checkpointers if hasattr(checkpointers, function) else AsyncCheckpointer, function, end)
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 2)
+    NoWaiting().install()
+    ScriptedStep.done = done
+    train.main(flags, ScriptedStep)
+
+
+@pytest.fixture
+def trained(tmp_path: Path, data_flags: list[str]) -> Callable[..., tuple[int, str]]:
+    """trained(name, done, function, call): a training of four epochs -> (exit code, log)."""
+
+    def start(name: str, done: int = 0, function: str = "_prune", call: int = 0) -> tuple[int, str]:
+        flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, "--set=report_baselines=false"]
+        flags += ["--num_epochs=4", "--set=checkpoint.keep_last=1", f"--set=expdir={tmp_path / name}"]
+        log = tmp_path / f"{name}.log"
+        process = context().Process(target=train_until, args=(flags, done, function, call, str(log)))
+        process.start()
+        process.join(GENEROUS)
+        assert process.exitcode is not None
+        return process.exitcode, log.read_text()
+
+    return start
+
+
+@pytest.mark.parametrize(("function", "call", "step"), [("update_symlink", 1, 8), ("update_symlink", 2, 16)])
+def test_a_kill_before_the_link_moves_loses_no_best_checkpoint(
+    tmp_path: Path, trained: Any, function: str, call: int, step: int
+) -> None:
+    """A fixed bug: the link stayed behind; predictions used a worse checkpoint, and the best one was removed."""
+    whole, parts = directory(tmp_path / "whole"), directory(tmp_path / "parts")
+    assert trained("whole")[0] == 0
+    assert trained("parts", 0, function, call)[0] == KILLED
+    linked = os.readlink(parts / FOLDER / BEST) if os.path.lexists(parts / FOLDER / BEST) else None
+    assert linked == {8: None, 16: "step_00000008"}[step], "it is that of the epoch before"
+    assert weights_file(parts) == weights_file(parts / FOLDER / BEST) == step_directory(parts / FOLDER, step) / WEIGHTS
+    code, log = trained("parts", step)
+    assert code == 0
+    assert f"The link {parts / FOLDER / BEST} is corrected: {linked or 'missing'} -> step_{step:08d}\n" in log
+    assert_same_training(whole, parts, steps=32)
+    assert saved_steps(parts / FOLDER) == saved_steps(whole / FOLDER) == [32, 16]
+    assert weights_file(parts) == step_directory(parts / FOLDER, 16) / WEIGHTS
+
+
+# --- the link --------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, steps: dict[int, int | None], link: int | None = None) -> Path:
+    """Checkpoints that record a best step each, None: as earlier versions of the program wrote them."""
+    for step, best_step in steps.items():
+        record = {} if best_step is None else {"best_step": best_step}
+        state = {"step": step, "best_step": best_step or 0}
+        network = {"weight": torch.full((3,), float(step))}
+        training = {"optimizer": {}, "scaler": {}, "random": [], "state": state}
+        write(step_directory(folder, step), {"network": network, "config": {}, **record}, training)
+    if link is not None:
+        (folder / BEST).symlink_to(step_directory(folder, link).name)
+    return folder
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("link", "damaged", "resumed", "best_step", "left"),
+    [
+        (8, [], 16, 8, 8),
+        (None, [], 16, 16, 16),  # killed before the first link
+        (8, [], 16, 16, 16),  # killed before the link moved
+        (24, [24], 16, 8, 8),  # the link is later than the newest intact checkpoint
+        (99, [], 16, 8, 8),  # the link's checkpoint is gone
+        (8, [16], 24, 16, 8),  # the best checkpoint is damaged: the link stays
+        (8, [], 24, 12, 8),  # the save of the best checkpoint failed
+        (16, [16], 24, 16, None),
+        (24, [8], 16, 8, None),
+        (8, [], 16, 0, None),  # of a training that this one has replaced
+        (None, [], 16, 0, None),
+    ],
+)
+def test_a_resume_corrects_the_link(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    link: int | None,
+    damaged: list[int],
+    resumed: int,
+    best_step: int,
+    left: int | None,
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder = make(tmp_path, {8: 0, 16: 0, 24: 0}, link)
+    for step in damaged:
+        cut(step_directory(folder, step) / WEIGHTS)
+    repair_best(folder, resumed, best_step)
+    found = os.readlink(folder / BEST) if os.path.lexists(folder / BEST) else None
+    assert found == (None if left is None else f"step_{left:08d}")
+    assert ("is corrected" in caplog.text) == (link != left)
+    lost = f"The best checkpoint, {step_directory(folder, best_step)}, is lost: "
+    assert (lost in caplog.text) == (best_step not in (left, 0))
+    assert ("This run has no best checkpoint yet" in caplog.text) == (best_step == 0)
+    assert saved_steps(folder) == [24, 16, 8]
+    caplog.clear()
+    repair_best(folder, resumed, best_step)
+    assert "is corrected" not in caplog.text
+
+
+def test_a_link_that_cannot_be_changed_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / FOLDER, {8: 8})
+    monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
+    repair_best(folder, 8, 8)
+    assert "Operation not permitted" in caplog.text
+    assert weights_file(tmp_path) == step_directory(folder, 8) / WEIGHTS
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    folder = make(run / FOLDER, {8: 8, 16: 16, 24: 16}, link=8)
+    assert weights_file(run) == step_directory(folder, 16) / WEIGHTS
+    (step_directory(folder, 24) / TRAINING).unlink()
+    assert weights_file(run) == step_directory(folder, 16) / WEIGHTS, "weights do not need the rest"
+    assert not caplog.records
+    cut(step_directory(folder, 24) / WEIGHTS)
+    cut(step_directory(folder, 16) / WEIGHTS)
+    assert weights_file(run) == step_directory(folder, 8) / WEIGHTS
+    assert caplog.text.count("is skipped: weights.pt is damaged") == 2, "not without a warning"
+
+
+def test_checkpoints_of_earlier_versions_have_the_link_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = make(run / FOLDER, {8: None, 16: None}, link=8)
+    assert load_newest(folder) is not None
+    assert weights_file(run) == folder / BEST / WEIGHTS
+    (folder / BEST).unlink()
+    with pytest.raises(UserError, match=rf"{FOLDER}/{BEST} is missing; give another checkpoint, for example .*16$"):
+        weights_file(run)
+
+
+def test_a_copy_of_the_best_checkpoint_alone_is_one(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run" / FOLDER, {8: 8})
+    step_directory(folder, 8).rename(folder / BEST)
+    assert weights_file(tmp_path / "run") == folder / BEST / WEIGHTS
+
+
+SCRIPTS = {"predict.py": ["--output=OUT.h5"], "evaluate.py": ["--output=OUT"], "export.py": ["--output=OUT.pt2"]}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_without_its_best_checkpoint_is_one_line(tmp_path: Path, script: str) -> None:
+    for name, steps, says in (
+        (
+            "none yet",
+            {8: 0, 16: 0},
+            "has no best checkpoint yet; give another checkpoint, for example HERE/step_00000016",
+        ),
+        ("lost", {8: 8, 24: 16}, "has no best checkpoint: HERE/step_00000016 is missing; give another checkpoint, "),
+        ("empty", {}, "no usable checkpoint in HERE; give a run directory, a checkpoint directory, or a weights.pt"),
+    ):
+        folder = tmp_path / name / FOLDER
+        folder.mkdir(parents=True)
+        make(folder, steps, link=8)
+        flags = [flag.replace("OUT", str(tmp_path / "out")) for flag in SCRIPTS[script]]
+        flags += [] if script == "export.py" else [f"--input={tmp_path / 'x.h5'}", "--device=cpu"]
+        for checkpoint in (folder.parent, folder / BEST):
+            end = run([script, f"--checkpoint={checkpoint}", *flags], tmp_path / "program")
+            (line,) = other_lines(end.stderr)
+            assert (end.returncode, line.startswith("error: ")) == (2, True), end.stderr
+            assert says.replace("HERE", str(folder)) in line, name
