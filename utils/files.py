@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import json
 import os
@@ -108,30 +107,6 @@ def _flush(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def open_locked(path: Path, fault: str, seconds: float = 0.0) -> IO[bytes]:
-    """Opens or creates a file that stays locked until it is closed or the process ends.
-
-    Raises UserError(fault) if another process holds the lock for `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            if time.monotonic() >= deadline:
-                raise UserError(fault) from None
-            time.sleep(0.5)
-            continue
-        except OSError:
-            return file  # some parallel file systems have no locks
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
-        file.close()  # its owner removed it before the lock was taken
 
 
 def copy_file(source: str | Path, target: str | Path, description: str) -> None:

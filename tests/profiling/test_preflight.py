@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import train
+from utils.distributed.locks import open_locked
 from utils.profiling.memory import activation_bytes
 
 TOP = Path(__file__).parent.parent.parent
@@ -113,6 +114,10 @@ def test_existing_run_directory_is_reported_and_kept(
         assert ("replaced" in line) == bool(flags), line
         assert weights.read_text() == "precious"
         assert [path.name for path in directory.iterdir()] == ["checkpoints"]
+    with open_locked(directory / ".lock", "locked"):
+        train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"])
+    says = f"run directory: {directory} is locked: another run is writing to it; wait for its end, or give another "
+    assert f"preflight: {says}" in capsys.readouterr().out
 
 
 def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file) -> None:

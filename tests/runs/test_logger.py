@@ -1,4 +1,4 @@
-"""The records of a run: one run at a time per directory, each point once across restarts; a full disk ends no run."""
+"""The records of a run: each point once across restarts; a full disk ends no run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainings import NoWaiting
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors
+from utils.errors import one_line_errors
 from utils.runs import directory
 from utils.runs.logger import Logger, RunLogger
 
@@ -37,18 +37,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> NoWaiting:
 @pytest.fixture
 def config() -> configs.Config:
     return configs.load(str(TOP / "config/UNet.yaml"), "test")
-
-
-def test_a_second_run_in_one_directory_is_refused(tmp_path: Path, config: configs.Config) -> None:
-    first = directory.open_run(config, "test", tmp_path, ALONE)
-    first.scalars({"Loss/train": 1.0}, 0)
-    with pytest.raises(UserError, match=r"another run is writing to .* --run_num of its own"):
-        directory.open_run(config, "test", tmp_path, ALONE)
-    first.scalars({"Loss/train": 0.5}, 1)
-    first.close()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 1]
-    directory.open_run(config, "test", tmp_path, ALONE).close()
 
 
 def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: Path, config: configs.Config) -> None:
@@ -107,7 +95,7 @@ def assert_records(run: Path, steps: Any) -> None:
 
 
 def start(path: Path, resumed: int | None = None) -> RunLogger:
-    return RunLogger(path, directory.lock(path), resumed)
+    return RunLogger(path, resumed)
 
 
 def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
@@ -173,7 +161,7 @@ def test_a_clock_far_behind_is_not_waited_for(tmp_path: Path, no_waiting: NoWait
 def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
     run = start(tmp_path)
     run.flush()
-    assert sorted(os.listdir(tmp_path)) == [".lock", "out.log"], "a flush creates no files"
+    assert sorted(os.listdir(tmp_path)) == ["out.log"], "a flush creates no files"
     record(run, range(5))
     run.flush()
     assert_records(tmp_path, range(5))

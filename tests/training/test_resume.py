@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -26,9 +27,11 @@ import train
 from utils import build, cli
 from utils import config as configs
 from utils.distributed.launch import Launch
+from utils.distributed.locks import open_locked
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
-from utils.errors import Stopped
+from utils.errors import Stopped, UserError
+from utils.runs import summary
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpointer
 from utils.training.checkpoint import (
@@ -336,6 +339,7 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
 ) -> None:
     """A job with --resume=no that is preempted while it still stages its data, and restarted by its launcher."""
     before = saved_steps(finished / FOLDER)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     with monkeypatch.context() as patch:
         patch.setattr(build, "loaders", lambda *_: sys.exit(143))
         assert command("--resume=no", "--num_epochs=1")[0] == 143
@@ -346,6 +350,71 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     assert "Resuming" not in stderr
     assert saved_steps(finished / FOLDER) == [8]
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new training"
+
+
+def test_a_restart_is_not_affected_by_a_training_that_was_refused_or_ended_before_it(
+    tmp_path: Path, command: Any, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second job with --resume=no left its marker in the run directory of the first one, whose restart obeyed it."""
+    run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    before = contents(run, ".lock")
+    with open_locked(run / ".lock", "locked"):  # by the first job
+        code, stderr = command("--resume=no")
+        assert code == 2
+        assert error_line(stderr).startswith(f"error: another run is writing to {run}; give this one a --run_num ")
+        assert contents(run, ".lock") == before
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "loaders", lambda *_: sys.exit(143))
+        assert command("--resume=no")[0] == 143
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    code, stderr = command("--resume=no", *OFTEN)
+    assert code == 0, stderr
+    assert f"Resuming from {step_directory(run / FOLDER, 7)}, after step 7" in messages(stderr, "INFO")
+    assert saved_steps(run / FOLDER) == [16, 15, 12, 9, 8, 7, 6, 3]
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume=no"], ["--enable_benchy"]], ids=str)
+def test_nothing_in_a_run_directory_is_touched_without_its_lock(
+    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """Neither the remains of a save in progress nor the checkpoints are; a benchmark is refused at once, too."""
+    partial = finished / FOLDER / ".step_00000020.abc.partial"
+    partial.mkdir()
+    (partial / WEIGHTS).write_text("half")
+    before = contents(finished)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the data are read first")
+
+    monkeypatch.setattr(build, "loaders", refuse)
+    with open_locked(finished / ".lock", "locked"):
+        code, stderr = command(*flags, "--num_epochs=3")
+        assert code == 2, stderr
+        assert error_line(stderr).startswith(f"error: another run is writing to {finished}; ")
+    assert contents(finished) == before
+
+
+def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it finds that the training is complete, and while it writes the summary; then the lock is free."""
+    locked = []
+
+    def look(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            with contextlib.suppress(UserError), open_locked(finished / ".lock", "locked"):
+                raise AssertionError(f"not locked in {function.__name__}")
+            locked.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(summary, "is_finished", look(summary.is_finished))
+    monkeypatch.setattr(summary, "finish_run", look(summary.finish_run))
+    assert command()[0] == 0
+    assert command("--num_epochs=3")[0] == 0
+    assert locked == ["is_finished", "finish_run"]
+    open_locked(finished / ".lock", "locked").close()
 
 
 def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished: Path) -> None:

@@ -1,1 +1,1 @@
-"""Launchers, ranks and their collectives, the watchdog, and stop signals."""
+"""Launchers, ranks and their collectives, the watchdog, stop signals, and locked files."""

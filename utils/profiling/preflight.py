@@ -20,6 +20,7 @@ from utils.data.plan import SPLITS
 from utils.data.splits import meta_batch, open_split, open_split_npy
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch
+from utils.distributed.locks import is_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
 from utils.files import GIB, atomic_write, check_target
@@ -28,7 +29,7 @@ from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
-from utils.runs.directory import run_directory
+from utils.runs.directory import LOCK, run_directory
 from utils.training.checkpoint import FOLDER, saved_steps
 from utils.training.resume import starts_from_scratch
 
@@ -134,6 +135,8 @@ def _run_directory(directory: Path, from_scratch: bool) -> str:
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
     if not os.path.exists(directory):
         return f"{directory} is new"
+    if is_locked(directory / LOCK):
+        return f"{directory} is locked: another run is writing to it; wait for its end, or give another --run_num"
     if not from_scratch and any(saved_steps(directory / FOLDER)):
         return f"{directory} exists: training resumes from its newest checkpoint"
     return f"{directory} exists: its logs and checkpoints will be replaced"

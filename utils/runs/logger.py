@@ -74,8 +74,8 @@ class RunLogger(Logger):
     trains, does not touch those of an earlier training.
     """
 
-    def __init__(self, directory: Path, lock: IO[bytes], resumed: int | None = None) -> None:
-        self._directory, self._lock = directory, lock
+    def __init__(self, directory: Path, resumed: int | None = None) -> None:
+        self._directory = directory
         self._last_kept_step = -1 if resumed is None else resumed
         self._handler = _LogFile(directory / "out.log")
         self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
@@ -161,7 +161,6 @@ class RunLogger(Logger):
                     getattr(self, opened).close()
         logging.getLogger().removeHandler(self._handler)
         self._handler.close()
-        self._lock.close()
 
 
 def configure_logging(rank: int) -> None:

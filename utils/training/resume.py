@@ -1,16 +1,18 @@
 """Determines the starting point of a training: a checkpoint of this or another run, given weights, or from scratch.
 
-Nothing on the disk changes before everything has been checked, except for the marker DISCARD.
+The run directory is locked when these functions are called. Its checkpoints stay until everything has been checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
@@ -18,7 +20,6 @@ from utils.distributed.launch import restarted
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import recover
-from utils.runs.directory import lock
 from utils.steps import Step
 from utils.training import checkpoint
 from utils.training.checkpoint import (
@@ -36,8 +37,8 @@ from utils.training.state import TrainState
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
-# File among the checkpoints while --resume=no is requested and not yet done: a job that is restarted in between
-# must not resume from the checkpoints that it was to replace.
+# File among the checkpoints while a job is about to replace them because of --resume=no: if it is restarted in
+# between, it must not resume from them. The name ends with the job, because a restart of another job must resume.
 DISCARD = ".discard"
 
 
@@ -154,15 +155,16 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 def _find_checkpoint(directory: Path, resume: str) -> Checkpoint | None:
     """The newest checkpoint in a run directory, or else in another run's."""
-    folder = directory / FOLDER
+    folder, marker = directory / FOLDER, _discard_marker(directory / FOLDER)
     if starts_from_scratch(resume):
-        with contextlib.suppress(OSError):
-            (folder / DISCARD).touch()
+        if marker is not None and folder.is_dir():
+            with os_errors_for_users(f"cannot write to {folder}", "give another --run_num"):
+                marker.touch()
         return None
-    if resume == "no" and (folder / DISCARD).exists():
+    if resume == "no" and marker is not None and marker.exists():
         return None
     if folder.is_dir():
-        with contextlib.suppress(OSError), lock(directory):  # an unwritable directory is reported later
+        with contextlib.suppress(OSError):  # a folder that cannot be written is reported at the first save
             recover(folder)
     found = checkpoint.load_newest(folder)
     if found is None and resume not in ("auto", "no"):
@@ -220,11 +222,17 @@ def _restore_random(found: Checkpoint, world: World) -> None:
         torch.cuda.set_rng_state(device[0], world.device)
 
 
+def _discard_marker(folder: Path) -> Path | None:
+    """The file DISCARD of this job; None for a process that no launcher restarts."""
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    return folder / f"{DISCARD}.{quote(job, safe='')}" if job else None
+
+
 def _discard(folder: Path) -> None:
     """Removes all checkpoints in a folder, which may be a link to another file system."""
     remedy = "remove them by hand, or give another --run_num"
     with os_errors_for_users(f"--resume=no: cannot remove the checkpoints in {folder}", remedy):
         for step in checkpoint.saved_steps(folder):
             shutil.rmtree(checkpoint.step_directory(folder, step))
-        for name in (checkpoint.BEST, DISCARD):
-            (folder / name).unlink(missing_ok=True)
+        for path in (folder / checkpoint.BEST, *folder.glob(f"{DISCARD}*")):
+            path.unlink(missing_ok=True)

@@ -16,8 +16,8 @@ import h5py
 import numpy as np
 import pytest
 
-from utils import files
 from utils.data.files.writer import ResumableHDF5Writer
+from utils.distributed import locks
 from utils.errors import UserError
 
 SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5)}
@@ -203,14 +203,14 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 def test_a_lock_that_its_owner_has_just_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process opens the journal, and another finishes and removes it before the first one locks it."""
-    other, lock = begin(tmp_path / "box.h5"), files.fcntl.flock
+    other, lock = begin(tmp_path / "box.h5"), locks.fcntl.flock
 
     def late(*arguments: Any) -> None:
-        monkeypatch.setattr(files.fcntl, "flock", lock)
+        monkeypatch.setattr(locks.fcntl, "flock", lock)
         other.discard()
         lock(*arguments)
 
-    monkeypatch.setattr(files.fcntl, "flock", late)
+    monkeypatch.setattr(locks.fcntl, "flock", late)
     volume = begin(tmp_path / "box.h5")
     with pytest.raises(UserError, match=r"another process is writing box.h5"):
         begin(tmp_path / "box.h5")
@@ -223,7 +223,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     assert write_all(tmp_path / "box.h5") == 0
     check_complete(tmp_path / "box.h5")
 

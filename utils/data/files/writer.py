@@ -18,8 +18,9 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
+from utils.distributed.locks import open_locked
 from utils.errors import os_errors_for_users
-from utils.files import check_target, make_output_directory, open_locked
+from utils.files import check_target, make_output_directory
 
 
 class ResumableHDF5Writer:

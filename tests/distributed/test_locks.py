@@ -1,0 +1,110 @@
+"""Locked files, on file systems with and without locks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from processes import GENEROUS
+
+from utils.distributed import locks
+from utils.distributed.locks import Claim, open_locked
+from utils.errors import UserError
+
+
+def test_a_lock_file_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path: Path) -> None:
+    """A fixed bug: the target was opened, and truncated."""
+    (tmp_path / "target").write_text("precious")
+    for target in ("target", "nowhere"):
+        (tmp_path / ".lock").symlink_to(target)
+        with pytest.raises(UserError, match=r"\.lock is a symbolic link and cannot be a lock file; remove it$"):
+            open_locked(tmp_path / ".lock", "locked")
+        (tmp_path / ".lock").unlink()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.fixture
+def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that replaces the lock of `<tmp_path>/.lock` on a file system without locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.02)
+    monkeypatch.setattr(locks, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "STALE_SECONDS", GENEROUS)
+    return tmp_path / ".lock.owner"
+
+
+def test_without_locks_a_live_owner_excludes_others(
+    tmp_path: Path, owner: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fixed bug: two runs in one directory both succeeded, and each removed the other's unfinished locks."""
+    with open_locked(tmp_path / ".lock", "locked"):
+        says = f"The file system of {tmp_path / '.lock'} has no locks (No locks available): using the file .lock.owner "
+        assert [record.getMessage() for record in caplog.records] == [f"{says}instead"]
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"^locked$"):
+                open_locked(tmp_path / ".lock", "locked")
+        assert locks.is_locked(tmp_path / ".lock")
+    assert os.listdir(tmp_path) == [".lock"]
+    assert not locks.is_locked(tmp_path / ".lock")
+    open_locked(tmp_path / ".lock", "locked").close()
+
+
+def test_without_locks_the_file_of_a_dead_owner_is_taken_over(
+    tmp_path: Path, owner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another process has died while it took it over."""
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    owner.write_text("dead")
+    with open_locked(tmp_path / ".lock", "locked"):
+        assert owner.read_text() != "dead"
+    owner.write_text("dead")
+    owner.with_name(".lock.owner.next").write_text("dead, too")
+    with open_locked(tmp_path / ".lock", "locked"):
+        assert owner.read_text() not in ("dead", "dead, too")
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def test_without_locks_only_one_process_takes_over(
+    tmp_path: Path, owner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have found the owner dead; the second one is slower."""
+    monkeypatch.setattr(locks, "STALE_SECONDS", 0.1)
+    owner.write_text("dead")
+    first, second, create = Claim(owner), Claim(owner), Claim._create
+    taken = []
+
+    def create_late(claim: Claim, path: Path) -> bool:
+        if claim is second and path != owner and not taken:
+            taken.append(first.acquire())
+        return create(claim, path)
+
+    monkeypatch.setattr(Claim, "_create", create_late)
+    assert not second.acquire()
+    assert taken == [True]
+    assert os.listdir(tmp_path) == [".lock.owner"]
+    first.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_locks_a_suspended_owner_ends_when_it_finds_another_one(
+    tmp_path: Path, owner: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+
+    def end(code: int) -> None:
+        assert code == 1
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    with open_locked(tmp_path / ".lock", "locked"):
+        owner.write_text("another process")
+        assert ended.wait(GENEROUS)
+    assert capfd.readouterr().err.startswith(f"error: another process took {owner} over while this one was suspended")
+    assert owner.read_text() == "another process"

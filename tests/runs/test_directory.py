@@ -1,0 +1,82 @@
+"""A run directory belongs to one run at a time, and a run that writes nothing leaves no directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from disks import small_disk
+from processes import run_ranks
+
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.runs.directory import RunDirectory
+
+ALONE = World(Launch("test"), torch.device("cpu"))
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_only_directories_that_were_created_and_not_used_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "runs").mkdir()
+    path = tmp_path / "runs" / "test" / "1GPU" / "00"
+    with RunDirectory(path, ALONE):
+        assert path.is_dir()
+    assert os.listdir(tmp_path) == ["runs"]
+    assert os.listdir(tmp_path / "runs") == []
+    path.mkdir(parents=True)
+    with RunDirectory(path, ALONE):
+        pass
+    assert os.listdir(path) == [".lock"], "an existing directory stays, and so does its lock"
+    used = path.with_name("01")
+    with RunDirectory(used, ALONE):
+        (used / "out.log").touch()
+    assert sorted(os.listdir(used)) == [".lock", "out.log"]
+
+
+def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "test" / "00"
+    with RunDirectory(path, ALONE):
+        with pytest.raises(UserError, match=r"^another run is writing to .*; give this one a --run_num of its own$"):
+            RunDirectory(path, ALONE).__enter__()
+        assert os.listdir(path) == [".lock"]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    remedy = r"; choose another with --set expdir=DIR$"
+    with pytest.raises(UserError, match=rf"^cannot write to the run directory .*: Not a directory{remedy}"):
+        RunDirectory(tmp_path / "file" / "00", ALONE).__enter__()
+    with (
+        small_disk(tmp_path / "disk", "200k,ro"),
+        pytest.raises(UserError, match=rf"^cannot write to the run directory .*: Read-only file system{remedy}"),
+    ):
+        RunDirectory(tmp_path / "disk", ALONE).__enter__()
+
+
+def claim(world: World, path: str) -> str:
+    try:
+        with RunDirectory(Path(path), world):
+            return "claimed"
+    except UserError as error:
+        return str(error)
+
+
+def test_all_ranks_fail_if_the_first_one_does(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = run_ranks(claim, 2, str(tmp_path / "file" / "00"))
+    assert first == second
+    assert first.startswith("rank 0: cannot write to the run directory ")
