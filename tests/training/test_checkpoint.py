@@ -7,11 +7,14 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import threading
+import warnings as warnings_module
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +41,7 @@ from utils.training.checkpoint import (
     saved_steps,
     step_directory,
     verify,
+    weights_file,
 )
 from utils.training.checkpointer import AsyncCheckpointer, Checkpointer
 from utils.training.host_copy import HostCopy
@@ -292,7 +296,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "format 1": (
         resave(WEIGHTS, lambda content: {**content, "format": 1}),
-        "weights.pt has format 1, this program reads format 2",
+        "weights.pt has format 1, this program reads format 2: use the version of the program that wrote it",
     ),
     "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt was not written by this program"),
     "a bomb": (
@@ -380,20 +384,84 @@ def test_damaged_weights_are_reported_without_pytorchs_advice_to_run_code(tmp_pa
         assert str(caught.value) == says
 
 
-def test_files_of_other_programs_are_refused_as_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with one line, and without running code in it."""
+def archive(path: Path, content: dict[str, Any], compression: int = zipfile.ZIP_STORED) -> None:
+    """A checkpoint whose archive is packed again, with other files added or compressed."""
+    torch.save({"format": 2, **content}, path)
+    with zipfile.ZipFile(path) as source:
+        entries = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as packed:
+        for name, data in entries.items():
+            packed.writestr(name, data)
+
+
+def fake_safetensors(path: Path) -> None:
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+NOT_OURS = "{name} is damaged or not a PyTorch checkpoint; recopy it, or give another checkpoint: "
+FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "bomb in an archive": (lambda path: torch.save({"format": 2, "network": Bomb()}, path), NOT_OURS),
+    "pickled bomb": (lambda path: path.write_bytes(pickle.dumps(Bomb(), protocol=2)), NOT_OURS),
+    "legacy format": (
+        lambda path: torch.save({"format": 2, "network": {}}, path, _use_new_zipfile_serialization=False),
+        NOT_OURS,
+    ),
+    "TorchScript": (lambda path: torch.jit.script(torch.nn.Linear(1, 1)).save(str(path)), NOT_OURS),
+    "safetensors": (fake_safetensors, NOT_OURS),
+    "zip bomb": (lambda path: archive(path, {"network": torch.zeros(10**7)}, zipfile.ZIP_DEFLATED), NOT_OURS),
+    "empty": (lambda path: path.write_bytes(b""), NOT_OURS),
+    "cut": (lambda path: (torch.save({"format": 2, "network": torch.zeros(99)}, path), truncate(path)), NOT_OURS),
+    "another zip archive": (lambda path: zipfile.ZipFile(path, "w").close(), NOT_OURS),
+    "pipe": (os.mkfifo, "{name}: it is not a regular file; "),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "{name}: it is not a regular file; "),
+    "other weights": (
+        lambda path: torch.save(torch.nn.Linear(1, 1).state_dict(), path),
+        "{name} was not written by this program; give another checkpoint: ",
+    ),
+    "older version": (
+        lambda path: torch.save({"format": 1, "network": {}}, path),
+        "{name} has format 1, this program reads format 2: use the version of the program that wrote it; give another ",
+    ),
+    "newer version": (
+        lambda path: torch.save({"format": 3, "network": {}}, path),
+        "{name} has format 3, this program reads format 2: use the version of the program that wrote it; give another ",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_files_of_other_programs_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As weights and in a run directory; no code in them is run, and PyTorch's advice to do so is not repeated."""
     monkeypatch.chdir(tmp_path)
-    torch.save({"format": 2, "network": Bomb()}, "saved.pt")
-    torch.save(torch.nn.Linear(1, 1).state_dict(), "others.pt")
-    Path("pickled.pt").write_bytes(pickle.dumps(Bomb(), protocol=2))
-    for name, says in (
-        ("saved.pt", "saved.pt is damaged or not a PyTorch checkpoint; "),
-        ("pickled.pt", "pickled.pt is damaged or not a PyTorch checkpoint; "),
-        ("others.pt", "others.pt was not written by this program; give another checkpoint: "),
+    make, says = FOREIGN[kind]
+    with warnings_module.catch_warnings():
+        warnings_module.simplefilter("ignore")
+        make(Path("x.pt"))
+    with pytest.raises(UserError, match=rf"^cannot read x.pt: {re.escape(says.format(name='x.pt'))}[^\n]*$"):
+        read_weights(Path("x.pt"))
+    folder = folder_of(tmp_path / "run", (1,))
+    weights = step_directory(folder, 1) / WEIGHTS
+    weights.unlink()
+    Path("x.pt").rename(weights)
+    if weights.is_file():
+        rewrite_digests(weights.parent)
+    with pytest.raises(
+        UserError, match=r"^no usable checkpoint in [^\n]*: step_00000001 \(weights.pt[^\n]*$"
+    ) as caught:
+        load_newest(folder)
+    assert "weights_only" not in str(caught.value)
+    with pytest.raises(
+        UserError, match=r"^no usable checkpoint in [^\n]*; give a run directory, a checkpoint directory"
     ):
-        with pytest.raises(UserError, match=rf"^cannot read {name}: {says}[^\n]*$"):
-            read_weights(Path(name))
+        weights_file(tmp_path / "run")
+    with pytest.raises(UserError, match=r"^cannot read [^\n]*: weights.pt[^\n]*$"):
+        read_weights(weights.parent)
     assert not Path("went-off").exists()
+    assert capfd.readouterr() == ("", "")
 
 
 # --- rotation --------------------------------------------------------------------------------------------------------

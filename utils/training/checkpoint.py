@@ -128,11 +128,10 @@ def read(path: Path) -> dict[str, Any]:
         reason = f": {reason_of(error)}" if is_short else " is damaged or not a PyTorch checkpoint"
         raise DamagedCheckpoint(f"{path.name}{reason}") from None
     found = content.get("format") if isinstance(content, dict) else None
-    if found is None:
-        raise DamagedCheckpoint(f"{path.name} was not written by this program", "give another checkpoint")
     if found != FORMAT:
-        reason = f"{path.name} has format {found}, this program reads format {FORMAT}"
-        raise DamagedCheckpoint(reason, "use the version of this program that wrote it, or give another checkpoint")
+        other = f"has format {found}, this program reads format {FORMAT}: use the version of the program that wrote it"
+        reason = "was not written by this program" if found is None else other
+        raise DamagedCheckpoint(f"{path.name} {reason}", "give another checkpoint")
     return content
 
 
