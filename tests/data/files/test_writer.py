@@ -92,7 +92,11 @@ def test_planes_are_flushed_before_the_journal_counts_them(tmp_path: Path, monke
     """If the machine crashes, data that were not flushed are lost."""
     counted, journal = [], tmp_path / ".box.h5.journal"
     volume = begin(tmp_path / "box.h5")
-    monkeypatch.setattr(os, "fsync", lambda _: counted.append(journal.read_text().splitlines()[1:]))
+
+    def record_counts(_: int) -> None:
+        counted.append([line.split()[0] for line in journal.read_text().splitlines()[1:]])
+
+    monkeypatch.setattr(os, "fsync", record_counts)
     write_slabs(volume, until=5)
     volume.close()
     assert counted == [[], ["4"], ["4"], ["4", "5"]], "at each flush of the planes, and then of the journal"
@@ -168,8 +172,8 @@ def test_a_file_of_another_identity_starts_from_scratch_and_lists_what_changed(t
 
 def test_a_damaged_journal_or_partial_file_starts_from_scratch(tmp_path: Path) -> None:
     target, journal, partial = tmp_path / "box.h5", tmp_path / ".box.h5.journal", tmp_path / ".box.h5.partial"
-    texts = ("", "{", "{\n", "[]\n4\n", "3\n4\n", '{"bytes": 1}\n4\n', '{"identity": 3}\n4\n', '{"identity": {}}\n4\n')
-    damages: list[Callable[[], object]] = [lambda text=text: journal.write_text(text) for text in texts]
+    texts = ("", "{", "{\n", "[]\n4\n", '{"identity": {}} 00000000\n4\n', "\udcff\n")
+    damages: list[Callable[[], object]] = [lambda text=text: journal.write_bytes(os.fsencode(text)) for text in texts]
     damages += [lambda: journal.write_text(journal.read_text() + "x\n"), journal.unlink]
     damages += [partial.unlink, lambda: os.truncate(partial, partial.stat().st_size - 1)]
     for number, damage in enumerate(damages):
@@ -178,6 +182,17 @@ def test_a_damaged_journal_or_partial_file_starts_from_scratch(tmp_path: Path) -
         assert write_all(target) == 0, f"damage {number}"
         check_complete(target)
         target.unlink()
+
+
+def test_a_flipped_bit_in_the_journal_does_not_skip_planes(tmp_path: Path) -> None:
+    """A count of 5 with one bit flipped is 7: planes 5 and 6 would never have been written."""
+    target, journal = tmp_path / "box.h5", tmp_path / ".box.h5.journal"
+    write_part(target, until=5)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert lines[-1].startswith(b"5 ")
+    journal.write_bytes(b"".join([*lines[:-1], b"7" + lines[-1][1:]]))
+    assert write_all(target) == 0
+    check_complete(target)
 
 
 def test_an_incomplete_last_line_of_the_journal_is_removed(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 An unfinished file has a hidden name next to its target. HDF5 creates the file and closes it first, so that a killed
 process cannot damage it; planes are then written straight to the offsets of the data. The first line of a journal holds
-what the file is made from, each later line the number of planes on disk.
+what the file is made from, each later line the number of planes on disk; each line ends with its checksum.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -101,12 +102,12 @@ class ResumableHDF5Writer:
             content = self._journal.read()
             complete = content[: content.rfind(b"\n") + 1]
             self._journal.truncate(len(complete))  # a full disk may have left half a line
-            header, *counts = complete.splitlines()
+            header, *counts = map(_checked, complete.splitlines())
             record = json.loads(header)
             earlier, size = record["identity"], self._partial.stat().st_size
             changed = [key for key in {**earlier, **self._identity} if earlier.get(key) != self._identity.get(key)]
             return int(counts[-1]) if counts and not changed and size == record["bytes"] else 0, changed
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        except (FileNotFoundError, ValueError):
             return 0, []
 
     def _create(self, attributes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -125,8 +126,17 @@ class ResumableHDF5Writer:
         self._append_to_journal(json.dumps({"identity": self._identity, "bytes": self._partial.stat().st_size}))
 
     def _append_to_journal(self, line: str) -> None:
-        _write_at(self._journal, os.fstat(self._journal.fileno()).st_size, memoryview(f"{line}\n".encode()))
+        data = f"{line} {zlib.crc32(line.encode()):08x}\n".encode()
+        _write_at(self._journal, os.fstat(self._journal.fileno()).st_size, memoryview(data))
         os.fsync(self._journal.fileno())
+
+
+def _checked(line: bytes) -> str:
+    """A line of the journal without its checksum; ValueError if the line is damaged."""
+    text, _, checksum = line.rpartition(b" ")
+    if checksum.decode() != f"{zlib.crc32(text):08x}":
+        raise ValueError("damaged line")
+    return text.decode()
 
 
 def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
