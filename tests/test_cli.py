@@ -112,6 +112,7 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
         (["--set-string", "expdir"], "--set-string expdir: expected key=value"),
+        (["--set-string", "expdir=/x/\udcff"], "not UTF-8; rename the file or directory"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", "0\n1"], r"--run_num '0\\n1' must be a plain name"),
         (["--run_num", "ü" * 128], "--run_num 'ü{50}'… must be a plain name of at most 255 bytes"),

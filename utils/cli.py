@@ -152,7 +152,11 @@ class _Change(NamedTuple):
         key, equals, value = self.text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"{self.flag} {self.text}: expected key=value")
-        return key.strip(), value if self.flag == "--set-string" else parse_value(value, f"{self.flag} {self.text}")
+        if self.flag != "--set-string":
+            return key.strip(), parse_value(value, f"{self.flag} {self.text}")
+        if any("\ud800" <= character <= "\udfff" for character in value):  # Python's substitutes for other bytes
+            raise UserError(f"{self.flag} {self.text!r}: not UTF-8; rename the file or directory")
+        return key.strip(), value
 
 
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
