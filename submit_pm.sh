@@ -129,12 +129,12 @@ podman-hpc)
   ;;
 none)
   # Without a container nothing is mounted on /data and /logs: pass their paths. The user's arguments follow and win.
-  if [ -n "$LOGS_DIR" ]; then command+=(--set-string "expdir=$LOGS_DIR"); fi
+  if [ -n "$LOGS_DIR" ]; then command+=(--set_string "expdir=$LOGS_DIR"); fi
   if [ -n "$DATA_DIR" ]; then
     for part in train val; do
-      command+=(--set-string "${part}_path=$DATA_DIR/$part.h5")
+      command+=(--set_string "${part}_path=$DATA_DIR/$part.h5")
       for kind in data label; do
-        command+=(--set-string "${part}_path_npy_$kind=$DATA_DIR/${part}_$kind.npy")
+        command+=(--set_string "${part}_path_npy_$kind=$DATA_DIR/${part}_$kind.npy")
       done
     done
   fi

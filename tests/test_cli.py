@@ -95,11 +95,11 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
         "\\n\t",
         "ü\u2028\x85 \r\n",
     ):
-        config = config_of(f"--set-string=expdir={text}")
+        config = config_of(f"--set_string=expdir={text}")
         assert config.expdir == text
         (tmp_path / "copy.yaml").write_text(to_yaml(config, "test"))
         assert load(str(tmp_path / "copy.yaml"), "test").expdir == text
-    last_wins = cli.parse(["--set-string=expdir=#1", "--set=expdir=2", "--set=seed=1", "--set-string", "seed=#"])
+    last_wins = cli.parse(["--set_string=expdir=#1", "--set=expdir=2", "--set=seed=1", "--set_string", "seed=#"])
     assert last_wins.overrides == {"expdir": 2, "seed": "#"}
 
 
@@ -111,8 +111,8 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
-        (["--set-string", "expdir"], "--set-string expdir: expected key=value"),
-        (["--set-string", "expdir=/x/\udcff"], "not UTF-8; rename the file or directory"),
+        (["--set_string", "expdir"], "--set_string expdir: expected key=value"),
+        (["--set_string", "expdir=/x/\udcff"], "not UTF-8; rename the file or directory"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", "0\n1"], r"--run_num '0\\n1' must be a plain name"),
         (["--run_num", "ü" * 128], "--run_num 'ü{50}'… must be a plain name of at most 255 bytes"),

@@ -86,7 +86,7 @@ VALUES: dict[str, tuple[type, str]] = {
 }
 SETTERS = {
     "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
-    "--set-string": "like --set, but VALUE is not read as YAML: for a path with characters such as # or :",
+    "--set_string": "like --set, but VALUE is not read as YAML: for a path with characters such as # or :",
 }
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
@@ -119,10 +119,8 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
     for flag, text in SETTERS.items():
         # Both flags append to one list, because the last value of a key wins.
-        kind = partial(_Change, flag)
-        parser.add_argument(
-            flag, action="append", dest="changes", default=[], type=kind, metavar="KEY=VALUE", help=text
-        )
+        change, name = partial(_Change, flag), "KEY=VALUE"
+        parser.add_argument(flag, action="append", dest="changes", default=[], type=change, metavar=name, help=text)
     parser.add_argument(
         "--preflight",
         nargs="?",
@@ -152,7 +150,7 @@ class _Change(NamedTuple):
         key, equals, value = self.text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"{self.flag} {self.text}: expected key=value")
-        if self.flag != "--set-string":
+        if self.flag != "--set_string":
             return key.strip(), parse_value(value, f"{self.flag} {self.text}")
         if any("\ud800" <= character <= "\udfff" for character in value):  # Python's substitutes for other bytes
             raise UserError(f"{self.flag} {self.text!r}: not UTF-8; rename the file or directory")

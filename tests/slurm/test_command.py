@@ -58,7 +58,7 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
     command = submission.command("--config=base", DATA_DIR=str(tmp_path), LOGS_DIR=str(tmp_path / "logs"))
     assert command[-1] == "--config=base"
     added = command[command.index("train.py") + 1 : -1]
-    assert added[::2] == ["--set-string"] * (len(added) // 2)
+    assert added[::2] == ["--set_string"] * (len(added) // 2)
     base = configs.load(str(TOP / "config/UNet.yaml"), "base").model_dump()
     expected = {name: f"{tmp_path}/{value[6:]}" for name, value in base.items() if str(value).startswith("/data/")}
     expected |= {name: f"{tmp_path}/logs" for name, value in base.items() if value == "/logs"}
