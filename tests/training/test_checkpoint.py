@@ -666,11 +666,49 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert os.readlink(folder / BEST) == "step_00000004"
 
 
-def test_no_memory_for_a_copy_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Pinning host memory fails under a tight limit; the next save is tried."""
-    checkpointer, error = AsyncCheckpointer(tmp_path, {}, 2), RuntimeError("CUDA error: out of memory\nmore of it")
-    with mock.patch.object(HostCopy, "take", side_effect=error):
+OUT_OF_MEMORY = RuntimeError("CUDA error: out of memory\nmore of it")
+FAULTS: dict[str, Callable[[], Any]] = {
+    "no memory for a copy (CUDA error: out of memory)": lambda: mock.patch.object(
+        HostCopy, "take", side_effect=OUT_OF_MEMORY
+    ),
+    "can't start new thread": lambda: mock.patch.object(
+        threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
+    ),
+    "the weights are not finite": lambda: mock.patch.object(HostCopy, "take", return_value=(False, {})),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lack_of_memory_or_threads_costs_one_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    """Pinning host memory fails under a tight limit; the next save is tried. A stop in between must not report it."""
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    checkpointer.check()  # nothing to save so far
+    with FAULTS[fault]():
         save(checkpointer, 1)
-    assert "No checkpoint at step 1: no memory for a copy (CUDA error: out of memory); earlier ones stay" in caplog.text
+    assert warnings(caplog) == [f"No checkpoint at step 1: {fault}; earlier ones stay"]
+    says = f"the network after step 1 is not in {tmp_path}: {fault}; fix that, and the same command starts again"
+    with pytest.raises(UserError) as caught:
+        checkpointer.check()
+    assert str(caught.value) == says
     save(checkpointer, 2)
     assert saved_steps(tmp_path) == [2]
+    checkpointer.check()
+    shutil.rmtree(step_directory(tmp_path, 2))
+    with pytest.raises(UserError, match=r"step 2 is not in .*: its checkpoint was removed; fix that"):
+        checkpointer.check()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS while a prediction reads it. The new checkpoint is on the disk, and a stop may say so."""
+    checkpointer = AsyncCheckpointer(tmp_path, {}, 1)
+    save(checkpointer, 1)
+    with failing("rmdir", OSError(39, "Directory not empty")):
+        save(checkpointer, 2)
+    assert warnings(caplog) == [f"Cannot remove an old checkpoint in {tmp_path}: Directory not empty"]
+    checkpointer.check()
+    save(checkpointer, 3)
+    assert saved_steps(tmp_path) == [3]

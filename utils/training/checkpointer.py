@@ -95,10 +95,15 @@ class AsyncCheckpointer:
             "config": self._config,
             **{key: record[key] for key in ("epoch", "step", "final_loss", "best_step")},
         }
-        self._writer = threading.Thread(
+        writer = threading.Thread(
             target=self._write, args=(weights, content, self._outcome), name="checkpoint", daemon=True
         )
-        self._writer.start()
+        try:
+            writer.start()
+        except RuntimeError as error:  # the limit of threads
+            self._skip(reason_of(error))
+            return
+        self._writer = writer
         if wait:
             self.close()
 
