@@ -139,7 +139,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
 def read_text(path: str | Path, limit: int = LARGEST_TEXT) -> str:
     """The text of a regular file, without what is not UTF-8; raises OSError if it has more than `limit` bytes."""
     with open_regular(path) as file:
-        content = file.read(limit + 1)
+        content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates the whole limit
     if len(content) > limit:
         raise OSError(f"it has more than {limit} bytes")
     return content.decode("utf-8", errors="replace")

@@ -19,6 +19,7 @@ from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import figures, results, training_figures
 from utils.evaluation.results import Results, Spectrum
 from utils.files import atomic_directory, atomic_write
+from utils.runs.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
@@ -75,7 +76,7 @@ def write_run_report(run: Path) -> list[Path]:
         return []
     drawn = figures.draw_all(history[-1]) | {"evaluation_curves": training_figures.evaluation_curves(history)}
     pictures = {name: figures.encode_png(figure) for name, figure in drawn.items()}
-    provenance = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
+    provenance = read_provenance(run / "provenance.json")
     provenance.pop("earlier", None)
     with atomic_write([run / PAGE]) as (partial,):
         partial.write_text(page(history[-1], pictures, provenance), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from utils.errors import UserError
-from utils.files import atomic_write, recover
+from utils.files import atomic_write, open_regular, recover
 from utils.inference.channels import Channel
 from utils.runs import tags
 
 FOLDER = "evaluation"  # in a run directory: one file per evaluation during training
 ARRAY = "stored array"  # key of a JSON object that refers to an array
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Reads a file that `save` wrote; UserError for any other file."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         values = json.loads(
             str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part
@@ -161,7 +164,9 @@ def load(path: Path) -> Results:
             values[name] = {key: kind(**parts) for key, parts in values[name].items()}
         if values["phase_diagram"] is not None:
             values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
-        return Results(**values)
+        found = Results(**values)
+        found.scalars(), found.lines()  # fail if a value is of another type or shape
+        return found
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:  # for a damaged archive, zipfile, zlib and numpy raise many types
@@ -176,13 +181,13 @@ def path_of_step(folder: Path, step: int) -> Path:
 
 
 def load_history(folder: Path) -> list[Results]:
-    """All evaluations in a folder, ordered by step; unreadable files are skipped."""
+    """All evaluations in a folder, ordered by step; damaged files are skipped with a warning."""
     history = []
     for path in sorted(folder.glob("step_*.npz")):
         try:
             history.append(load(path))
-        except UserError:
-            continue
+        except UserError as error:
+            log.warning("An evaluation is missing in the report: %s", error)
     return history
 
 

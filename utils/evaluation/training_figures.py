@@ -44,7 +44,7 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
     panels[-1].set(xlabel="step")
     if names:
         panels[1].set(ylabel="validation")
-    labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower() for name in names}
+    labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in names}
     for axes, labelled in zip(panels, (LOSSES, labels), strict=False):
         for name, label in labelled.items():
             points = [(record["step"], record[name]) for record in records if name in record]

@@ -15,8 +15,9 @@ from utils.distributed.locks import LockedFile, open_locked
 from utils.distributed.world import World
 from utils.errors import os_errors_for_users
 from utils.files import atomic_write
+from utils.runs.data_record import data_changes, data_record
 from utils.runs.logger import Logger, NullLogger, RunLogger
-from utils.runs.provenance import provenance
+from utils.runs.provenance import provenance, read_provenance
 
 LOCK = ".lock"
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
@@ -88,29 +89,39 @@ def open_run(
             return NullLogger()
         with _os_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
+            changes = []
             if not (complete and (directory / "provenance.json").exists()):  # missing after --resume of another run
-                _write_records(config, name, directory, record, resumed)
-            return RunLogger(directory, resumed)
+                changes = _write_records(config, name, directory, record, resumed)
+            logger = RunLogger(directory, resumed)
+        for line in changes:
+            logger.warning(line)
+        return logger
 
 
-def _write_records(config: Config, name: str, directory: Path, record: dict[str, Any], resumed: int | None) -> None:
+def _write_records(
+    config: Config, name: str, directory: Path, record: dict[str, Any], resumed: int | None
+) -> list[str]:
+    """Writes both files; returns a line for each data file that differs from that of the training that resumes."""
     # Only the global batch: with another number of ranks the local one would change it.
     portable = config.model_copy(update={"local_batch_size": None})
     path = directory / "provenance.json"
+    record["data"] = data_record(config)
     if resumed is not None:
         record["earlier"] = _earlier(path)
     with atomic_write([directory / "config.yaml", path]) as (config_file, record_file):
         config_file.write_text(configs.to_yaml(portable, name))
         record_file.write_text(json.dumps(record, indent=2) + "\n")
+    return data_changes(record["earlier"][-1].get("data"), record["data"]) if record.get("earlier") else []
 
 
 def _earlier(path: Path) -> list[dict[str, Any]]:
     """The records of the processes that trained the run before this one, oldest first."""
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        return [*before.pop("earlier", []), before]
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    if not os.path.lexists(path):  # the first start with --resume of another run
         return []
+    before = read_provenance(path)
+    earlier = before.pop("earlier", [])
+    records = [*(earlier if isinstance(earlier, list) else []), before]
+    return [record for record in records if isinstance(record, dict) and record]
 
 
 def _os_errors(directory: Path) -> contextlib.AbstractContextManager[None]:

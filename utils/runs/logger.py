@@ -16,8 +16,9 @@ from typing import IO, Any, Protocol
 
 from utils import config as configs
 from utils.config import Config
-from utils.files import atomic_write
+from utils.files import GIB, atomic_write, parse_json, read_text
 
+LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn
 LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 
@@ -96,7 +97,7 @@ class RunLogger(Logger):
     def _metrics(self) -> IO[str]:
         path = self._directory / "metrics.jsonl"
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            lines = read_text(path, GIB).splitlines(keepends=True)
         except FileNotFoundError:
             lines = []
         kept = [line for line in lines if line.endswith("\n") and _step(line) <= self._last_kept_step]
@@ -200,17 +201,25 @@ def _wait_for_a_later_second(folder: Path) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics.jsonl; a full disk may have truncated some."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+    """The readable lines of a metrics.jsonl, each with a step and numbers; a full disk may have truncated some."""
+    if not path.exists():
+        return []
+    return [record for line in read_text(path, GIB).splitlines() if (record := _record(line))]
 
 
 def _step(line: str) -> float:
-    """The step of a record; infinite if a kill truncated the line."""
+    """The step of a record; infinite if the line is damaged, for example truncated by a kill."""
+    return _record(line).get("step", math.inf)
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The numbers in a line; empty if it is damaged."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        values = parse_json(line)
+    except ValueError:
+        return {}
+    step = values.get("step") if isinstance(values, dict) else None
+    if type(step) is not int or not 0 <= step < LARGEST_STEP:
+        return {}
+    # The comparison excludes NaN and infinity, and integers that no float can represent.
+    return {name: value for name, value in values.items() if type(value) in (int, float) and abs(value) < LARGEST}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import subprocess
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 
 from utils.distributed.world import World, hostnames
+from utils.errors import os_reason
+from utils.files import read_json
+
+log = logging.getLogger(__name__)
 
 
 def provenance(world: World) -> dict[str, Any]:
@@ -30,6 +35,19 @@ def provenance(world: World) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions(),
     }
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """The record in a provenance.json; with a warning an empty one, if the file is missing or damaged."""
+    try:
+        record = read_json(path)
+        if isinstance(record, dict):
+            return record
+        reason = "it is not a mapping"
+    except (OSError, ValueError) as error:
+        reason = os_reason(error) if isinstance(error, OSError) else str(error)
+    log.warning("Cannot read %s: %s; the earlier provenance is lost", path, reason)
+    return {}
 
 
 def versions() -> dict[str, str]:

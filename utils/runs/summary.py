@@ -10,7 +10,7 @@ from pathlib import Path
 from utils.config import Config
 from utils.distributed.world import World
 from utils.evaluation import baselines, results
-from utils.files import atomic_write
+from utils.files import atomic_write, read_json
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.runs.logger import Logger
@@ -26,7 +26,7 @@ def is_finished(directory: Path, step: int, world: World) -> bool:
     written = False
     if world.is_root:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            written = json.loads((directory / SUMMARY).read_text(encoding="utf-8"))["steps"] == step
+            written = read_json(directory / SUMMARY)["steps"] == step
     return bool(world.gather_json(written)[0])
 
 
@@ -105,6 +105,7 @@ def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) 
             loader, steps = trainer.loaders.valid, result.steps
             pictures.append(training_figures.write_slices(trainer.step, loader, config, directory, logger, steps))
         reports = report.write_run_report(directory)
-    except (OSError, ImportError) as error:  # the training itself is complete
-        logger.warning(f"Cannot draw pictures in {directory}: {getattr(error, 'strerror', None) or error}")
+    except Exception as error:  # the training itself is complete
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning(f"Cannot draw pictures in {directory}: {reason}")
     return [*(f"picture: {path}" for path in pictures), *(f"report: {path}" for path in reports)]

@@ -1,0 +1,138 @@
+"""Damaged versions of a file, for tests of the functions that read it: damaged bytes, values, and kinds of files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+INVALID_UTF8 = (b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x00", b"\xef\xbb\xbf", b"\x85")
+# JSON texts of values that programs do not expect.
+TEXTS = ["null", "true", "-1", "0", "1e308", "-1e308", "1e999", "NaN", "-Infinity", "1" * 400, "1" * 5000, '""', '"x"']
+TEXTS += ["[]", "{}", "[1]", '{"step": 1}', "[" * 400 + "]" * 400, '{"a": ' * 60 + "1" + "}" * 60, "[[[null]]]"]
+TEXTS += ['"\\ud800"', '"$\\\\bad$"', "16.0", '"16"']
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content or b"x")
+    for _ in range(rng.choice((1, 1, 1, 8))):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def truncate(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randrange(len(content))]
+
+
+def insert(content: bytes, rng: random.Random) -> bytes:
+    place, added = rng.randrange(len(content)), rng.choice([*INVALID_UTF8, rng.randbytes(rng.randrange(1, 64))])
+    return content[:place] + added + content[place:]
+
+
+def remove(content: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(content))
+    return content[:place] + content[place + rng.randrange(1, 1 + len(content) // 2) :]
+
+
+def zero(content: bytes, rng: random.Random) -> bytes:
+    place, size = rng.randrange(len(content)), rng.randrange(1, 512)
+    return content[:place] + bytes(len(content[place : place + size])) + content[place + size :]
+
+
+def repeat(content: bytes, rng: random.Random) -> bytes:
+    place = rng.randrange(len(content))
+    return content[:place] + content[place : place + rng.randrange(1, 4096)] * 2 + content[place:]
+
+
+def bury(content: bytes, rng: random.Random) -> bytes:
+    """Nested so deeply that recursive readers fail."""
+    opening, closing = rng.choice(((b"[", b"]"), (b'{"a":', b"}"), (b"- ", b""), (b"(", b")")))
+    return opening * 100_000 + content + closing * 100_000
+
+
+BYTE_DAMAGES = (flip, flip, truncate, insert, remove, zero, repeat)
+
+
+def bytewise(content: bytes, count: int, seed: int) -> Iterator[bytes]:
+    """`count` damaged versions of the bytes, each different from them."""
+    rng = random.Random(seed)
+    yield from (version for version in (b"", b"\n", b"\0" * len(content), bury(content, rng)) if version != content)
+    made = 4
+    while made < count:
+        version = rng.choice(BYTE_DAMAGES)(content, rng)
+        if version != content:
+            made += 1
+            yield version
+
+
+def valuewise(value: Any, count: int, seed: int) -> Iterator[str]:
+    """`count` JSON texts that differ from `value` in one place, at any depth."""
+    rng = random.Random(seed)
+    yield from TEXTS
+    for number in range(count - len(TEXTS)):
+        changed = copy.deepcopy(value)
+        holders = [holder for holder in _holders(changed) if holder]
+        holder = rng.choice(holders)
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        marker = f"marker {number}"
+        action = rng.choice(("replace", "replace", "replace", "remove", "rename", "wrap", "duplicate"))
+        if action == "remove":
+            del holder[key]
+        elif action == "wrap":
+            holder[key] = [holder[key]]
+        elif action == "rename" and isinstance(holder, dict):
+            holder[rng.choice(("", "x", "step", "$\\bad$/valid", "Loss/valid", "\0"))] = holder.pop(key)
+        elif action == "duplicate" and isinstance(holder, dict):
+            holder[marker] = rng.choice(list(holder.values()))
+            yield json.dumps(changed).replace(json.dumps(marker), json.dumps(key))
+            continue
+        else:
+            holder[key] = marker
+        yield json.dumps(changed).replace(json.dumps(marker), rng.choice(TEXTS))
+
+
+def _holders(value: Any) -> Iterator[Any]:
+    """All lists and mappings in a value."""
+    if isinstance(value, dict | list):
+        yield value
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _holders(part)
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+    (path / "file").touch()
+
+
+def _large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**36)
+
+
+REPLACEMENTS: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "directory": _directory,
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "large": _large,
+}
+
+
+def replacements(path: Path, *without: str) -> Iterator[str]:
+    """Replaces the file by something else, one after the other; restores it at the end."""
+    kept = path.with_name(f"{path.name}.kept")
+    path.rename(kept)
+    for name, create in REPLACEMENTS.items():
+        if name in without:
+            continue
+        create(path)
+        yield name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    kept.rename(path)

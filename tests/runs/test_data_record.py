@@ -1,0 +1,183 @@
+"""provenance.json names the data of a run, and a training that is resumed with other data warns."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from dataset_files import cifar_files, drawn, write_idx
+from trainings import YAML
+
+from utils import config as configs
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.files import MIB
+from utils.runs.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
+from utils.runs.directory import open_run
+
+ALONE = World(Launch("test"), torch.device("cpu"))
+
+
+@pytest.fixture
+def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """start(config, resumed): opens a run, and returns the warnings about its data."""
+
+    def open_and_close(config: configs.Config, resumed: int | None = None) -> list[str]:
+        caplog.clear()
+        open_run(config, "test", tmp_path / "run", ALONE, resumed).close()
+        return [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+
+    return open_and_close
+
+
+def recorded(tmp_path: Path) -> dict[str, Any]:
+    return json.loads((tmp_path / "run" / "provenance.json").read_text())
+
+
+def volumes(folder: Path, volume_file: Any) -> dict[str, Any]:
+    """Changes of config 'test' for a training on two volumes of their own."""
+    folder.mkdir(exist_ok=True)
+    names = {"train_path": 1, "val_path": 2}
+    return {key: str(volume_file(folder / f"{key}.h5", seed=seed)) for key, seed in names.items()}
+
+
+def change_one_value(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file["Hydro"][-1, -1, -1, -1] += 1
+
+
+def add_an_attribute(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        file.attrs["redshift"] = 0.5
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (change_one_value, r"other content$"),
+        (add_an_attribute, r"other content$|\d+ bytes instead of \d+$"),
+        (append, r"\d+ bytes instead of \d+$"),
+    ],
+)
+def test_a_resumed_training_warns_about_changed_data(
+    tmp_path: Path, volume_file: Any, start: Any, change: Callable[[Path], None], says: str
+) -> None:
+    """It once continued silently on a file that had been replaced."""
+    paths = volumes(tmp_path / "data", volume_file)
+    config = configs.load(YAML, "test", paths)
+    assert start(config) == []
+    change(Path(paths["val_path"]))
+    warnings = start(config, resumed=8)
+    assert len(warnings) == 1
+    prefix = f"val_path {paths['val_path']} differs from the data of the training that resumes: "
+    assert warnings[0].startswith(prefix)
+    assert re.search(says, warnings[0])
+    assert start(config, resumed=8) == [], "each change is logged once"
+    change_one_value(Path(paths["val_path"]))
+    assert start(config) == [], "a training from scratch mixes nothing"
+
+
+def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume_file: Any, start: Any) -> None:
+    paths = volumes(tmp_path / "data", volume_file)
+    start(configs.load(YAML, "test", paths))
+    before = recorded(tmp_path)["data"]
+    os.utime(paths["train_path"], (1e9, 1e9))
+    moved = {**paths, "val_path": shutil.move(paths["val_path"], tmp_path / "moved.h5")}
+    assert start(configs.load(YAML, "test", {**moved, "val_path": str(moved["val_path"])}), resumed=8) == []
+    after = recorded(tmp_path)["data"]
+    assert after["val_path"]["path"] == str(tmp_path / "moved.h5")
+    assert before["train_path"]["modified"] != after["train_path"]["modified"]
+    for key in paths:
+        assert before[key]["sha256_of_samples"] == after[key]["sha256_of_samples"]
+        assert before[key]["bytes"] == after[key]["bytes"] > 0
+    swapped = configs.load(YAML, "test", {**paths, "val_path": paths["train_path"]})
+    (warning,) = start(swapped, resumed=8)
+    assert warning == (
+        f"val_path {paths['train_path']} differs from the data of the training that resumes: other content of "
+        f"{tmp_path / 'moved.h5'}"
+    )
+
+
+def test_npy_files_are_recorded_if_the_loader_reads_them(tmp_path: Path, volume_file: Any, start: Any) -> None:
+    paths = volumes(tmp_path / "data", volume_file)
+    for split in ("train", "val"):
+        for field in ("data", "label"):
+            path = tmp_path / f"{split}_{field}.npy"
+            np.save(path, np.zeros(3, np.float32))
+            paths[f"{split}_path_npy_{field}"] = str(path)
+    start(configs.load(YAML, "test", {**paths, "data_loader_config": "dali-lowmem"}))
+    assert recorded(tmp_path)["data"].keys() == paths.keys()
+    start(configs.load(YAML, "test", paths))
+    assert recorded(tmp_path)["data"].keys() == {"train_path", "val_path"}
+
+
+def test_synthetic_data_have_no_files_and_published_data_sets_have_theirs(tmp_path: Path, start: Any) -> None:
+    synthetic = configs.load(YAML, "test", {"data_loader_config": "synthetic"})
+    assert start(synthetic) == start(synthetic, resumed=8) == []
+    assert recorded(tmp_path)["data"] == {}
+    folder = tmp_path / "published"
+    (folder / "cifar-10-batches-bin").mkdir(parents=True)
+    write_idx(folder, drawn("mnist"), packed=False)
+    for name, content in cifar_files(drawn("cifar10")).items():
+        (folder / name).write_bytes(content)
+    base = {"data_loader_config": "classification", "dataset.directory": str(folder)}
+    for name, count in (("digits", 0), ("mnist", 4), ("cifar10", 6)):
+        config = configs.load(YAML, "test", {**base, "dataset.name": name})
+        assert len(data_record(config)) == count, name
+    mnist = configs.load(YAML, "test", {**base, "dataset.name": "mnist"})
+    start(mnist)
+    append(folder / "t10k-labels-idx1-ubyte")
+    (warning,) = start(mnist, resumed=8)
+    assert warning.startswith(f"t10k-labels-idx1-ubyte {folder / 't10k-labels-idx1-ubyte'} differs")
+
+
+def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
+    """A 39 GB file costs as little as this one: a change anywhere in the first MiB or in the last block is noticed."""
+    path, size = tmp_path / "train.h5", 2**35
+    path.touch()
+    os.truncate(path, size)
+    config = configs.load(YAML, "test", {"train_path": str(path), "val_path": str(tmp_path / "none.h5")})
+    before = data_record(config)
+    assert before.keys() == {"train_path"}, "files that the loader does not need may be missing"
+    for place, is_noticed in ((HEAD - 1, True), (size - 1, True), (HEAD + 1, False), (size // BLOCKS, True)):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert bool(data_changes(before, data_record(config))) == is_noticed, place
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\0")
+    small = tmp_path / "small.h5"
+    small.write_bytes(bytes(HEAD + BLOCK * BLOCKS // 2))
+    config = configs.load(YAML, "test", {"train_path": str(small)})
+    for place in range(0, small.stat().st_size, MIB // 8):
+        before = data_record(config)
+        with small.open("r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        assert data_changes(before, data_record(config)), "a file of few MiB is covered completely"
+
+
+@pytest.mark.parametrize("data", [None, [1], "x", {"val_path": None}, {"val_path": {"path": 1}}, {"val_path": [2]}])
+def test_a_damaged_record_of_data_is_not_compared(tmp_path: Path, volume_file: Any, start: Any, data: Any) -> None:
+    config = configs.load(YAML, "test", volumes(tmp_path / "data", volume_file))
+    start(config)
+    path = tmp_path / "run" / "provenance.json"
+    path.write_text(json.dumps({**recorded(tmp_path), "data": data}))
+    assert start(config, resumed=8) == []
+    assert recorded(tmp_path)["data"].keys() == {"train_path", "val_path"}

@@ -1,0 +1,84 @@
+"""The data files of a run in provenance.json, so that a resumed training notices other data under the same name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from utils.config import Config
+from utils.data import get_loader
+from utils.data.datasets import cifar, get_dataset
+from utils.data.plan import SPLITS
+from utils.data.splits import split_settings
+from utils.files import MIB, open_regular
+
+DIGEST = "sha256_of_samples"
+HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
+
+
+def data_record(config: Config) -> dict[str, dict[str, Any]]:
+    """Path, size, modification time and digest of each data file, by its config key or its name in the data set."""
+    found = {}
+    for name, path in _data_files(config):
+        try:
+            found[name] = _describe(path)
+        except OSError:
+            continue  # not every loader reads all files; one that needs the file has raised an error of its own
+    return found
+
+
+def data_changes(before: Any, now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each file whose content differs from the earlier record, which may be damaged."""
+    lines = []
+    for name, record in now.items():
+        earlier = before.get(name) if isinstance(before, Mapping) else None
+        if not isinstance(earlier, Mapping) or not {"path", "bytes", DIGEST} <= earlier.keys():
+            continue
+        if earlier["bytes"] != record["bytes"]:
+            change = f"{record['bytes']} bytes instead of {earlier['bytes']}"
+        elif earlier[DIGEST] != record[DIGEST]:
+            change = "other content"
+        else:
+            continue  # a file that was moved, copied or touched is the same
+        where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
+        lines.append(f"{name} {record['path']} differs from the data of the training that resumes: {change}{where}")
+    return lines
+
+
+def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
+    reads = get_loader(config.data_loader_config).reads
+    if config.dataset.name is not None:
+        folder = Path(config.dataset.directory)
+        published = get_dataset(config.dataset.name).checksums
+        unpacked = [name.removesuffix(".gz") for name in published]
+        if config.dataset.name == "cifar10":
+            unpacked += [file for files in cifar.FILES.values() for file in files]
+        yield from ((name, folder / name) for name in dict.fromkeys((*published, *unpacked)))
+    elif reads is not None:
+        for values in (split_settings(config, split) for split in SPLITS):
+            npy_keys = values.npy_keys if reads == "npy" or config.data_loader_config == "auto" else ()
+            for key in (values.key, *npy_keys):
+                if getattr(config, key) is not None:
+                    yield key, Path(getattr(config, key))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    """The digest is of the size, the first MiB, which holds the header, and blocks at equal distances up to the end."""
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        digest = hashlib.sha256(f"{status.st_size} ".encode())
+        digest.update(file.read(HEAD))
+        for number in range(1, BLOCKS + 1):
+            file.seek(max(HEAD, number * (status.st_size - BLOCK) // BLOCKS))
+            digest.update(file.read(BLOCK))
+    modified = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.st_mtime))
+    return {
+        "path": str(path.resolve()),
+        "bytes": status.st_size,
+        "modified": modified,
+        DIGEST: digest.hexdigest(),
+    }
