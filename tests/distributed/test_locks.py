@@ -37,6 +37,7 @@ def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(locks, "TOUCH_SECONDS", 0.02)
     monkeypatch.setattr(locks, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(locks, "STALE_SECONDS", GENEROUS)
+    monkeypatch.setattr(os, "_exit", lambda _: None)  # otherwise an owner that loses its file would end the tests
     return tmp_path / ".lock.owner"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from disks import small_disk
 from processes import run_ranks
 
 from utils.distributed.launch import Launch
+from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.runs.directory import RunDirectory
@@ -53,6 +55,14 @@ def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
             RunDirectory(path, ALONE).__enter__()
         assert os.listdir(path) == [".lock"]
     assert os.listdir(tmp_path) == []
+
+
+def test_a_restarted_job_waits_for_the_end_of_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    predecessor = open_locked(tmp_path / ".lock", "locked")
+    threading.Timer(0.1, predecessor.close).start()
+    with RunDirectory(tmp_path, ALONE):
+        assert predecessor.closed
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
