@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -185,10 +186,15 @@ def assert_same_run(expected: Path, found: Path, steps: int) -> None:
     assert files(expected) == files(found)
 
 
-def files(run: Path) -> set[str]:
-    """The files of a run, without those of TensorBoard, which has one per start, and without the lock."""
-    paths = {str(path.relative_to(run)) for path in run.rglob("*")}
-    return {path for path in paths if "events.out" not in path and path != ".lock"}
+def files(run: Path) -> list[str]:
+    """The files of a run, without those of TensorBoard, which has one per start, and without the lock.
+
+    After a stop signal, which torchrun and srun send, the last checkpoint but one is that of another step.
+    """
+    paths = [str(path.relative_to(run)) for path in run.rglob("*")]
+    last, best = max(run.glob("checkpoints/step_*")).name, os.readlink(run / "checkpoints" / "best")
+    paths = [re.sub(rf"(?!{last}|{best})step_\d+", "step_other", path) for path in paths]
+    return sorted(path for path in paths if "events.out" not in path and path != ".lock")
 
 
 class KillTest:
