@@ -198,7 +198,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
         (directory / name).write_text(f"precious {name}")
 
     def found() -> dict[Path, tuple[bytes, int]]:
-        files = (path for path in directory.rglob("*") if path.is_file() and path.name not in (".lock", ".discard"))
+        files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
     before = found()
