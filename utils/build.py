@@ -46,7 +46,8 @@ from utils.runs.directory import run_directory
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
-from utils.training.checkpoint import FOLDER, read_weights, weights_file
+from utils.training.checkpoint import FOLDER, read_weights
+from utils.training.checkpoint import resolve_weights as resolve_weights
 from utils.training.checkpointer import build_checkpointer
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
@@ -348,16 +349,6 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
         raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
     record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
     return TrainedNetwork(module.to(device).eval(), config, record)
-
-
-def resolve_weights(checkpoint: str, world: World) -> Path:
-    """The weights file that `checkpoint` names, the same on all ranks.
-
-    A training that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
-    """
-    with world.raise_together():
-        weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""
-    return Path(world.gather_json(weights)[0])
 
 
 def predictor(

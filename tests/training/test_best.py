@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from log_lines import other_lines
-from processes import GENEROUS, context, run
+from processes import GENEROUS, context, run, run_ranks
 from trainings import YAML, NoWaiting, assert_same_training, directory
 
 import train
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.training import checkpointer as checkpointers
@@ -31,6 +32,7 @@ from utils.training.checkpoint import (
     write,
 )
 from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.resume import Start
 
 KILLED = 9
 # Validation losses by the number of steps: the second epoch is the best.
@@ -205,6 +207,27 @@ def test_a_copy_of_the_best_checkpoint_alone_is_one(tmp_path: Path) -> None:
     folder = make(tmp_path / "run" / FOLDER, {8: 8})
     step_directory(folder, 8).rename(folder / BEST)
     assert weights_file(tmp_path / "run") == folder / BEST / WEIGHTS
+
+
+class LoadedWeights:
+    """A step that keeps the weights it loads."""
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.weights = weights
+
+
+def start_from(world: World, runs: list[str]) -> float:
+    """A weight that this rank has loaded with --init_from; each rank finds another run there."""
+    step: Any = LoadedWeights()
+    Start({}, runs[world.rank]).restore(step, world)
+    return float(step.weights["weight"][0])
+
+
+def test_all_ranks_start_from_the_same_weights(tmp_path: Path) -> None:
+    """A fixed bug: each rank looked for the best checkpoint, which a training that still runs may replace meanwhile."""
+    for step in (8, 16):
+        make(tmp_path / str(step) / FOLDER, {step: step})
+    assert run_ranks(start_from, 2, [str(tmp_path / str(step)) for step in (8, 16)]) == [8.0, 8.0]
 
 
 SCRIPTS = {"predict.py": ["--output=OUT.h5"], "evaluate.py": ["--output=OUT"], "export.py": ["--output=OUT.pt2"]}

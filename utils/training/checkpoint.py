@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_directory, open_regular, read_text
 from utils.training.state import TrainState
@@ -174,6 +175,16 @@ def read_weights(path: Path) -> dict[str, Any]:
     if not isinstance(content.get("network"), dict):
         raise UserError(f"{file} holds no network; give {WEIGHTS} in the same directory")
     return content
+
+
+def resolve_weights(checkpoint: str, world: World) -> Path:
+    """The weights file that `checkpoint` names, the same on all ranks.
+
+    A training that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
+    """
+    with world.raise_together():
+        weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""
+    return Path(world.gather_json(weights)[0])
 
 
 @contextlib.contextmanager

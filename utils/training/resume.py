@@ -29,6 +29,7 @@ from utils.training.checkpoint import (
     DamagedCheckpoint,
     damage_for_users,
     read_weights,
+    resolve_weights,
     stored_config,
     verify,
 )
@@ -86,8 +87,9 @@ class Start:
                 step.load_state({"network": found.weights["network"], **found.training})
             _restore_random(found, world)
         elif self._init_from is not None:
+            weights = resolve_weights(self._init_from, world)  # the same on all ranks, even if that run saves meanwhile
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
-                step.load_weights(read_weights(Path(self._init_from))["network"])
+                step.load_weights(read_weights(weights)["network"])
         return self._state
 
     def describe(self) -> list[str]:
