@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import os
@@ -101,12 +102,15 @@ def _remove(path: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Waits until the file or directory is on disk. Not every file system can flush a directory."""
-    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+    try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def copy_file(source: str | Path, target: str | Path, description: str) -> None:

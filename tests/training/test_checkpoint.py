@@ -522,6 +522,18 @@ def limited_file_sizes() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def failing_on_directories() -> Any:
+    """Context in which a directory cannot be flushed to the disk."""
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    return mock.patch.object(os, "fsync", fail)
+
+
 def failing(function: str, error: Exception) -> Any:
     return mock.patch.object(os, function, side_effect=error)
 
@@ -531,6 +543,7 @@ def failing(function: str, error: Exception) -> Any:
     [
         (limited_file_sizes, "File too large"),
         (lambda: failing("fsync", OSError(5, "Input/output error")), "Input/output error"),
+        (failing_on_directories, "Input/output error"),
         (lambda: failing("rename", MemoryError("no memory")), "no memory"),
         (lambda: failing("mkdir", OSError(30, "Read-only file system")), "Read-only file system"),
     ],
