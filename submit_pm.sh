@@ -101,9 +101,8 @@ if [ -z "$CONTAINER_RUNTIME" ]; then
   CONTAINER_RUNTIME=none
   if [ -n "$CONTAINER_IMAGE$job_image" ]; then CONTAINER_RUNTIME=shifter; fi
 fi
-if [ "$CONTAINER_RUNTIME" != none ] && [[ $DATA_DIR$LOGS_DIR == *[:\;]* ]]; then
+[[ $CONTAINER_RUNTIME == none || $DATA_DIR$LOGS_DIR != *[:\;]* ]] ||
   fail "a container cannot mount DATA_DIR or LOGS_DIR if its path contains : or ;"
-fi
 container=()
 volumes=(${DATA_DIR:+--volume="$DATA_DIR:/data"} ${LOGS_DIR:+--volume="$LOGS_DIR:/logs"})
 case $CONTAINER_RUNTIME in
@@ -201,16 +200,18 @@ while
   status=$?
   [ -n "$interrupted" ]
 do :; done
-if [ "$status" != 0 ] && code=$(readlink -- "$exit_link"); then status=$code; fi
+recorded=''
+if [ "$status" != 0 ] && recorded=$(readlink -- "$exit_link"); then status=$recorded; fi
 rm -f -- "$exit_link"
 
 # --- requeue or exit ---
 
-# Before the program catches the requested signal, or a preemption's TERM, the step ends by that signal.
+# A recorded 75 proves that the state is saved. Ranks that have not connected yet have nothing to save: the requested
+# signal, or a preemption's TERM, ends them, or they exit with 75. But so they do after the TERM of -K1.
 resumable() {
-  case $status in
+  case ${recorded:-"unrecorded $status"} in
   "$EXIT_AGAIN") ;;
-  143 | "$((128 + stop_number))") [ -n "$stop_asked" ] || preempted ;;
+  "unrecorded $EXIT_AGAIN" | 'unrecorded 143' | "unrecorded $((128 + stop_number))") [ -n "$stop_asked" ] || preempted ;;
   *) return 1 ;;
   esac
 }
@@ -233,5 +234,7 @@ if resumable; then
     fi
     echo "submit_pm.sh: cannot be requeued; submit the same command again to resume" >&2
   fi
+elif [ "$status" = "$EXIT_AGAIN" ]; then
+  status=1 # another rank has failed and could not record its code
 fi
 exit "$status"

@@ -120,6 +120,8 @@ def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submiss
         (mounted, 2, podman),
         (record.format("record(75)", 143), 75, {}),
         (record.format("record(0)", 143), 143, {}),
+        ("exit 75", 1, {}),  # ranks that could not connect to one that failed to start
+        ("trap : USR1; kill -s USR1 $PPID; sleep 1; exit 75", 75, {}),
         (record.format("record(1)", 0), 0, {}),  # torchrun has restarted the ranks
         (record.format("record(2)", 143), 143, {"LOGS_DIR": "/proc"}),  # not writable
     ]
