@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -112,7 +113,7 @@ def test_a_start_without_all_ranks_times_out(port: int) -> None:
 def test_a_rank_of_another_run_is_refused(port: int) -> None:
     """The ranks of two runs with the same port trained together."""
     other = {**IDENTITY, "config": "b", "run directory": "/runs/b"}
-    root, refused, right = start_ranks(port, [(0, IDENTITY), (1, other), (2, IDENTITY)])
+    root, refused, right = start_ranks(port, [(0, IDENTITY), (1, other), (2, IDENTITY)], 5.0)
     assert (
         str(root) == "rank 1 belongs to another run than rank 0: it differs in config (b, not a), run directory "
         "(/runs/b, not none); start all ranks with the same command and program, and give each of several runs a "
@@ -120,9 +121,8 @@ def test_a_rank_of_another_run_is_refused(port: int) -> None:
     )
     assert type(root) is UserError  # printed by rank 0
     assert (type(refused), str(refused)) == (LocalError, str(root)), "printed in the output of the other run, too"
-    # Rank 0 does not wait for all ranks before it refuses one: rank 2 may be too late to have an answer.
-    assert isinstance(right, UserError | dist.DistError)
-    assert isinstance(right, dist.DistError) or (type(right), str(right)) == (UserError, str(root))
+    # Rank 0 does not wait for all ranks before it refuses one: rank 2 may be too late for this answer.
+    assert str(right) in (str(root), "no answer from rank 0")
 
 
 def test_two_processes_with_one_rank_are_never_in_the_same_start(port: int) -> None:
@@ -274,7 +274,7 @@ def test_a_port_in_use_ends_rank_0_at_once(start: Callable[..., Program], connec
         program = start(connecting(2 * GENEROUS), 0, listener.getsockname()[1])
         assert program.end().returncode == 2, program.text
     (line,) = errors(program.text)
-    assert "Address already in use" in line
+    assert re.search("Address already in use .* that no other run uses MASTER_PORT", line)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -304,8 +304,8 @@ def test_ranks_of_a_torchrun_that_was_killed_end(
 # --- addresses -----------------------------------------------------------------------------------------------------
 
 
-def listening_addresses(world: World) -> list[str]:
-    """The local addresses, in the kernel's notation, at which the process listens."""
+def listening_addresses(world: World) -> tuple[list[str], str]:
+    """The local addresses, in the kernel's notation, at which the process listens; gloo's network interface."""
     dist.all_reduce(torch.ones(1))
     opened = set()
     for entry in Path("/proc/self/fd").iterdir():
@@ -315,14 +315,15 @@ def listening_addresses(world: World) -> list[str]:
             continue
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
     listening = [line for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in opened]
-    return [line[1].split(":")[0] for line in listening]
+    return [line[1].split(":")[0] for line in listening], os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def test_ranks_of_a_single_node_listen_on_the_loopback_only() -> None:
     """Other machines could read and write the store of ranks whose MASTER_ADDR was 127.0.0.1."""
-    for rank, addresses in enumerate(run_ranks(listening_addresses, 2)):
+    for rank, (addresses, interface) in enumerate(run_ranks(listening_addresses, 2)):
         assert len(addresses) >= (3 if rank == 0 else 2), "the store, gloo and the watchdog"
         assert set(addresses) == {"0100007F"}
+        assert interface == "lo", "otherwise gloo listens at the address of the host's name"
 
 
 def test_a_name_that_resolves_to_a_loopback_address_may_belong_to_several_nodes() -> None:

@@ -373,6 +373,17 @@ def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
 
 
 @pytest.mark.slow
+def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Callable[..., Torchrun]) -> None:
+    """The kernel signals only ranks that have asked for it before torchrun ended; the others ran on."""
+    program = torchrun([], LONG)
+    wait_until(lambda: len(program.ranks("")) == 2)
+    ranks = program.ranks("")
+    program.process.kill()
+    wait_until(lambda: all(has_ended(pid) for pid in ranks))
+    assert "epoch" not in program.text
+
+
+@pytest.mark.slow
 def test_ranks_that_torchrun_restarts_resume(torchrun: Callable[..., Torchrun], tmp_path: Path) -> None:
     """One rank is killed; the other exits by itself or by torchrun; both resume from the newest checkpoint."""
     program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")

@@ -40,7 +40,7 @@ def rendezvous(
             f"cannot resolve MASTER_ADDR of {address} ({error.strerror}); set it to the first node"
         ) from None
     failure = f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at {address}"
-    remedy = "check MASTER_ADDR, MASTER_PORT and that all ranks were started"
+    remedy = "check MASTER_ADDR, that no other run uses MASTER_PORT, and that all ranks were started"
     # Store operations block without a time limit if the process at that address does not answer.
     limit = threading.Timer(timeouts.rendezvous + LIMIT_SECONDS, _give_up, [f"{failure} (no answer); {remedy}"])
     limit.daemon = True
@@ -111,21 +111,23 @@ def store_of_this_start(
     because each node's agent has its own count. A rank may read the name of an earlier start, until rank 0 replaces it.
     """
     deadline = time.monotonic() + seconds
-    join = _call_ranks(store, size, identity, deadline) if rank == 0 else _call_root(store, rank, identity, deadline)
-    return dist.PrefixStore(join, store)
+    if rank == 0:
+        return dist.PrefixStore(_accept_ranks(store, size, identity, deadline), store)
+    return dist.PrefixStore(_call_root(store, rank, identity, deadline), store)
 
 
-def _call_ranks(store: dist.Store, size: int, identity: Mapping[str, str], deadline: float) -> str:
+def _accept_ranks(store: dist.Store, size: int, identity: Mapping[str, str], deadline: float) -> str:
     """Rank 0's part of store_of_this_start; returns the name of the start."""
     start, calls = f"start {secrets.token_hex(8)}", dict[int, list[str]]()
+    missing = list(range(1, size))
     store.set("start", json.dumps([start, identity]))
     for _ in _until(deadline):
-        missing = [rank for rank in range(1, size) if rank not in calls]
         for rank in missing:
             if store.check([f"{start}, rank {rank}"]):
                 calls[rank] = json.loads(store.get(f"{start}, rank {rank}"))
+        missing = [rank for rank in missing if rank not in calls]
         refusal = next((difference for _, difference in calls.values() if difference), "")
-        if refusal or len(calls) == size - 1:
+        if refusal or not missing:
             store.set(f"{start}, answer", json.dumps([refusal, [number for number, _ in calls.values()]]))
             break
     else:
