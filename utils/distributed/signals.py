@@ -139,9 +139,8 @@ def _exit(line: str, code: int) -> None:
     """Ends the process from the thread that waits for signals; rank 0 prints the line."""
     if launched_rank() == 0:
         os.write(2, f"{line}\n".encode())  # sys.stderr has a lock
-    if (
-        code != EXIT_RESUMABLE
-    ):  # Slurm also sends SIGTERM if another rank has failed: only a save proves that 75 is true
+    # Slurm also sends SIGTERM if another rank has failed, whose exit code counts.
+    if code != EXIT_RESUMABLE:
         record_exit_code(code)
     os._exit(code)
 
