@@ -344,7 +344,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
         module = network(config.model_copy(update=plain))
     try:
         module.load_state_dict(content["network"])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).splitlines()[1:2]).strip() or str(error)
         raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
     record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}

@@ -20,6 +20,7 @@ from damage import bytewise, replacements, valuewise
 from trainings import NoWaiting, assert_equal
 
 import train
+from utils import build
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -29,7 +30,7 @@ from utils.runs import summary
 from utils.runs.directory import _earlier
 from utils.runs.logger import RunLogger, read_records
 from utils.runs.provenance import read_provenance
-from utils.training import checkpoint
+from utils.training import checkpoint, resume
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -244,3 +245,47 @@ def test_checkpoint(run: Path, name: str, count: int) -> None:
     for kind in replacements(path, *(["large"] if name != checkpoint.CHECKSUMS else [])):
         assert isinstance(outcome(lambda: checkpoint.load_newest(folder)), UserError), kind
         assert name != checkpoint.WEIGHTS or isinstance(outcome(lambda: checkpoint.read_weights(run)), UserError), kind
+
+
+@few_or_many
+def test_weights_without_digests(run: Path, tmp_path: Path, count: int) -> None:
+    """Weights that were copied alone; a changed value cannot be noticed."""
+    path = tmp_path / "weights.pt"
+    content = checkpoint.weights_file(run).read_bytes()
+
+    def read() -> build.TrainedNetwork:
+        return build.load_trained(path, torch.device("cpu"))
+
+    outcomes(path, [content], read)
+    outcomes(path, bytewise(content, count, 13), read)
+    for kind in replacements(path, "large"):
+        assert isinstance(outcome(read), UserError), kind
+
+
+@pytest.mark.parametrize("key", [*checkpoint.WEIGHTS_KEYS, *checkpoint.TRAINING_KEYS])
+@pytest.mark.parametrize("value", [None, 1, "x", [], {}, [None], {"x": None}, {1: 2}, torch.zeros(2)], ids=str)
+def test_checkpoint_with_a_value_of_another_type(run: Path, data_flags: list[str], key: str, value: Any) -> None:
+    """The digests match: such a file was written by another program, or another version of this one."""
+    whole = checkpoint.load_newest(run / checkpoint.FOLDER)
+    assert whole is not None
+    weights, training = dict(whole.weights), dict(whole.training)
+    (weights if key in weights else training)[key] = value
+    checkpoint.write(whole.path, weights, training)
+    config = configs.load(str(run / "config.yaml"), "test").for_world(1)
+
+    def resume_training() -> None:
+        start = resume.find_start(run, "auto", None, config.model_dump(), ALONE)
+        start.restore(build.step(config, ALONE, build.model(config)), ALONE)
+
+    found = outcome(resume_training)
+    assert isinstance(found, UserError) or key in ("optimizer", "scaler", "random", "config", "state")
+    outcome(lambda: build.load_trained(run, torch.device("cpu")))
+
+
+def test_link_to_the_best_checkpoint(run: Path) -> None:
+    link, step = run / checkpoint.FOLDER / checkpoint.BEST, checkpoint.step_directory(Path(), STEP).name
+    for target in ("nowhere", checkpoint.BEST, "/dev/zero", "..", ".", f"{step}/weights.pt", "x" * 250, f"../{step}"):
+        link.unlink()
+        link.symlink_to(target)
+        found = outcome(lambda: checkpoint.weights_file(run))
+        assert isinstance(found, UserError) or found.samefile(run / checkpoint.FOLDER / step / checkpoint.WEIGHTS)

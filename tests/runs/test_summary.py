@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
-from trainings import CLOCKS, curves
+from training_that_dies import MOMENTS
+from trainings import CLOCKS, YAML, NoWaiting, curves
 
 import train
 from utils.runs import summary
-from utils.runs.logger import RunLogger
 from utils.training.trainer import Trainer
 
-TOP = Path(__file__).parent.parent.parent
 PICTURES = ["loss_curves.png", "slices.png"]
+
+
+FAST = {"after the last checkpoint", "between two pictures", "while summary.json is written"}
+
+
+MARKS: tuple[Any, Any] = (pytest.mark.slow, ())
 
 
 class Killed(BaseException):
     """Ends a training at once, as a signal would."""
 
 
-def die(*arguments: Any) -> None:
-    raise Killed
+def flags(expdir: Path) -> list[str]:
+    return [f"--yaml_config={YAML}", "--config=test", f"--set=expdir={expdir}", "--set=report_pictures=true"]
 
 
 @pytest.fixture
-def start(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
+def start(
+    tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Path, str]]:
     """start(name, *flags): one start of a training of config 'test' -> (its run directory, its log lines)."""
 
-    def run(name: str, *flags: str) -> tuple[Path, str]:
-        common = [f"--yaml_config={TOP / 'config' / 'UNet.yaml'}", "--config=test", f"--set=expdir={tmp_path}"]
-        train.main([*common, *data_flags, f"--run_num={name}", "--set=report_pictures=true", *flags])
+    NoWaiting().install(monkeypatch.setattr)
+
+    def run(name: str, *more: str) -> tuple[Path, str]:
+        train.main([*flags(tmp_path), *data_flags, f"--run_num={name}", *more])
         return tmp_path / "test" / "1GPU" / name, capsys.readouterr().err
 
     return run
@@ -48,19 +59,26 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("moment", ["before the hyperparameters", "before summary.json"])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
+    """The directory of a training that was not interrupted."""
+    expdir = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patched:
+        NoWaiting().install(patched.setattr)
+        train.main([*flags(expdir), *data_flags, "--run_num=whole"])
+    return expdir / "test" / "1GPU" / "whole"
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MOMENTS]
+)
 def test_a_restart_writes_the_summary_that_a_kill_prevented(
-    moment: str, tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
+    moment: str, tmp_path: Path, start: Any, whole: Path, data_flags: list[str]
 ) -> None:
     """A run killed between its last checkpoint and its end once never got its hparam scalars."""
-    whole, _ = start("whole")
-    with monkeypatch.context() as patch:
-        if moment == "before the hyperparameters":
-            patch.setattr(RunLogger, "hparams", die)
-        else:
-            patch.setattr(summary, "write_summary", die)
-        with pytest.raises(Killed):
-            start("killed")
+    script = Path(__file__).with_name("training_that_dies.py")
+    ended = processes.run([script, moment, *flags(tmp_path), *data_flags, "--run_num=killed"], tmp_path / "output")
+    assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
     run = tmp_path / "test" / "1GPU" / "killed"
     assert not (run / summary.SUMMARY).exists()
     before = contents(run)
@@ -69,6 +87,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     assert "trained network" in printed, "the table of results"
     assert scalars(run) == scalars(whole), "each value once"
     assert all((run / name).exists() for name in PICTURES)
+    assert not list(run.glob(".*.partial"))
     summaries = [json.loads((path / summary.SUMMARY).read_text()) for path in (run, whole)]
     assert summaries[0]["steps"] == 16
     assert summaries[0]["final_loss"] == summaries[1]["final_loss"]

@@ -28,7 +28,7 @@ class _StrictSafeLoader(yaml.SafeLoader):
         """Counts the nodes of each value before any is constructed."""
         event = self.peek_event()
         line = event.start_mark.line + 1
-        node = super().compose_node(parent, index)
+        node: Any = super().compose_node(parent, index)
         if not isinstance(event, yaml.AliasEvent):
             parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
             is_scalar = isinstance(node, yaml.ScalarNode)

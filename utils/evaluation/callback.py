@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import Volume
+from utils.data.files.hdf5 import Volume, reading
 from utils.data.files.size_check import SizeCheck
 from utils.evaluation import results
 from utils.evaluation.results import Results
@@ -83,7 +83,8 @@ def plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
     def reader(field: Any) -> ReadPlanes:
         def planes(start: int, stop: int) -> np.ndarray:
             size_check.check()
-            return np.asarray(field[:, start:stop])
+            with reading(volume.path):
+                return np.asarray(field[:, start:stop])
 
         return planes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from utils.config import Config
 from utils.distributed.world import World
 from utils.evaluation import baselines, results
-from utils.files import atomic_write, read_json
+from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.runs.logger import Logger
@@ -40,6 +40,7 @@ def begin_run(directory: Path, resume: str, start: Start, world: World, logger: 
     with world.raise_together():
         if world.is_root:
             repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
+            recover(directory)
             results.remove_after(directory / results.FOLDER, last_step)
             (directory / SUMMARY).unlink(missing_ok=True)
     for line in start.describe():

@@ -38,6 +38,8 @@ from utils.training.state import TrainState
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
+REMEDY = "give this training another --run_num"
+
 # File among the checkpoints while a job is about to replace them because of --resume=no: if it is restarted in
 # between, it must not resume from them. The name ends with the job, because a restart of another job must resume.
 DISCARD = ".discard"
@@ -83,9 +85,9 @@ class Start:
         """
         found, self._checkpoint = self._checkpoint, None
         if found is not None:
-            with _must_fit(str(found.path), "give this training another --run_num"):
+            with _must_fit(str(found.path), REMEDY):
                 step.load_state({"network": found.weights["network"], **found.training})
-            _restore_random(found, world)
+                _restore_random(found, world)
         elif self._init_from is not None:
             weights = resolve_weights(self._init_from, world)  # the same on all ranks, even if that run saves meanwhile
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
@@ -134,7 +136,8 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
             found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
         elif resume not in ("auto", "no"):
             overridden.append(f"--resume={resume}")
-    return Start(config, init_from, found, overridden)
+    with _must_fit(str(found and found.path), REMEDY):
+        return Start(config, init_from, found, overridden)
 
 
 def discard_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
@@ -192,13 +195,19 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def _must_fit(source: str, remedy: str) -> Iterator[None]:
-    """Converts the ValueErrors of weights and state that belong to another training to UserErrors."""
+    """Converts the ValueErrors of weights and state that belong to another training to UserErrors.
+
+    Also other errors of state that another version of this program wrote, with other keys or types.
+    """
     try:
         yield
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
+    except (LookupError, TypeError, AttributeError) as error:
+        reason = f"a key or type is not that of this version ({type(error).__name__}: {error})"
+        raise UserError(f"{source} does not fit this training: {reason}; {remedy}") from error
 
 
 def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:

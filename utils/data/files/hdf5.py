@@ -6,6 +6,7 @@ cache. Chunked or compressed datasets are read through h5py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +67,9 @@ class Volume:
         for number, channel, planes in self.slab_locations():
             field = (self.inputs, self.targets)[number]
             request_read_ahead(field, channel, planes)
-            yield DATASETS[number], channel, planes.start, field[channel, planes]
+            with reading(self.path):
+                values = field[channel, planes]
+            yield DATASETS[number], channel, planes.start, values
 
 
 def slab_planes(shape: Sequence[int]) -> list[slice]:
@@ -86,25 +89,24 @@ class FieldReader:
 
     def __init__(self, path: str, name: str, channels: int, transform: TransformConfig) -> None:
         """Raises UserError if the file does not match the config."""
-        file = open_file(path)
-        dataset = checked_dataset(file, path, name, channels, is_cube=False)
-        check_transform(file.attrs, transform, path)
+        with reading(path):
+            file = open_file(path)
+            dataset = checked_dataset(file, path, name, channels, is_cube=False)
+            check_transform(file.attrs, transform, path)
+            self.attributes = dict(file.attrs)
+            self._values = _map_if_contiguous(dataset)
         self.path, self.name = path, name
         self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
-        self.attributes = dict(file.attrs)
         self.shape: tuple[int, int, int] = dataset.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
-        self._values = _map_if_contiguous(dataset)
         self._size_check = SizeCheck((str(dataset.file.filename),))  # a dataset may be a link into another file
 
     def planes(self, start: int, stop: int) -> np.ndarray:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
         self._size_check.check()
-        try:
+        with reading(self.path):
             values = np.asarray(self._values[:, start:stop])
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {_reason(error)}") from None
         place = _nonfinite_place(values)
         if place is None:
             return values
@@ -126,11 +128,13 @@ def open_volume(
     """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
     path = str(path)
     remedy = "give another path" if key is None else f"simulate one with python -m utils.simulation, or set {key}"
-    file = open_file(path, remedy)
-    datasets = [checked_dataset(file, path, name, count, box) for name, count in zip(DATASETS, channels, strict=True)]
-    if transform is not None:
-        check_transform(file.attrs, transform, path)
-    fields = [_map_if_contiguous(dataset) for dataset in datasets]
+    with reading(path):
+        file = open_file(path, remedy)
+        counts = zip(DATASETS, channels, strict=True)
+        datasets = [checked_dataset(file, path, name, count, box) for name, count in counts]
+        if transform is not None:
+            check_transform(file.attrs, transform, path)
+        fields = [_map_if_contiguous(dataset) for dataset in datasets]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
     # A dataset may be a link into another file.
@@ -146,6 +150,19 @@ def open_file(path: str, remedy: str = "give another path") -> h5py.File:
         raise UserError(f"no such file: {path}; {remedy}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Converts the errors of h5py, which raises many types for a damaged file, to UserErrors."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {_reason(error)}") from None
+    except Exception as error:
+        raise UserError(f"cannot read {path}: the file is damaged ({' '.join(str(error).split())})") from None
 
 
 def _reason(error: OSError) -> str:

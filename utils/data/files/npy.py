@@ -6,6 +6,7 @@ Rows of a crop are C times as long as in the HDF5 file, so that a crop from an u
 from __future__ import annotations
 
 import os
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def _open(path: str, shape: tuple[int, ...], create: str, recreate: str) -> np.n
             array = np.lib.format.open_memmap(path, mode="r")
         except FileNotFoundError:
             raise UserError(f"no such file: {path}; {create}") from None
-        except ValueError as error:
+        except (ValueError, SyntaxError, RecursionError, tokenize.TokenError) as error:  # of the text in the header
             reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
             raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
     if array.dtype != np.dtype("<f4") or array.shape != shape or not array.flags.c_contiguous:

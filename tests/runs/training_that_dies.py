@@ -1,0 +1,42 @@
+"""Trains, and ends with SIGKILL at a moment of the run's end: training_that_dies.py MOMENT FLAG..."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import train
+from utils import files
+from utils.evaluation import report, training_figures
+from utils.runs import summary
+from utils.runs.logger import RunLogger
+
+FLUSH = files._flush
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_summary(path: Path) -> None:
+    FLUSH(path)
+    if path.name.startswith(f".{summary.SUMMARY}"):
+        die()
+
+
+MOMENTS = {
+    "after the last checkpoint": (summary, "finish_run", die),
+    "before the hyperparameters": (RunLogger, "hparams", die),
+    "after the hyperparameters": (summary.baselines, "volume_losses", die),
+    "between two pictures": (training_figures, "write_slices", die),
+    "after the pictures": (report, "write_run_report", die),
+    "before summary.json": (summary, "write_summary", die),
+    "while summary.json is written": (files, "_flush", die_in_summary),
+}
+
+if __name__ == "__main__":
+    setattr(*MOMENTS[sys.argv.pop(1)])
+    train.main(sys.argv[1:])
