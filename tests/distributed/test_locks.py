@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from processes import GENEROUS
+from processes import GENEROUS, context
 
 from utils.distributed import locks
 from utils.distributed.locks import Claim, open_locked
@@ -70,6 +73,31 @@ def test_without_locks_the_file_of_a_dead_owner_is_taken_over(
     with open_locked(tmp_path / ".lock", "locked"):
         assert owner.read_text() not in ("dead", "dead, too")
     assert os.listdir(tmp_path) == [".lock"]
+
+
+def hold_until_killed(owner: Path) -> None:
+    assert Claim(owner).acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_without_locks_the_file_of_a_process_that_was_killed_on_this_machine_is_taken_over_at_once(
+    tmp_path: Path, owner: Path
+) -> None:
+    """Here a file counts as stale after GENEROUS seconds only."""
+    process = context().Process(target=hold_until_killed, args=(owner,))
+    process.start()
+    process.join(GENEROUS)
+    left = json.loads(owner.read_text())
+    started = time.monotonic()
+    with open_locked(tmp_path / ".lock", "locked"):
+        assert json.loads(owner.read_text())[2] == os.getpid()
+        assert left[2] == process.pid
+        ours = json.loads(owner.read_text())
+    owner.write_text(json.dumps([*ours[:3], "the start of an earlier process with the same number", ""]))
+    open_locked(tmp_path / ".lock", "locked").close()
+    assert time.monotonic() - started < GENEROUS
+    for alive in (ours, [*left[:1], "another machine", *left[2:]]):
+        assert not locks._is_dead(json.dumps(alive).encode())
 
 
 def test_without_locks_only_one_process_takes_over(

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import json
 import logging
 import os
 import socket
@@ -106,13 +107,14 @@ def is_locked(path: Path) -> bool:
 class Claim:
     """A lock for file systems without locks: a file that its owner creates exclusively and touches every few seconds.
 
-    A process that finds the file watches it, and takes it over if it does not change for STALE_SECONDS. It compares no
-    clocks and no process ids, which machines and containers that share a directory do not share.
+    A process that finds the file takes it over at once if the owner was on this machine and is dead, or else if the
+    file does not change for STALE_SECONDS. It compares no clocks, which machines that share a directory do not share.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._token = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex}\n".encode()
+        place = [socket.gethostname(), _process_namespace(), os.getpid(), _started(os.getpid()), uuid.uuid4().hex]
+        self._token = json.dumps(place).encode()
         self._released: threading.Event | None = None  # None: not acquired
 
     def acquire(self) -> bool:
@@ -144,11 +146,12 @@ class Claim:
         found, successor = _state(path), path.with_name(f"{path.name}.next")
         if found is None:
             return self._create(path)
-        log.warning("Waiting for up to %.0f s to see whether the owner of %s is alive", STALE_SECONDS, path)
-        for _ in range(round(STALE_SECONDS / POLL_SECONDS)):  # a count: time passes while a process is suspended
-            time.sleep(POLL_SECONDS)
-            if _state(path) != found:
-                return False
+        if not _is_dead(found[1]):
+            log.warning("Waiting for up to %.0f s to see whether the owner of %s is alive", STALE_SECONDS, path)
+            for _ in range(round(STALE_SECONDS / POLL_SECONDS)):  # a count: time passes while a process is suspended
+                time.sleep(POLL_SECONDS)
+                if _state(path) != found:
+                    return False
         if not self._create(successor):
             return False
         if _state(path) != found:
@@ -169,6 +172,37 @@ class Claim:
                     os.write(2, line.encode())
                     os._exit(1)
                 os.utime(self.path)
+
+
+def _is_dead(token: bytes) -> bool:
+    """True if the owner ran on this machine, where its process id means the same process, and has ended."""
+    try:
+        _, namespace, process, started, _ = json.loads(token)
+        if not namespace or namespace != _process_namespace():
+            return False
+        os.kill(process, 0)  # sends nothing
+        return _started(process) != started  # the number may belong to a later process
+    except ProcessLookupError:
+        return True
+    except (ValueError, TypeError, OverflowError, PermissionError):
+        return False
+
+
+def _process_namespace() -> str:
+    """The start of this machine and the namespace of its process ids, which each container may have; "" if unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(process: int) -> str:
+    """The start of a process in clock ticks since boot; "" if there is no such process."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]  # field 22 of proc(5)
 
 
 def _state(path: Path) -> tuple[int, bytes] | None:
