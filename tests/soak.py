@@ -159,7 +159,7 @@ def measure(run: Run) -> dict[str, float]:
     run.launcher.start({})
     moments: dict[str, float] = {}
     while not run.launcher.has_ended():
-        if moments or run.launcher.running():
+        if moments or set(range(RANKS)) & set(run.launcher.running()):
             moments.setdefault(run.phase(), time.monotonic())
         time.sleep(0.01)
     codes = run.launcher.wait()
