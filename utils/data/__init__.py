@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from utils.config import nearest
 from utils.data.loader import Batch, Loader, Loaders, LoaderSpec
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
 from utils.errors import UserError
@@ -23,5 +24,6 @@ def get_loader(name: str) -> LoaderSpec:
     """The loader `name`; UserError if the name is unknown."""
     if name not in LOADERS:
         known = ", ".join(LOADERS)
-        raise UserError(f"unknown data_loader_config {name}; known: {known}; choose one with --data_loader_config")
+        hint = nearest(name, LOADERS) or "; choose one with --data_loader_config"
+        raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
     return LOADERS[name]
