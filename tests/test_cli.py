@@ -11,7 +11,7 @@ import train
 from utils import cli
 from utils.config import Config, flatten, load, to_yaml
 from utils.config.schema import ProfileConfig
-from utils.data import LOADERS
+from utils.data import LOADERS, get_loader
 from utils.errors import UserError
 
 CONFIGS = "test: {enable_amp: True, global_batch_size: 64, Nsamples: 1024}\nplain: {enable_amp: False}"
@@ -38,8 +38,9 @@ def changes(config_of: Any, *flags: str) -> dict[str, Any]:
 
 def test_each_flag_sets_only_its_key(config_of: Any) -> None:
     for switch in cli.SWITCHES:
-        assert changes(config_of, f"--{switch}") == {switch: True}
+        assert changes(config_of, f"--{switch}") == ({} if switch == "enable_fused" else {switch: True})
     values: dict[str, tuple[str, Any]] = {
+        "amp_mode": ("bf16", True),
         "data_loader_config": ("synthetic", "synthetic"),
         "local_batch_size": ("16", 16),
         "num_epochs": ("3", 3),
@@ -49,7 +50,7 @@ def test_each_flag_sets_only_its_key(config_of: Any) -> None:
     }
     assert set(values) == set(cli.VALUES)
     for flag, (text, value) in values.items():
-        key = "profile.profiler" if flag == "profiler" else flag
+        key = {"profiler": "profile.profiler", "amp_mode": "enable_amp"}.get(flag, flag)
         assert changes(config_of, f"--{flag}", text) == changes(config_of, f"--{flag}={text}") == {key: value}
 
 
@@ -111,6 +112,7 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
         (["--enable_amp=yes"], "--enable_amp: ignored explicit argument 'yes'"),
         (["--resum=no"], "unrecognized arguments: --resum=no; did you mean --resume?"),
+        (["--foo"], "unrecognized arguments: --foo; see --help"),
         (["--set_string", "expdir"], "--set_string expdir: expected key=value"),
         (["--set_string", "expdir=/x/\udcff"], "not UTF-8; rename the file or directory"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
@@ -122,6 +124,17 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
 def test_invalid_command_line_raises_a_user_error(flags: list[str], says: str) -> None:
     with pytest.raises(UserError, match=says):
         cli.parse(flags)
+
+
+def test_an_unknown_loader_is_answered_with_a_similar_one() -> None:
+    """Fixed: --data_loader_config=dali_lowmem only listed the loaders."""
+    for name, hint in (
+        ("dali_lowmem", "did you mean dali-lowmem?"),
+        ("dali", "did you mean dali-lowmem?"),
+        ("tape", "choose one with --data_loader_config"),
+    ):
+        with pytest.raises(UserError, match=f"^unknown data_loader_config {name}; known: lowmem, .*auto; {hint}"):
+            get_loader(name)
 
 
 def test_defaults_and_flags_with_optional_values() -> None:

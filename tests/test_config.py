@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from utils.config import REPLACED_KEYS, Config, flatten, load, parse_value, read_file, to_yaml, validate
+from utils.config import REPLACED_KEYS, Config, flatten, load, parse_value, read_file, similar, to_yaml, validate
 from utils.errors import UserError
 
 
@@ -255,6 +255,8 @@ def test_keys_of_earlier_versions_are_refused_with_a_remedy(key: str, remedy: st
     [
         ("conv_init", "unknown key conv_init; did you mean weight_init.conv_init?"),
         ("step_lr", "unknown key step_lr"),
+        ("patch_size", "unknown key patch_size"),
+        ("amp_mod", "unknown key amp_mod; did you mean amp_mode?"),
         ("lr_schedule.width", "unknown key lr_schedule.width; did you mean network.width?"),
         ("network.rewriten", "unknown key network.rewriten; network.rewritten is now network.space_to_depth"),
     ],
@@ -263,6 +265,23 @@ def test_unknown_keys_are_answered_with_similar_keys_of_all_sections_or_earlier_
     """A fixed bug: conv_init, a key of weight_init, was answered with checkpoint."""
     with pytest.raises(UserError, match=rf"^config 'c': {re.escape(says)}$"):
         validate(nested(key, 1), "c")
+
+
+def test_only_near_names_are_suggested() -> None:
+    """A fixed bug: amp_mode was answered with Nsamples, and patch_size with data_size."""
+    keys = list(Config.model_fields)
+    for word, name in (
+        ("num_epoch", "num_epochs"),
+        ("epochs", "num_epochs"),
+        ("num_workers", "num_data_workers"),
+        ("nsamples", "Nsamples"),
+        ("exp_dir", "expdir"),
+        ("cache", "use_cache"),
+        ("apex", "enable_apex"),
+    ):
+        assert similar(word, keys) == name
+    for word in ("amp_mode", "patch_size", "data_dir", "time_means_path", "num_iters", "world_size", "path", "lr", ""):
+        assert similar(word, keys) is None, word
 
 
 def test_a_value_in_place_of_a_section_is_reported_without_pydantics_names() -> None:

@@ -6,13 +6,13 @@ Also holds the parser and the options that the other entry scripts share.
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from utils.config import default_name, parse_value
+from utils.config import default_name, parse_value, similar, translate
 from utils.errors import UserError, launched_rank
 
 MAX_NAME_BYTES = 255  # of a file or directory name, on all common file systems
@@ -44,10 +44,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
-        match = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1) if unknown else []
-        hint = f"did you mean {match[0]}?" if match and message.startswith("unrecognized") else "see --help"
-        raise UserError(f"{message}; {hint}")
+        prefix, match = "unrecognized arguments: ", None
+        if message.startswith(prefix):
+            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
+            match = similar(unknown.lstrip("-"), [option.lstrip("-") for option in self._option_string_actions])
+        raise UserError(f"{message}; {f'did you mean --{match}?' if match else 'see --help'}")
 
     def print_help(self, file: Any = None) -> None:
         if launched_rank() == 0:
@@ -70,6 +71,7 @@ def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = F
 SWITCHES = {
     "enable_amp": "mixed precision",
     "enable_apex": "apex's fused Adam if installed, otherwise torch's",
+    "enable_fused": "no effect: adam is always fused",
     "enable_jit": "compile the network and the loss",
     "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, then exit",
     "enable_manual_profiling": "profile some steps",
@@ -77,6 +79,7 @@ SWITCHES = {
     "noddp": "do not exchange gradients",
 }
 VALUES: dict[str, tuple[type, str]] = {
+    "amp_mode": (str, "mixed precision: none, fp16 (float16) or bf16 (bfloat16)"),
     "data_loader_config": (str, "loader: {loaders}"),
     "local_batch_size": (int, "samples per step and rank; sets the global batch size"),
     "num_epochs": (int, "number of epochs"),
@@ -175,15 +178,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of train.py; raises UserError for an invalid command line."""
     arguments = build_parser().parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
-    overrides = {KEYS.get(name, name): value for name, value in given.items()} | dict(
-        change.read() for change in arguments.changes
-    )
+    flags = {KEYS.get(name, name): value for name, value in given.items()}
+    changes = dict(change.read() for change in arguments.changes)
+    # Each is translated on its own, so that --set overrides flags whatever the spelling of either.
+    flags, changes = (translate(values, "command line", on_command_line=True) for values in (flags, changes))
     _check_run_num(arguments.run_num)
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     return Options(
         yaml_config=arguments.yaml_config,
         config=arguments.config or default_name(arguments.yaml_config),
-        overrides=overrides,
+        overrides=flags | changes,
         **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
     )

@@ -1,6 +1,7 @@
 """The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen.
 
-`schema` declares every key. This module reads YAML files, applies overrides, names the faults and writes a config back.
+`schema` declares every key; `aliases` translates other names of some. This module reads YAML files, applies overrides,
+reports faults and writes a config back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from utils.config.aliases import ALIASES, translate
 from utils.config.schema import Config, Section
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError, os_errors_for_users
@@ -21,6 +23,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 LARGEST_FILE = MIB  # a file of configs; the shipped ones have 4 KiB
 LONGEST_SHOWN = 500  # characters of a value in an error message
+SIMILAR = 0.75  # difflib's ratio; below it, unrelated names that share a word, such as patch_size and data_size
 
 # Keys of configs that earlier versions wrote, and what became of them.
 REPLACED_KEYS = {
@@ -66,7 +69,8 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
 
     Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}.
     """
-    values, overrides = _find(path, name), overrides or {}
+    source = f"config '{name}'"
+    values, overrides = translate(_find(path, name), source), translate(overrides or {}, source, on_command_line=True)
     if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
         values = {**values, "local_batch_size": None}
     for key, value in overrides.items():
@@ -162,10 +166,10 @@ def _hint(section: type[Section], key: str) -> str:
     same = [other for other in known if other.rpartition(".")[2] == name]
     if same:
         return f"; did you mean {' or '.join(same)}?"
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    match = difflib.get_close_matches(name, siblings, n=1)
+    siblings = {other.rpartition(".")[2]: other for other in (*known, *ALIASES) if other.rpartition(".")[0] == parent}
+    match = similar(name, siblings)
     if match:
-        return f"; did you mean {siblings[match[0]]}?"
+        return f"; did you mean {siblings[match]}?"
     old = difflib.get_close_matches(key, REPLACED_KEYS, n=1, cutoff=0.8)
     return f"; {old[0]} {REPLACED_KEYS[old[0]]}" if old else ""
 
@@ -178,8 +182,16 @@ def _dotted_keys(section: type[Section], prefix: str = "") -> Iterable[str]:
             yield from _dotted_keys(field.annotation, f"{prefix}{name}.")
 
 
+def similar(word: str, known: Iterable[str]) -> str | None:
+    """The known name spelled almost like `word`, or else the only one that contains it; None if there is none."""
+    word, lower = word.lower(), {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word, lower, n=1, cutoff=SIMILAR)
+    if not matches and len(word) > 2:
+        matches = [name for name in lower if word in name]
+    return lower[matches[0]] if len(matches) == 1 else None
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A question that suggests the most similar of the `known` words; empty if none is similar."""
-    lower = {candidate.lower(): candidate for candidate in known}
-    match = difflib.get_close_matches(word.lower(), lower, n=1)
-    return f"; did you mean {lower[match[0]]}?" if match else ""
+    """A question that suggests the known name similar to `word`; empty if there is none."""
+    match = similar(word, known)
+    return f"; did you mean {match}?" if match else ""
