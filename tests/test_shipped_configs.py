@@ -1,13 +1,14 @@
-"""Tests of the shipped configs, and of a file with exactly the keys of the original."""
+"""Tests of the shipped configs, and of files with exactly the keys of the original and of its later edition."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import train
-from utils.config import load, read_file, to_yaml
+from utils.config import Config, load, read_file, to_yaml
 from utils.optim.schedules import build_schedule
 
 TOP = Path(__file__).parent.parent
@@ -60,6 +61,26 @@ opt:
   global_batch_size: 512
 """
 
+# Of the edition of SC22: amp_mode in place of enable_amp, except in a config that inherits `amp_mode: none`.
+LATER_KEYS = (
+    ORIGINAL_KEYS.replace("enable_amp: False", "amp_mode: none")
+    + """bf16:
+  <<: *base
+  amp_mode: bf16
+  enable_fused: True
+"""
+)
+# The sizes in these files, and those that a test can train with.
+TINY = {
+    "global_batch_size: 512": "global_batch_size: 4",
+    "batch_size: 64": "batch_size: 2",
+    "Nsamples: 65536": "Nsamples: 8",
+    "Nsamples_val: 8192": "Nsamples_val: 4",
+    "num_epochs: 10": "num_epochs: 1",
+    "warmup_steps: 128": "warmup_steps: 1",
+    "box_size: [1024, 512]": "box_size: [64, 64]",
+}
+
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_original_config_has_the_values_of_the_original(name: str) -> None:
@@ -106,3 +127,39 @@ def test_file_with_the_keys_of_the_original_equals_the_shipped_base_except_for_s
     assert "116,977,029 parameters" in printed
     assert "global batch 512" in printed
     assert printed.endswith("preflight: all checks passed\n")
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "step"),
+    [
+        (ORIGINAL_KEYS, "base", "no autocast"),
+        (ORIGINAL_KEYS, "opt", "bfloat16 autocast"),
+        (LATER_KEYS, "base", "no autocast"),
+        (LATER_KEYS, "opt", "bfloat16 autocast"),
+        (LATER_KEYS, "bf16", "bfloat16 autocast"),
+    ],
+    ids=["original", "original with AMP", "SC22", "SC22 with an inherited amp_mode", "SC22 with amp_mode"],
+)
+def test_files_with_the_keys_of_the_original_and_of_its_later_edition_train(
+    keys: str, name: str, step: str, tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only values are replaced by tiny ones; the network is made narrow on the command line."""
+    for old, new in (TINY | {"/data/": f"{tmp_path}/", "'/logs'": f"'{tmp_path}/logs'"}).items():
+        assert old in keys
+        keys = keys.replace(old, new)
+    path = tmp_path / "theirs.yaml"
+    path.write_text(keys)
+    for seed, volume in enumerate(("train.h5", "val.h5")):
+        volume_file(tmp_path / volume, box=64, seed=seed)
+    ours = {"network.width": 2, "device": "cpu", "report_pictures": False}
+    command = [f"--yaml_config={path}", f"--config={name}", *(f"--set={key}={value}" for key, value in ours.items())]
+    train.main([*command, "--preflight"])
+    assert capsys.readouterr().out.endswith("preflight: all checks passed\n")
+    train.main(command)
+    (run,) = (tmp_path / "logs" / name).glob("*/00")
+    log = (run / "out.log").read_text()
+    for line in ("  Avg val loss=", f"Step: {step}\n", "DONE ---- rank 0"):
+        assert line in log
+    saved = str(run / "config.yaml")
+    assert load(saved, name) == load(str(path), name, ours)
+    assert set(read_file(saved)[name]) == set(Config.model_fields), "saved with this project's keys only"
