@@ -25,6 +25,7 @@ def refusals(path: Path, versions: Iterable[bytes], read: Callable[[], Any]) -> 
     """The number of versions of the file that `read` refuses in one line; no other error may be raised."""
     errors = []
     for version in versions:
+        path.unlink()  # HDF5 shares what it has cached among all openings of a file
         path.write_bytes(version)
         try:
             read()
@@ -40,7 +41,8 @@ def test_damaged_hdf5_file(tmp_path: Path, layout: dict[str, Any], count: int) -
     """A damaged header once ended with a traceback: h5py raises RuntimeError, KeyError and others."""
     path = write_volume(tmp_path / "a.h5", box=BOX, **layout)
     with h5py.File(path, "r+") as file:
-        file.attrs.update(box_size_mpc_h=10.0, periodic=True, redshift=0.5, cosmology="x" * 20)
+        # No text of variable length: libhdf5 reads some damaged ones forever (github.com/HDFGroup/hdf5/issues/1707).
+        file.attrs.update(box_size_mpc_h=10.0, periodic=True, redshift=0.5, cosmology=np.bytes_("x" * 20))
     content, head = path.read_bytes(), 2200
 
     def read() -> None:
