@@ -54,6 +54,7 @@ def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile
 
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NVIDIA_TF32_OVERRIDE")
+MPI = ("OMPI_", "MV2_", "MPI_", "MPIRUN_", "PMI", "PALS_", "PBS_")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +71,7 @@ def own_logging() -> Iterator[None]:
 def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Removes variables of launchers and of the benchmark; restores logging, signals and the number of threads."""
     for name in list(os.environ):
-        if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_")):
+        if name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "BENCHY_", "TORCHELASTIC_", *MPI)):
             monkeypatch.delenv(name)
     root = logging.getLogger()
     handlers, level, benchmark = list(root.handlers), root.level, torch.backends.cudnn.benchmark

@@ -41,9 +41,10 @@ class Stopped(Exception):
 
 def launched_rank() -> int:
     """The rank of this process according to the launcher's environment variables; needs no process group."""
-    # In a step Slurm's variables precede those of MPI; outside a step SLURM_PROCID is that of the batch script.
+    # In a step of mpiexec's daemons SLURM_PROCID is that of the daemon; outside a step that of the batch script.
     slurm = ("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()
-    for name in ("RANK", *slurm, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK"):
+    mpi = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+    for name in ("RANK", *mpi, *slurm, "PALS_RANKID", "PMIX_RANK"):
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)

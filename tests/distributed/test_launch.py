@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ SLURM_STEP = {
     "SLURM_NODELIST": "nid[000001-000004]",
     "SLURM_STEP_NODELIST": "nid[000003-000004]",
 }
+
+
+def names(pattern: str) -> dict[str, str]:
+    """MPI's variables of rank 5 of 8 ranks on two nodes."""
+    return {pattern.format(name): value for name, value in zip(ROLES, ("5", "8", "1", "4"), strict=True)}
+
+
+ROLES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+CRAY = {**names("PMI_{}"), "PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
 # --- the launcher's environment ------------------------------------------------------------------------------------
@@ -48,8 +59,8 @@ BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in
             Launch("slurm", 5, 1, 8, "elsewhere", 1234, "slurm 3003.2"),
         ),
         ({**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1"}, Launch("slurm", 5, 1, 8, "127.0.0.1", STEP_PORT, "slurm 3003.2")),
-        # `srun --mpi=pmi2` sets MPI's variables, too.
-        ({**SLURM_STEP, "PMI_SIZE": "8"}, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT, "slurm 3003.2")),
+        # `srun --mpi=cray_shasta` and `--mpi=pmi2` set variables of MPI as well, the latter without local ranks.
+        ({**SLURM_STEP, **CRAY}, Launch("slurm", 5, 1, 8, "nid000003", STEP_PORT, "slurm 3003.2")),
         ({"PMI_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "1"}, Launch("single process")),
         ({**TORCHRUN, "PMI_SIZE": "2"}, Launch("environment", 5, 1, 8, "node1", 29400)),  # one torchrun per node
         # A batch script also has SLURM_PROCID=0 and SLURM_NTASKS=16, but no other ranks.
@@ -58,6 +69,81 @@ BATCH_SCRIPT = {key: value for key, value in SLURM_STEP.items() if "STEP" not in
 )
 def test_the_launcher_is_found_from_the_environment(environment: dict[str, str], launch: Launch) -> None:
     assert read_launch(environment) == launch
+
+
+# Rank 5 of 8 ranks on two nodes.
+PALS = {**CRAY, "PALS_APID": "1a2b", "PBS_JOBID": "17.pbs"}
+DAEMONS = {**SLURM_STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+MPI = {
+    "Open MPI 4": {**names("OMPI_COMM_WORLD_{}"), "OMPI_MCA_ess_base_jobid": "7", "PMIX_NAMESPACE": "7"},
+    "Open MPI 5": {**names("OMPI_COMM_WORLD_{}"), "PMIX_NAMESPACE": "prterun-node1-9@1"},
+    "MVAPICH": {**names("MV2_COMM_WORLD_{}"), "MPIRUN_ID": "4711"},
+    "MPICH": HYDRA,
+    "PALS": PALS,
+}
+JOBS = {"Open MPI 4": "7", "Open MPI 5": "prterun-node1-9@1", "MVAPICH": "4711", "MPICH": "", "PALS": "1a2b"}
+
+
+def mpi_port(job: str) -> int:
+    return 15000 + zlib.crc32(job.encode()) % 15000 if job else 29500
+
+
+@pytest.mark.parametrize(
+    ("mpi", "step"),
+    [
+        *((mpi, {}) for mpi in MPI),
+        *((mpi, DAEMONS) for mpi in MPI if mpi != "PALS"),  # srun itself sets the variables of PALS
+        *((mpi, {**DAEMONS, "SLURM_STEP_NUM_TASKS": "8"}) for mpi in MPI if mpi != "PALS"),
+    ],
+)
+def test_ranks_of_mpiexec_use_the_variables_of_their_mpi(mpi: str, step: dict[str, str]) -> None:
+    """Also in an allocation of Slurm, where mpiexec starts its daemons in a step with one task per node."""
+    environment, job = {**step, **MPI[mpi], "MASTER_ADDR": "node1"}, JOBS[mpi]
+    if step and not job:
+        job = step["SLURM_JOB_ID"]
+    assert read_launch(environment) == Launch("mpiexec", 5, 1, 8, "node1", mpi_port(job), f"mpiexec {job}".strip())
+    assert read_launch({**environment, "MASTER_PORT": "1234"}).master_port == 1234
+    assert read_launch({**environment, **TORCHRUN}).launcher == "environment"
+
+
+@pytest.mark.parametrize("mpi", MPI)
+def test_a_single_rank_of_mpiexec_trains_alone(mpi: str) -> None:
+    one = {name: "1" if "SIZE" in name or "NRANKS" in name else value for name, value in MPI[mpi].items()}
+    assert read_launch(one) == Launch("single process")
+    assert read_launch({**SLURM_STEP, **one}).launcher == "slurm"
+
+
+def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("x3005c0s7b0n0.hsn.cm\nx3005c0s7b1n0.hsn.cm\n")
+    pbs = {**PALS, "PBS_NODEFILE": str(nodes)}
+    assert read_launch(pbs).master_addr == "x3005c0s7b0n0.hsn.cm"
+    assert read_launch({**pbs, "PMI_LOCAL_SIZE": "8"}).master_addr == "127.0.0.1", "all ranks are on one node"
+    assert read_launch({**pbs, "MASTER_ADDR": "elsewhere"}).master_addr == "elsewhere"
+    slurm = {**HYDRA, "SLURM_JOB_NODELIST": "nid[000001-000002]"}
+    assert read_launch(slurm).master_addr == "nid000001"
+    with pytest.raises(LocalError, match=r"MASTER_ADDR is missing for the 8 ranks .* export MASTER_ADDR=<name of rank"):
+        read_launch(HYDRA)
+    nodes.unlink()  # PBS writes it on the job's first node only
+    with pytest.raises(
+        LocalError, match=r"cannot read PBS_NODEFILE .*; export MASTER_ADDR=.*head -n 1.* before mpiexec"
+    ):
+        read_launch(pbs)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID is set, but none of .*PMI_SIZE; set RANK, "),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but none of .*OMPI_COMM_WORLD_SIZE, "),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*MPI_LOCALRANKID, .*; set RANK, "),
+        ({**SLURM_STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*MPI_LOCALRANKID, "),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*PMI_RANK, "),
+    ],
+)
+def test_ranks_of_an_unknown_mpi_do_not_train_alone(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=f"the rank environment is incomplete: {message}"):
+        read_launch(environment)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +171,6 @@ def test_any_step_has_a_port(step: str) -> None:
     assert 15000 <= read_launch({**SLURM_STEP, "SLURM_STEP_ID": step}).master_port < 30000
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
-@pytest.mark.parametrize("step", [{}, SLURM_STEP])
-def test_ranks_of_mpiexec_do_not_run_alone(name: str, step: dict[str, str]) -> None:
-    """Also in an allocation of Slurm: mpiexec starts its daemons in a step with one task per node."""
-    message = f"{name} is 2, but mpiexec is not supported; start the ranks with torchrun or srun"
-    with pytest.raises(UserError, match=message):
-        read_launch({**step, name: "2"})
-
-
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +181,9 @@ def test_ranks_of_mpiexec_do_not_run_alone(name: str, step: dict[str, str]) -> N
         ({"SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
         ({"RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),
         ({"OMPI_COMM_WORLD_RANK": "3", "SLURM_PROCID": "0"}, 3),
-        ({"PMI_RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 3),
+        ({"PMI_RANK": "1", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0"}, 1),  # the step of mpiexec's daemons
+        ({"MV2_COMM_WORLD_RANK": "2"}, 2),
+        ({"PALS_RANKID": "3", "PMIX_RANK": "3"}, 3),
         ({"RANK": "x"}, 0),
     ],
 )
