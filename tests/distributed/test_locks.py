@@ -75,6 +75,19 @@ def test_without_locks_the_file_of_a_dead_owner_is_taken_over(
     assert os.listdir(tmp_path) == [".lock"]
 
 
+def test_a_process_with_locks_respects_the_live_owner_of_one_without(tmp_path: Path, owner: Path) -> None:
+    """Nodes may mount the same file system with and without locks. A file that a dead owner left is removed."""
+    with open_locked(tmp_path / ".lock", "locked"), pytest.MonkeyPatch.context() as other:
+        other.setattr(locks.fcntl, "flock", lambda *_: None)
+        with pytest.raises(UserError, match=r"^locked$"):
+            open_locked(tmp_path / ".lock", "locked")
+        owner.write_text(json.dumps(["", locks._process_namespace(), 2**22 + 1, "", ""]))
+        assert not locks.is_locked(tmp_path / ".lock")
+        with open_locked(tmp_path / ".lock", "locked"):
+            assert locks.is_locked(tmp_path / ".lock")
+        assert os.listdir(tmp_path) == [".lock"]
+
+
 def hold_until_killed(owner: Path) -> None:
     assert Claim(owner).acquire()
     os.kill(os.getpid(), signal.SIGKILL)

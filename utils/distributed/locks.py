@@ -19,7 +19,7 @@ import time
 import uuid
 from pathlib import Path
 
-from utils.errors import UserError, os_reason
+from utils.errors import UserError, os_reason, record_exit_code
 
 TOUCH_SECONDS, STALE_SECONDS = 5.0, 60.0  # between two signs of life; without one until an owner counts as dead
 POLL_SECONDS = 0.5
@@ -55,7 +55,8 @@ class LockedFile(io.FileIO):
                 self._claim.path.name,
             )
             return self._claim.acquire()
-        return True
+        # A process whose node has no locks may own the directory all the same.
+        return not self._claim.path.exists() or self._claim.acquire()
 
     def is_current(self) -> bool:
         """False if its last owner has removed it before the lock was taken."""
@@ -89,8 +90,9 @@ def open_locked(path: Path, fault: str, seconds: float = 0.0) -> LockedFile:
 
 def is_locked(path: Path) -> bool:
     """True if a process seems to hold the lock of `open_locked(path)`; changes nothing."""
-    if path.with_name(f"{path.name}.owner").exists():
-        return True  # possibly that of a process that was killed
+    owner = _state(path.with_name(f"{path.name}.owner"))
+    if owner is not None and not _is_dead(owner[1]):
+        return True  # possibly that of a process that was killed on another machine
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -137,8 +139,12 @@ class Claim:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return self._take_over(path)
-        with open(descriptor, "wb") as file:
-            file.write(self._token)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(self._token)
+        except OSError:  # a full disk
+            path.unlink()
+            raise
         return True
 
     def _take_over(self, path: Path) -> bool:
@@ -170,6 +176,7 @@ class Claim:
                 if self._owner() not in (self._token, None) and not released.is_set():
                     line = f"error: another process took {self.path} over while this one was suspended; it ends here\n"
                     os.write(2, line.encode())
+                    record_exit_code(1)
                     os._exit(1)
                 os.utime(self.path)
 
