@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -116,8 +117,8 @@ def test_a_rank_of_another_run_is_refused(port: int) -> None:
     root, refused, right = start_ranks(port, [(0, IDENTITY), (1, other), (2, IDENTITY)], 5.0)
     assert (
         str(root) == "rank 1 belongs to another run than rank 0: it differs in config (b, not a), run directory "
-        "(/runs/b, not none); start all ranks with the same command and program, and give each of several runs a "
-        "MASTER_PORT of its own"
+        "(/runs/b, not none); start all ranks with the same command and program in the same directory, and give each "
+        "of several runs a MASTER_PORT of its own"
     )
     assert type(root) is UserError  # printed by rank 0
     assert (type(refused), str(refused)) == (LocalError, str(root)), "printed in the output of the other run, too"
@@ -135,12 +136,35 @@ def test_two_processes_with_one_rank_are_never_in_the_same_start(port: int) -> N
         assert (accepted, str(rejected)) == (root, "no answer from rank 0")
 
 
+@pytest.mark.parametrize("text", ["", "start 0123", "[1]", "{}", '["start x", 5]', "[" * 100_000])
+def test_values_of_another_program_in_the_store_end_in_one_line(port: int, text: str) -> None:
+    """They ended in tracebacks, of rank 0 as well."""
+    stranger = client(port)
+    stranger.set("start", text)
+    with pytest.raises(LocalError, match="another program may use this MASTER_PORT"):
+        store_of_this_start(client(port), 1, 2, GENEROUS, IDENTITY)
+    stranger.delete_key("start")
+
+    def call_rank_0(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(LocalError, match="another program may use this MASTER_PORT"):
+                store_of_this_start(client(port), 0, 2, GENEROUS, IDENTITY)
+            ended.append(rank)
+        else:
+            start, _ = json.loads(stranger.get("start"))
+            stranger.set(f"{start}, rank 1", text)
+
+    ended: list[int] = []
+    run_threads(call_rank_0, 2)
+    assert ended == [0]
+
+
 def test_a_late_rank_has_no_answer(port: int) -> None:
     """Neither a second rank 1 nor rank 3 of a larger run, which rank 0 has not compared."""
     assert start_ranks(port, [(rank, IDENTITY) for rank in range(3)]) == ["of one start"] * 3
     with pytest.raises(TimeoutError, match="no answer from rank 0"):
         store_of_this_start(client(port), 1, 3, 0.3, IDENTITY)
-    with pytest.raises(TimeoutError, match=r"rank 3 .* differs in number of ranks \(4, not 3\)"):
+    with pytest.raises(LocalError, match=r"rank 3 .* differs in number of ranks \(4, not 3\)"):
         store_of_this_start(client(port), 3, 4, 0.3, {**IDENTITY, "number of ranks": "4"})
 
 
@@ -157,6 +181,8 @@ def test_the_identity_covers_program_script_command_and_launcher(
         for text in ("first", "second"):
             file.write_text(text)
             digests.append(program_digest())
+    (tmp_path / "utils" / ".#a.py").symlink_to("nowhere")  # of an editor
+    assert program_digest() == digests[-1]
     (tmp_path / "utils" / "a.py").rename(tmp_path / "utils" / "c.py")
     digests.append(program_digest())
     assert len(set(digests)) == len(digests)

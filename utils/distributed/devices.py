@@ -41,7 +41,9 @@ def choose_devices(name: str, launch: Launch, store: dist.Store) -> RankDevice:
         device, error = torch.device("cpu"), str(caught)
     store.set(f"device of rank {launch.rank}", error or _identity(device))
     ranks = range(launch.world_size)
-    answers = [answer.decode() for answer in store.multi_get([f"device of rank {rank}" for rank in ranks])]
+    answers = [
+        answer.decode(errors="replace") for answer in store.multi_get([f"device of rank {rank}" for rank in ranks])
+    ]
     if store.add("devices read", 1) == launch.world_size:
         store.set("devices read by all", "")
     if launch.rank == 0:

@@ -22,7 +22,7 @@ def digest(text: str) -> str:
 def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
     """The identity of this rank's run: `known` by the entry script, command line, program and launcher.
 
-    It contains nothing that may differ between ranks of a run, such as the host, the device or the working directory.
+    It contains nothing that may differ between ranks of a run, such as the host or the device.
     """
     return {
         **known,
@@ -36,7 +36,8 @@ def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
 def program_digest() -> str:
     """Digest of the program's source files. It does not call git, which many ranks would do at the same time."""
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    paths = sorted(path for package in PACKAGES for path in (TOP / package).rglob("*.py"))
+    # Editors create hidden files next to those that they edit, also links to nowhere.
+    paths = sorted(path for package in PACKAGES for path in (TOP / package).rglob("[!.]*.py"))
     with os_errors_for_users("cannot read the program's files", "check the file system", LocalError):
         files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
         if script.is_file():
@@ -52,5 +53,5 @@ def describe_differences(rank: int, own: Mapping[str, str], expected: Mapping[st
     differences = ", ".join(f"{name} ({own.get(name) or 'none'}, not {expected.get(name) or 'none'})" for name in names)
     return (
         f"rank {rank} belongs to another run than rank 0: it differs in {differences}; start all ranks with the same "
-        "command and program, and give each of several runs a MASTER_PORT of its own"
+        "command and program in the same directory, and give each of several runs a MASTER_PORT of its own"
     )

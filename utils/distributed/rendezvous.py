@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_cod
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
 REFUSAL_SECONDS = 3.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
 MAX_PAUSE = 0.2  # seconds between two queries; several hundred ranks query one store
+OTHER_PROGRAM = "another program may use this MASTER_PORT: choose another one, and start all ranks again"
 waiting = threading.Event()  # is set while this rank waits for the others; a stop signal then ends the process
 
 
@@ -124,7 +126,7 @@ def _accept_ranks(store: dist.Store, size: int, identity: Mapping[str, str], dea
     for _ in _until(deadline):
         for rank in missing:
             if store.check([f"{start}, rank {rank}"]):
-                calls[rank] = json.loads(store.get(f"{start}, rank {rank}"))
+                calls[rank] = _read(store, f"{start}, rank {rank}", str, str)
         missing = [rank for rank in missing if rank not in calls]
         refusal = next((difference for _, difference in calls.values() if difference), "")
         if refusal or not missing:
@@ -143,23 +145,35 @@ def _accept_ranks(store: dist.Store, size: int, identity: Mapping[str, str], dea
 
 def _call_root(store: dist.Store, rank: int, identity: Mapping[str, str], deadline: float) -> str:
     """The part of the other ranks in store_of_this_start; returns the name of the start."""
-    number, read, difference = secrets.token_hex(8), b"", ""
+    number, called, difference = secrets.token_hex(8), "", ""
     for _ in _until(deadline):
-        published = store.get("start")
-        start, expected = json.loads(published)
-        if published != read:
-            read, difference = published, describe_differences(rank, identity, expected)
+        start, expected = _read(store, "start", str, dict)
+        if start != called:
+            called, difference = start, describe_differences(rank, identity, expected)
             store.set(f"{start}, rank {rank}", json.dumps([number, difference]))
         if not store.check([f"{start}, answer"]):
             continue
-        refusal, numbers = json.loads(store.get(f"{start}, answer"))
+        refusal, numbers = _read(store, f"{start}, answer", str, list)
         if number in numbers and not refusal:
             return start
         if number in numbers:
             store.add(f"{start}, refusals read", 1)
             # The other run's output should say so as well; rank 0 prints the line for its own run.
             raise LocalError(refusal) if refusal == difference else UserError(refusal)
-    raise TimeoutError(difference or "no answer from rank 0")
+    if difference:
+        raise LocalError(difference)
+    raise TimeoutError("no answer from rank 0")
+
+
+def _read(store: dist.Store, key: str, *types: type) -> list[Any]:
+    """The list of values of these types that another rank has written."""
+    try:
+        values = json.loads(store.get(key))
+        if [type(value) for value in values] == [*types]:
+            return values
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise LocalError(f"the store holds something other than what a rank writes; {OTHER_PROGRAM}")
 
 
 def _until(deadline: float) -> Iterator[None]:

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from utils.config.schema import TimeoutsConfig
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
-from utils.distributed.rendezvous import rendezvous
+from utils.distributed.rendezvous import OTHER_PROGRAM, rendezvous
 from utils.distributed.watchdog import Watchdog
 from utils.errors import LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
 LARGEST_JSON = 2**20  # bytes per rank that World.gather_json exchanges
-OTHER_PROGRAM = "another program may use this MASTER_PORT: choose another one, and start all ranks again"
 
 
 class Node(NamedTuple):
