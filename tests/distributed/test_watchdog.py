@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -242,6 +243,7 @@ def rank_main(name: str, rank: int, size: int, port: int, hang: float, folder: P
 
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:
+            world.watchdog.folder = folder
             globals()[name](world, folder)
 
     run_script(main)
@@ -280,6 +282,7 @@ class Scenario:
 DIED = r"died, last seen at step \d+ \(\w+\): killed, .*"
 STACKS = r"(?s)rank {} \(host .*\) hangs at step {} \(data\); its threads:\n.* in {}\n.*"
 TRACEBACK = r"(?s)Traceback(?!.*Traceback).*"
+FILES = r"the last collectives of each rank are in /.*/flight_recorder_rank\*.json\n"
 SILENT = r"rank {} .* hangs at step {} for 10 s.*; no heartbeat: .*"
 ABSENT = r"no heartbeat from rank {} within 10 s of the start; .*"
 STORE_WARNINGS = r"(?s)(\[.*)?"
@@ -287,15 +290,15 @@ NO_ANSWER = r"rank \d of 3 could not connect to the other ranks at 127.0.0.1:\d+
 # Scenario -> exit codes, the line without its "error: ", all other output
 EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
     # Those that take until a time limit first: they run at the same time.
-    "rank_0_is_suspended": ([None, 76, 76], SILENT.format(0, r"17 \(data\)"), ""),
-    "rank_1_is_suspended": ([76, None, 76], SILENT.format(1, r"\d+ .*"), ""),
+    "rank_0_is_suspended": ([None, 76, 76], SILENT.format(0, r"17 \(data\)"), FILES),
+    "rank_1_is_suspended": ([76, None, 76], SILENT.format(1, r"\d+ .*"), FILES),
     "rank_0_is_suspended_in_the_rendezvous": ([None, 2, 2], rf"{NO_ANSWER}\nerror: {NO_ANSWER}", STORE_WARNINGS),
     "rank_0_is_suspended_before_its_first_heartbeat": ([None, 2, 2], ABSENT.format(0), ""),
     "rank_1_is_suspended_before_its_first_heartbeat": ([2, None, 2], ABSENT.format(1), ""),
     "rank_1_hangs": (
         [76, 76, 76],
         r"rank 1 .* hangs at step 17 \(data\) for 10 s, the others wait for it at step 17 .*",
-        STACKS.format(1, 17, "rank_1_hangs"),
+        STACKS.format(1, 17, "rank_1_hangs") + FILES,
     ),
     "single_rank_hangs": (
         [76],
@@ -311,28 +314,37 @@ EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
 }
 AT_A_TIME = 7  # they mostly sleep
 
-Ends = dict[str, tuple[list[int | None], str]]
+Ends = dict[str, tuple[list[int | None], str, Path]]
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    """Name of a scenario -> exit codes and output of its ranks."""
+    """Name of a scenario -> exit codes, output and folder of its ranks."""
     names, found = list(EXPECTED), {}
     for start in range(0, len(names), AT_A_TIME):
         running = [Scenario(name, tmp_path_factory.mktemp(name)) for name in names[start : start + AT_A_TIME]]
-        found.update({scenario.name: scenario.end() for scenario in running})
+        found.update({scenario.name: (*scenario.end(), scenario.folder) for scenario in running})
     return found
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_all_ranks_stop_and_one_line_names_the_cause(ends: Ends, name: str) -> None:
-    codes, output = ends[name]
+    codes, output, _ = ends[name]
     expected, line, rest = EXPECTED[name]
     assert codes == expected, output
     lines = output.splitlines(keepends=True)
     errors = [line for line in lines if line.startswith("error: ")]
     assert re.fullmatch(line, "".join(errors).removeprefix("error: ").rstrip()), output
     assert re.fullmatch(rest, "".join(line for line in lines if line not in errors)), output
+
+
+def test_the_collectives_of_all_ranks_show_which_one_hangs(ends: Ends) -> None:
+    _, output, folder = ends["rank_1_hangs"]
+    assert f"are in {folder}/flight_recorder_rank*.json\n" in output
+    recorded = [json.loads((folder / f"flight_recorder_rank{rank}.json").read_text())["gloo"] for rank in range(3)]
+    last = [found["entries"][-1]["collective_seq_id"] for found in recorded]
+    assert last[0] == last[2] == last[1] + 1, "rank 1 has not called the last all-reduce"
+    assert not list(ends["single_rank_hangs"][2].glob("*.json")), "a single process has no collectives"
 
 
 def test_a_suspended_job_does_not_hang(tmp_path: Path) -> None:

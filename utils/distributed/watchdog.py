@@ -20,10 +20,12 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from utils.distributed import flight_recorder
 from utils.distributed.diagnosis import (
     WAITS,
     Diagnosis,
@@ -55,11 +57,13 @@ class Watchdog:
         """A main thread without progress for `hang_seconds` hangs; 0: no limit."""
         self.rank, self.hang_seconds = rank, hang_seconds
         self.diagnosis: Diagnosis | None = None
+        self.folder = Path()  # for the last collectives; a training sets its run directory
         self._report: dict[str, Any] = {"host": socket.gethostname(), "heartbeat": 0, "state": "running"}
         self._report |= {"step": 0, "phase": "start", "calls": 0}  # fields of RankStatus
         self._own = make_statuses([rank])[rank]
         self._over = threading.Event()  # all ranks have left, or the run stops
         self._is_substitute = True  # prints a diagnosis that was not written to the store
+        self._speaks = False  # prints the diagnosis
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -96,7 +100,7 @@ class Watchdog:
 
     def _announce(self, diagnosis: Diagnosis, speaks: bool) -> None:
         """Prints the stacks on the rank that hangs, and the diagnosis on the rank that speaks."""
-        self.diagnosis = diagnosis
+        self.diagnosis, self._speaks = diagnosis, speaks
         if diagnosis.code == EXIT_HANG and diagnosis.rank == self.rank:
             write(diagnosis.message.removeprefix("error: ").split(" for ")[0] + "; its threads:\n")
             faulthandler.dump_traceback(2)
@@ -109,6 +113,9 @@ class Watchdog:
         """Ends the process from this thread, because the main thread may never return from a collective."""
         self._over.set()
         record_exit_code(diagnosis.code)  # now, because the launcher may end this process during the delay
+        if diagnosis.code == EXIT_HANG and flight_recorder.write_collectives(self.folder, self.rank) and self._speaks:
+            files = self.folder.absolute() / flight_recorder.FILE_NAME.format("*")
+            write(f"the last collectives of each rank are in {files}\n")
         # A launcher that sees one rank exit stops the others: the rank that is the cause has to print first.
         delay = 1 if diagnosis.rank != self.rank else 2 if diagnosis.code == EXIT_HANG else REPORT_SECONDS
         time.sleep(delay)
@@ -156,6 +163,7 @@ class ProcessGroupWatchdog(Watchdog):
     def __init__(self, launch: Launch, store: dist.Store, hang_seconds: float, join_seconds: float) -> None:
         """A rank that writes no report within `join_seconds` is reported."""
         super().__init__(hang_seconds, launch.rank)
+        flight_recorder.enable()
         self._size, self._join_seconds = launch.world_size, join_seconds
         # A connection of its own: operations on one connection wait for each other.
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations

@@ -1,0 +1,54 @@
+"""Flight recorder: PyTorch's list of a rank's last collectives, written to a file if the run hangs.
+
+Each entry has a sequence number, a name, shapes and a state. A comparison of the ranks' files shows which rank has not
+reached a collective, or has called another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from utils.files import atomic_write
+
+RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
+FILE_NAME = "flight_recorder_rank{}.json"
+SECONDS = 5.0  # for the file to be written
+
+
+def enable() -> None:
+    """Switches the recorder on, before there is a process group. In older versions of PyTorch it is off by default."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries
+
+
+def write_collectives(folder: Path, rank: int, seconds: float = SECONDS) -> bool:
+    """Writes the last collectives of this rank; returns after at most `seconds`, and True if they are written.
+
+    PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
+    No Python thread runs then, and faulthandler's timer ends the process.
+    """
+    if not dist.is_initialized():
+        return False
+    written = threading.Event()
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=2)
+    writing = threading.Thread(target=_write, args=(folder / FILE_NAME.format(rank), written), daemon=True)
+    writing.start()
+    writing.join(seconds)
+    faulthandler.cancel_dump_traceback_later()
+    return written.is_set()
+
+
+def _write(path: Path, written: threading.Event) -> None:
+    dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
+    with contextlib.suppress(OSError, RuntimeError):
+        parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
+        with atomic_write([path]) as (partial,):
+            partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")
+        written.set()
