@@ -21,7 +21,7 @@ from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import out_of_memory_for_users
 from utils.profiling.profiler import build_profiler
 from utils.runs import summary
-from utils.runs.directory import RunDirectory, open_run, run_directory
+from utils.runs.directory import open_run
 from utils.runs.logger import configure_logging
 from utils.steps.eager import EagerStep
 
@@ -48,27 +48,28 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     model = build.model(config)
     benchmark = read_settings(world) if config.enable_benchy else None
     volume = build.evaluation_volume(config, world)
-    path = run_directory(config, options.config, options.run_num, world.size)
-    with RunDirectory(path, world):
-        start = build.start(config, options, path, world)
+    with build.claim_directory(config, options, world) as chosen:
+        path, start = chosen.path, build.start(config, options, chosen, world)
         profiler = build_profiler(config, world, path)
         with build.loaders(config, world) as loaders:
             step = build.step(config, world, model, step_class)
             loaders.train.attach(step.pending_work)
             state = start.restore(step, world)
             if start.is_complete and (start.was_interrupted or summary.is_finished(path, state.step, world)):
-                for line in (*start.describe(), f"DONE ---- rank {world.rank}"):
+                for line in (f"Run directory: {chosen}", *start.describe(), f"DONE ---- rank {world.rank}"):
                     logging.getLogger().info(line)
                 return
             notes += [*loaders.notes, *build.options_without_effect(config, world)]
             notes.append(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
-            with open_run(config, options.config, path, world, start.resumed_step, start.is_complete) as logger:
-                for line in (f"Run directory: {path}", *notes):
+            if benchmark is None:
+                notes.insert(0, f"Run directory: {chosen}")
+                notes += summary.begin_run(path, chosen.resume, start, world)
+            with open_run(config, options.config, chosen, world, start.resumed_step, start.is_complete) as logger:
+                for line in notes:
                     logger.info(line)
                 if benchmark is not None:
                     build.benchmark(config, step, loaders, world, logger, benchmark).run()
                 else:
-                    summary.begin_run(path, options.resume, start, world, logger)
                     callbacks = build.callbacks(config, volume, step, world, path, logger, profiler)
                     trainer = build.trainer(config, step, loaders, world, signals, callbacks, state)
                     summary.finish_run(trainer, trainer.fit(), config, path, start.initial_network)

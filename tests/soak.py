@@ -86,6 +86,10 @@ class Run(NamedTuple):
     def has_summary(self) -> bool:
         return (self.directory / "summary.json").exists()
 
+    def has_finished(self) -> bool:
+        """True if the next start would be another training, in a directory of its own."""
+        return self.has_summary() and self.launcher.has_ended()
+
     def phase(self) -> str:
         """The phase that this start has reached."""
         text = self.launcher.text()
@@ -143,14 +147,19 @@ def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str,
     done: list[Kill] = []
     for planned in plan:
         steps = {} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps)
+        if run.has_finished():
+            break
         run.launcher.start(steps)  # type: ignore[arg-type] # only ranks kill themselves
         executed = kill(run, planned, durations)
         if executed is None:
             break  # the training has ended
         done.append(executed)
-    run.launcher.start({})
-    codes = run.launcher.wait()
-    assert not any(codes), f"exit codes {codes} at the end; see {run.directory}:\n" + run.launcher.text()[-3000:]
+    if not run.has_finished():
+        run.launcher.start({})
+        codes = run.launcher.wait()
+        assert not any(codes), f"exit codes {codes} at the end; see {run.directory}:\n" + run.launcher.text()[-3000:]
+    directories = [path.name for path in run.directory.parent.iterdir()]
+    assert directories == [run.directory.name], "every start continues the first run"
     return done
 
 

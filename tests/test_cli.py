@@ -139,7 +139,7 @@ def test_an_unknown_loader_is_answered_with_a_similar_one() -> None:
 
 def test_defaults_and_flags_with_optional_values() -> None:
     for flags, resume in (
-        ([], "auto"),
+        ([], None),
         (["--resume"], "auto"),
         (["--resume", "no"], "no"),
         (["--resume=runs/test/2GPU/00"], "runs/test/2GPU/00"),

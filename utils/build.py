@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import open_box
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
-from utils.distributed.launch import Launch, read_launch
+from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
@@ -42,7 +44,8 @@ from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
 from utils.profiling.profiler import Profiler
-from utils.runs.directory import run_directory
+from utils.runs.choice import Choice, Request, choose
+from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
@@ -204,11 +207,22 @@ def options_without_effect(config: Config, world: World) -> list[str]:
     return notes
 
 
-def start(config: Config, options: cli.Options, directory: Path, world: World) -> Start:
-    """The start of the training. A benchmark starts from scratch and reads no checkpoint."""
+def claim_directory(config: Config, options: cli.Options, world: World) -> contextlib.AbstractContextManager[Choice]:
+    """Chooses and locks the run directory for the duration of a `with` block. A benchmark needs none."""
+    path = run_directory(config, options.config, options.run_num, world.size)
     if config.enable_benchy:
-        return Start(config.model_dump(), options.init_from)
-    return find_start(directory, options.resume, options.init_from, config.model_dump(), world)
+        return contextlib.nullcontext(Choice(path, "no"))
+    everywhere = world.gather_json(lasting_jobs())
+    jobs, restarted = (
+        tuple(sorted({job for found in part for job in found})) for part in zip(*everywhere, strict=True)
+    )
+    request = Request(config, options.config, path, options.resume, options.init_from, jobs, restarted)
+    return RunDirectory(partial(choose, request), world)
+
+
+def start(config: Config, options: cli.Options, chosen: Choice, world: World) -> Start:
+    """The start of the training in its directory. A benchmark starts from scratch and reads no checkpoint."""
+    return find_start(chosen.path, chosen.resume, options.init_from, config.model_dump(), world)
 
 
 def trainer(

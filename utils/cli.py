@@ -31,7 +31,7 @@ class Options:
     run_num: str
     overrides: dict[str, Any]
     preflight: int | None
-    resume: str
+    resume: str | None
     init_from: str | None
     plot: str | None
 
@@ -104,15 +104,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--yaml_config", default="./config/UNet.yaml", help="file of named configs (%(default)s)")
     parser.add_argument("--config", help="name of the config (base, or the only config of the file)")
-    parser.add_argument("--run_num", default="00", help="last part of the run directory's path (%(default)s)")
+    text = "last part of the run directory's path (%(default)s); further runs are <run_num>-2, <run_num>-3, …"
+    parser.add_argument("--run_num", default="00", help=text)
     parser.add_argument(
         "--resume",
         nargs="?",
         const="auto",
-        default="auto",
         metavar="auto|no|DIR",
-        help="auto: resume from the newest checkpoint of the run directory, if it has one; no: delete its checkpoints "
-        "and start from scratch; DIR: resume from another run, or from a checkpoint directory (%(default)s)",
+        help="auto: continue the newest run of this run_num, also if it is finished; no: delete the checkpoints of the "
+        "run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; without "
+        "it, continue an interrupted run with the same config, otherwise start in a new directory",
     )
     parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
     for name, text in SWITCHES.items():

@@ -101,23 +101,30 @@ def test_only_the_first_rank_prints_the_report(preflight, monkeypatch: pytest.Mo
 def test_existing_run_directory_is_reported_and_kept(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The report says whether a training with these flags would resume or replace the earlier one."""
+    """The report names the directory, and says whether a training would resume or replace what is in it."""
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1GPU" / "00"
     weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
     weights.parent.mkdir(parents=True)
     weights.write_text("precious")
-    for flags in ([], ["--resume=no"]):
+    (directory / "summary.json").write_text('{"steps": 8}')
+
+    def report(*flags: str) -> str:
         train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight", *flags])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "run directory" in line)
-        assert line.startswith(f"preflight: run directory: {directory} exists: ")
-        assert ("replaced" in line) == bool(flags), line
-        assert weights.read_text() == "precious"
-        assert [path.name for path in directory.iterdir()] == ["checkpoints"]
+        lines = [line for line in capsys.readouterr().out.splitlines() if "run directory: " in line]
+        return "\n".join(lines).replace("preflight: run directory: ", "")
+
+    assert report() == f"{directory}-2 (00 is finished; --resume would continue it) is new"
+    assert report("--resume") == f"{directory} exists: training resumes from its newest checkpoint"
+    assert report("--resume=no") == f"{directory} exists: its logs and checkpoints will be replaced"
+    assert report("--run_num=01") == f"{directory.with_name('01')} is new"
+    assert report("--enable_benchy") == "", "a benchmark has none"
+    assert weights.read_text() == "precious"
+    assert sorted(path.name for path in directory.iterdir()) == ["checkpoints", "summary.json"]
     with open_locked(directory / ".lock", "locked"):
-        train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight"])
-    says = f"run directory: {directory} is locked: another run is writing to it; wait for its end, or give another "
-    assert f"preflight: {says}" in capsys.readouterr().out
+        for flags in ([], ["--resume"]):
+            says = f"{directory} is locked: another run is writing to it; wait for its end, or give another "
+            assert report(*flags).startswith(says)
 
 
 def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file) -> None:

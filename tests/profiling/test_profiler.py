@@ -76,6 +76,18 @@ def test_only_the_window_is_profiled(tmp_path, caplog) -> None:
     assert line.startswith(f"Profile of steps 2 to 4, counted from 0: {directory / 'trace.json.gz'} (for https://ui.")
 
 
+def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it_has_no_profile(
+    tmp_path, caplog
+) -> None:
+    profiler = window(tmp_path)
+    for step in (3, 4, 5):
+        profiler.before_step(step)
+    profiler.close()
+    (line,) = caplog.messages
+    assert line.startswith("No profile: its first step is 2, but the training resumes at step 3, counted from 0; ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_training_that_ends_inside_the_window_writes_its_profile(tmp_path, caplog) -> None:
     """A training that ends before the window writes no profile."""
     caplog.set_level(logging.INFO)

@@ -53,7 +53,7 @@ def damage_records(run: Path) -> None:
 def test_a_training_resumes_with_damaged_records(expdir: Path, data_flags: list[str]) -> None:
     """provenance.json with `[1]`, and a metrics line with a null step, once ended it with a traceback."""
     damage_records(run_of(expdir))
-    ended = train(expdir, data_flags, "--num_epochs=3")
+    ended = train(expdir, data_flags, "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
     assert "provenance.json: it is not a mapping; the earlier provenance is lost" in ended.stderr
@@ -68,7 +68,7 @@ def test_a_training_warns_about_a_data_file_that_has_changed(
 ) -> None:
     changed = write_volume(tmp_path / "other.h5", seed=9)
     flags = [flag for flag in data_flags if "val_path" not in flag]
-    ended = train(expdir, [*flags, f"--set=val_path={changed}"], "--num_epochs=3")
+    ended = train(expdir, [*flags, f"--set=val_path={changed}"], "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
     lines = [line for line in ended.stderr.splitlines() if " WARNING - " in line]
     assert len(lines) == 1
@@ -83,23 +83,24 @@ def damage_all_weights(expdir: Path) -> None:
         path.write_bytes(content)
 
 
-def replace_run(expdir: Path) -> None:
-    shutil.rmtree(run_of(expdir))
-    run_of(expdir).write_text("x")
+def replace_directory(expdir: Path) -> None:
+    """The directory of all runs of the config."""
+    shutil.rmtree(expdir / "test")
+    (expdir / "test").write_text("x")
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (damage_all_weights, "weights.pt is damaged: its digest does not match"),
-        (replace_run, "cannot write to the run directory"),
+        (replace_directory, "cannot write to the run directory"),
     ],
 )
 def test_a_training_that_cannot_resume_ends_with_one_line(
     expdir: Path, data_flags: list[str], damage: Callable[[Path], None], says: str
 ) -> None:
     damage(expdir)
-    ended = train(expdir, data_flags, "--num_epochs=3")
+    ended = train(expdir, data_flags, "--resume", "--num_epochs=3")
     assert ended.returncode == 2, ended.stderr
     assert [line for line in other_lines(ended.stderr) if not line.startswith("error: ")] == []
     assert says in ended.stderr.splitlines()[-1]
@@ -135,7 +136,7 @@ def test_a_prediction_from_damaged_files_ends_with_one_line(
 
 
 def test_records_name_the_data_and_the_earlier_process(expdir: Path, data_flags: list[str]) -> None:
-    assert train(expdir, data_flags, "--num_epochs=3").returncode == 0
+    assert train(expdir, data_flags, "--resume", "--num_epochs=3").returncode == 0
     record = json.loads((run_of(expdir) / "provenance.json").read_text())
     (before,) = record["earlier"]
     assert before["data"] == record["data"]

@@ -17,9 +17,14 @@ from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.runs.choice import Choice
 from utils.runs.directory import RunDirectory
 
 ALONE = World(Launch("test"), torch.device("cpu"))
+
+
+def claim_path(path: Path, world: World = ALONE) -> RunDirectory:
+    return RunDirectory(lambda: Choice(path), world)
 
 
 def no_locks(*_: object) -> None:
@@ -34,25 +39,26 @@ def test_only_directories_that_were_created_and_not_used_are_removed(
         monkeypatch.setattr(fcntl, "flock", no_locks)
     (tmp_path / "runs").mkdir()
     path = tmp_path / "runs" / "test" / "1GPU" / "00"
-    with RunDirectory(path, ALONE):
+    with claim_path(path):
         assert path.is_dir()
+        assert ALONE.watchdog.folder == path, "for the files after a hang"
     assert os.listdir(tmp_path) == ["runs"]
     assert os.listdir(tmp_path / "runs") == []
     path.mkdir(parents=True)
-    with RunDirectory(path, ALONE):
+    with claim_path(path):
         pass
     assert os.listdir(path) == [".lock"], "an existing directory stays, and so does its lock"
     used = path.with_name("01")
-    with RunDirectory(used, ALONE):
+    with claim_path(used):
         (used / "out.log").touch()
     assert sorted(os.listdir(used)) == [".lock", "out.log"]
 
 
 def test_a_refused_run_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "test" / "00"
-    with RunDirectory(path, ALONE):
+    with claim_path(path):
         with pytest.raises(UserError, match=r"^another run is writing to .*; give this one a --run_num of its own$"):
-            RunDirectory(path, ALONE).__enter__()
+            claim_path(path).__enter__()
         assert os.listdir(path) == [".lock"]
     assert os.listdir(tmp_path) == []
 
@@ -61,7 +67,7 @@ def test_a_restarted_job_waits_for_the_end_of_its_predecessor(tmp_path: Path, mo
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     predecessor = open_locked(tmp_path / ".lock", "locked")
     threading.Timer(0.1, predecessor.close).start()
-    with RunDirectory(tmp_path, ALONE):
+    with claim_path(tmp_path):
         assert predecessor.closed
 
 
@@ -69,17 +75,17 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     remedy = r"; choose another with --set expdir=DIR$"
     with pytest.raises(UserError, match=rf"^cannot write to the run directory .*: Not a directory{remedy}"):
-        RunDirectory(tmp_path / "file" / "00", ALONE).__enter__()
+        claim_path(tmp_path / "file" / "00").__enter__()
     with (
         small_disk(tmp_path / "disk", "200k,ro"),
         pytest.raises(UserError, match=rf"^cannot write to the run directory .*: Read-only file system{remedy}"),
     ):
-        RunDirectory(tmp_path / "disk", ALONE).__enter__()
+        claim_path(tmp_path / "disk").__enter__()
 
 
 def claim(world: World, path: str) -> str:
     try:
-        with RunDirectory(Path(path), world):
+        with claim_path(Path(path), world):
             return "claimed"
     except UserError as error:
         return str(error)

@@ -20,6 +20,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.runs import directory
+from utils.runs.choice import Choice
 from utils.runs.logger import Logger, RunLogger
 
 TOP = Path(__file__).parent.parent.parent
@@ -39,21 +40,20 @@ def config() -> configs.Config:
     return configs.load(str(TOP / "config/UNet.yaml"), "test")
 
 
-def test_a_benchmark_leaves_the_records_of_an_earlier_training_alone(tmp_path: Path, config: configs.Config) -> None:
-    training = directory.open_run(config, "test", tmp_path, ALONE)
-    training.scalars({"Loss/train": 1.0}, 0)
-    training.close()
-    kept = {path: path.read_bytes() for path in (tmp_path / "metrics.jsonl", *(tmp_path / "logs").iterdir())}
-    assert len(kept) == 2
-    benchmark = directory.open_run(config, "test", tmp_path, ALONE)
-    benchmark.info("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
-    benchmark.close()
-    assert {path: path.read_bytes() for path in kept} == kept
-    assert len(list((tmp_path / "logs").iterdir())) == 1
+def test_a_benchmark_writes_nothing_to_a_run_directory(
+    tmp_path: Path, config: configs.Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    settings = config.model_copy(update={"enable_benchy": True})
+    with directory.open_run(settings, "test", Choice(tmp_path), ALONE) as benchmark:
+        benchmark.info("BENCHY::SUMMARY::IO average trial throughput: 1.000 +/- 0.000")
+        benchmark.warning("Cannot find a GPU")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(tmp_path: Path, config) -> None:
-    directory.open_run(config.for_world(4), "test", tmp_path, ALONE).close()
+    directory.open_run(config.for_world(4), "test", Choice(tmp_path), ALONE).close()
     path = str(tmp_path / "config.yaml")
     again = configs.load(path, configs.default_name(path)).for_world(2)
     assert (again.global_batch_size, again.local_batch_size) == (8, 4)

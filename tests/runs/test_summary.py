@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -98,9 +99,15 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
 
 
 def test_a_finished_run_is_left_unchanged(start: Any) -> None:
+    """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
     run, _ = start("00")
     before = contents(run)
     _, printed = start("00", "--set=log_interval=3")
+    assert f"Run directory: {run}-2 (00 is finished; --resume would continue it)" in printed
+    assert "Resuming" not in printed
+    assert json.loads((run.with_name("00-2") / summary.SUMMARY).read_text())["steps"] == 16
+    shutil.rmtree(run.with_name("00-2"))
+    _, printed = start("00", "--set=log_interval=3", "--resume")
     assert "This training is complete" in printed
     assert printed.rstrip().endswith("DONE ---- rank 0")
     assert contents(run) == before
@@ -121,7 +128,7 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
         with pytest.raises(Killed):
             start("00")
     before = contents(run)
-    _, printed = start("00", "--num_epochs=1")
+    _, printed = start("00", "--num_epochs=1", "--resume")
     assert "This training is complete" in printed
     assert contents(run) == before
     start("00")
@@ -130,7 +137,7 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
 
 def test_more_epochs_replace_the_summary(start: Any) -> None:
     run, _ = start("00")
-    start("00", "--num_epochs=3")
+    start("00", "--num_epochs=3", "--resume")
     found = scalars(run)
     assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 24
     assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"

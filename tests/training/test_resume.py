@@ -293,7 +293,7 @@ def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, fini
         else:
             shutil.rmtree(step_directory(finished / FOLDER, step))
     before = contents(finished)
-    code, stderr = command("--num_epochs=3")
+    code, stderr = command("--resume", "--num_epochs=3")
     assert code == 2
     line = error_line(stderr)
     assert line.startswith(
@@ -320,30 +320,57 @@ def test_resume_no_replaces_checkpoints_and_records(tmp_path: Path, command: Any
     assert [step for step, _ in curves(finished)["Loss/valid"]] == [0, 8]
 
 
-@pytest.mark.parametrize("count", ["SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")],
+)
 def test_a_job_restarted_by_its_launcher_resumes_despite_its_flags(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, count: str
+    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, job: str, count: str
 ) -> None:
+    monkeypatch.setenv(job, "7")
+    monkeypatch.setenv(count, "0")
+    code, stderr = command("--resume=no", after=lambda step: sys.exit(143) if step == 11 else None)
+    assert code == 143, stderr
+    assert saved_steps(finished / FOLDER) == [8]
     monkeypatch.setenv(count, "1")
-    code, stderr = command("--resume=no", "--num_epochs=3")
-    assert code == 0, stderr
+    for flags in (["--resume=no"], ["--resume=no", "--num_epochs=3"]):
+        code, stderr = command(*flags)
+        assert code == 0, stderr
     assert f"Resuming from {step_directory(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
     assert saved_steps(finished / FOLDER) == [24, 16]
+    code, stderr = command("--resume=no", "--num_epochs=3")
+    assert code == 0, stderr
+    assert "This training is complete" in stderr, "restarted after its end"
+    assert HookedStep.calls == 0
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
     assert saved_steps(finished / FOLDER) == [8], "the first start of a job is no restart"
 
 
+def test_a_job_killed_before_its_first_checkpoint_returns_to_its_directory(
+    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = finished.with_name("00-2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for count, end in (("0", 3), ("1", 5), ("2", 99)):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        code, stderr = command(after=lambda step, end=end: sys.exit(143) if step == end else None)
+        assert code == (143 if end < STEPS else 0), stderr
+    assert saved_steps(second / FOLDER) == [16, 8]
+    assert sorted(path.name for path in finished.parent.iterdir()) == ["00", "00-2"]
+
+
 def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
     command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job with --resume=no that is preempted while it still stages its data, and restarted by its launcher."""
+    """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "loaders", lambda *_: sys.exit(143))
-        assert command("--resume=no", "--num_epochs=1")[0] == 143
-    assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new training starts"
+    for module, function in ((build, "loaders"), (summary, "discard_replaced")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, function, lambda *_: sys.exit(143))
+            assert command("--resume=no", "--num_epochs=1")[0] == 143
+        assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new training starts"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, stderr = command("--resume=no", "--num_epochs=1")
     assert code == 0, stderr
@@ -357,6 +384,8 @@ def test_a_restart_is_not_affected_by_a_training_that_was_refused_or_ended_befor
 ) -> None:
     """A second job with --resume=no left its marker in the run directory of the first one, whose restart obeyed it."""
     run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
+    record = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps({**record, "jobs": ["slurm 7"]}))
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     before = contents(run, ".lock")
     with open_locked(run / ".lock", "locked"):  # by the first job
@@ -375,11 +404,11 @@ def test_a_restart_is_not_affected_by_a_training_that_was_refused_or_ended_befor
     assert saved_steps(run / FOLDER) == [16, 15, 12, 9, 8, 7, 6, 3]
 
 
-@pytest.mark.parametrize("flags", [[], ["--resume=no"], ["--enable_benchy"]], ids=str)
+@pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume=no"]], ids=str)
 def test_nothing_in_a_run_directory_is_touched_without_its_lock(
     command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    """Neither the remains of a save in progress nor the checkpoints are; a benchmark is refused at once, too."""
+    """Neither the remains of a save in progress nor the checkpoints are."""
     partial = finished / FOLDER / ".step_00000020.abc.partial"
     partial.mkdir()
     (partial / WEIGHTS).write_text("half")
@@ -411,8 +440,8 @@ def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypat
 
     monkeypatch.setattr(summary, "is_finished", look(summary.is_finished))
     monkeypatch.setattr(summary, "finish_run", look(summary.finish_run))
-    assert command()[0] == 0
-    assert command("--num_epochs=3")[0] == 0
+    assert command("--resume")[0] == 0
+    assert command("--resume", "--num_epochs=3")[0] == 0
     assert locked == ["is_finished", "finish_run"]
     open_locked(finished / ".lock", "locked").close()
 
@@ -422,7 +451,7 @@ def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished:
     for flag in ("--resume", "--resume=auto"):
         code, stderr = command(flag)
         assert code == 0, stderr
-        remedy = "raise num_epochs, start from scratch with --resume=no, or give another --run_num"
+        remedy = "raise num_epochs to extend it, or omit --resume to train again in a new directory"
         assert f"This training is complete; {remedy}" in messages(stderr, "INFO")
         assert HookedStep.calls == 0
         assert contents(finished, "out.log", "provenance.json") == before
@@ -431,14 +460,14 @@ def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished:
 def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) -> None:
     """The schedule follows the new number of epochs; provenance.json lists every part."""
     first = metrics(finished)
-    code, stderr = command("--num_epochs=3")
+    code, stderr = command("--resume", "--num_epochs=3")
     assert code == 0, stderr
     assert any("num_epochs 2 -> 3" in line for line in messages(stderr, "INFO"))
     assert HookedStep.calls == 8
     assert metrics(finished)[: len(first)] == first
     assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8, 16, 24]
     assert last(finished).state.epoch == 3
-    assert command("--num_epochs=4")[0] == 0
+    assert command("--resume", "--num_epochs=4")[0] == 0
     record = json.loads((finished / "provenance.json").read_text())
     assert len(record["earlier"]) == 2
     assert all("earlier" not in part and part["date"] <= record["date"] for part in record["earlier"])
@@ -453,7 +482,7 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],
-            " was written by a run with seed 0, this one has 1 and would see other samples; give this ",
+            " was written by a run with seed 0, this one has 1 and would see other samples; omit --resume, or ",
         ),
         (["--set=global_batch_size=4"], " was written by a run with global_batch_size 8, this one has 4 and "),
         (["--set=symmetries=none"], " was written by a run with symmetries full, this one has none and "),
@@ -463,13 +492,14 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
     command: Any, finished: Path, flags: list[str], says: str
 ) -> None:
     before = contents(finished)
-    code, stderr = command(*flags)
+    code, stderr = command("--resume", *flags)
     assert code == 2, stderr
     line = error_line(stderr)
     assert line.startswith(f"error: {step_directory(finished / FOLDER, 16)}{says}")
-    assert "--run_num" in line
+    assert "omit --resume" in line
     assert contents(finished) == before
-    assert command(*flags, "--run_num=own", "--num_epochs=1")[0] == 0
+    assert command(*flags, "--num_epochs=1")[0] == 0
+    assert contents(finished) == before
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: Any) -> None:
@@ -489,17 +519,22 @@ def test_another_runs_checkpoint_is_resumed_once_and_left_unchanged(tmp_path: Pa
     shutil.rmtree(step_directory(other / FOLDER, 16))
     shutil.rmtree(step_directory(other / FOLDER, 15))
     before = contents(other)
-    code, stderr = command(f"--resume={other}")
+    flags = [f"--resume={other}", "--set=checkpoint.every_steps=1"]
+    code, stderr = command(*flags, after=lambda step: sys.exit(143) if step == 3 else None)
+    assert code == 143, stderr
+    assert f"Resuming from {step_directory(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
+    code, stderr = command(*flags)
+    assert code == 0, stderr
+    assert f"Resuming from {run / FOLDER}" in stderr, "its own checkpoint comes first"
+    assert_equal(last(run).weights["network"], last(whole).weights["network"])
+    code, stderr = command(*flags)
     assert code == 0, stderr
     assert f"Resuming from {step_directory(other / FOLDER, 12)}, after step 12" in messages(stderr, "INFO")
-    assert (HookedStep.calls, saved_steps(run / FOLDER)) == (4, [16])
-    assert_equal(last(run).weights["network"], last(whole).weights["network"])
-    code, stderr = command(f"--resume={other}", "--num_epochs=3")
+    assert saved_steps(run.with_name("00-2") / FOLDER)[0] == 16
+    code, stderr = command(f"--resume={run}", "--num_epochs=3")
     assert code == 0, stderr
-    assert f"Resuming from {step_directory(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), (
-        "its own checkpoint comes first"
-    )
-    assert f"--resume={other} has no effect: this run has a checkpoint; give another --run_num" in stderr
+    assert f"Resuming from {step_directory(run / FOLDER, 16)}, after step 16" in messages(stderr, "INFO"), "in place"
+    assert saved_steps(run / FOLDER)[0] == 24
     assert contents(other) == before
 
 
@@ -521,7 +556,7 @@ def test_a_checkpoint_directory_is_resumed_as_a_run_directory_is(tmp_path: Path,
 
 
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    """From a file, a checkpoint or the best one, without optimizer state; a restart resumes the new training."""
+    """From a file, a checkpoint or the best one, without optimizer state; --resume continues the new training."""
     eighth = step_directory(whole / FOLDER, 8)
     checkpoints = {"file": eighth, "checkpoint": eighth, "best": whole / FOLDER / BEST}
     for name, path in checkpoints.items():
@@ -535,11 +570,16 @@ def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole:
         assert (end.state.step, end.state.epoch) == (8, 1)
         assert end.state.initial_loss == metrics(run)[0]["Loss/valid"] == source.state.final_loss
         assert {int(state["step"]) for state in end.training["optimizer"]["state"].values()} == {8}
+    before = contents(run)
     code, stderr = command(*flags)
     assert code == 0, stderr
+    assert f"Weights of {path}" in messages(stderr, "INFO"), "another training, in a directory of its own"
+    assert contents(run) == before
+    code, stderr = command(*flags, "--resume", "--num_epochs=3")
+    assert code == 0, stderr
     lines = messages(stderr, "INFO")
-    assert "--init_from has no effect: this run has a checkpoint; give another --run_num" in lines
-    assert f"Resuming from {step_directory(run / FOLDER, 8)}, after step 8" in lines
+    assert "--init_from has no effect, because --resume has found a checkpoint; omit --resume" in lines
+    assert f"Resuming from {step_directory(run.with_name('best-2') / FOLDER, 16)}, after step 16" in lines
 
 
 def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, command: Any, whole: Path) -> None:

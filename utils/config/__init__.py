@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from utils.config.aliases import ALIASES, translate
-from utils.config.schema import Config, Section
+from utils.config.schema import NEUTRAL_KEYS, Config, Section
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError, os_errors_for_users
 from utils.files import MIB, read_text
@@ -103,6 +103,19 @@ def flatten(config: Config) -> dict[str, Any]:
                 yield prefix + key, value
 
     return dict(walk("", config.model_dump()))
+
+
+def result_changes(before: Config, now: Config) -> list[str]:
+    """The dotted keys with different values, without those that change no result."""
+
+    def values(config: Config) -> dict[str, Any]:
+        kept = {key: value for key, value in flatten(config).items() if not {key, key.split(".")[0]} & NEUTRAL_KEYS}
+        # Only the synthetic loader gives other samples, and the resident one if it rounds them.
+        matters = config.data_loader_config == "synthetic" or config.resident_dtype != "float32"
+        return {**kept, "data_loader_config": config.data_loader_config if matters else None}
+
+    one, other = values(before), values(now)
+    return [key for key in other if one[key] != other[key]]
 
 
 def to_yaml(config: Config, name: str) -> str:

@@ -328,3 +328,30 @@ class Config(Section):
         if self.static_graph and self.accumulation_steps > 1:
             raise ValueError("static_graph needs accumulation_steps 1; change one of them")
         return self
+
+
+# Keys and sections that change no result: where files are, how they are read, what is logged and saved in addition. A
+# training continues an interrupted run whatever their values. Loaders give the same samples, but see result_changes.
+NEUTRAL_KEYS = frozenset(
+    f"{part}_path{kind}" for part in ("train", "val") for kind in ("", "_npy_data", "_npy_label")
+) | frozenset(
+    {
+        "checkpoint",
+        "data_loader_config",
+        "dataset.directory",
+        "dataset.verify",
+        "enable_benchy",
+        "enable_manual_profiling",
+        "evaluation",
+        "expdir",
+        "local_batch_size",  # global_batch_size counts
+        "log_interval",
+        "num_data_workers",
+        "profile",
+        "report_baselines",
+        "report_pictures",
+        "stop_signal",
+        "timeouts",
+        "use_cache",
+    }
+)

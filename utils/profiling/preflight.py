@@ -19,7 +19,7 @@ from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
 from utils.data.splits import meta_batch, open_split, open_split_npy
 from utils.distributed.devices import choose_device
-from utils.distributed.launch import Launch, read_launch
+from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
@@ -29,9 +29,9 @@ from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
-from utils.runs.directory import LOCK, run_directory
+from utils.runs.choice import LOCK, Request, choose, is_free, run_directory_errors
+from utils.runs.directory import run_directory
 from utils.training.checkpoint import FOLDER, saved_steps
-from utils.training.resume import starts_from_scratch
 
 
 def run(
@@ -74,8 +74,11 @@ def _report(
     yield _learning_rate(config)
     if options.plot is not None:
         yield _plot_learning_rate(config, options.config, Path(options.plot))
-    directory = run_directory(config, options.config, options.run_num, ranks)
-    yield f"run directory: {_run_directory(directory, starts_from_scratch(options.resume))}"
+    if not config.enable_benchy:
+        directory = run_directory(config, options.config, options.run_num, ranks)
+        jobs, restarted = map(tuple, lasting_jobs())
+        request = Request(config, options.config, directory, options.resume, options.init_from, jobs, restarted)
+        yield from (f"run directory: {line}" for line in _run_directory(request))
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
         name, reason = auto.choose(config, world, lambda: memory.reserve)
@@ -127,19 +130,25 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     return f"learning rate plotted in {file}"
 
 
-def _run_directory(directory: Path, from_scratch: bool) -> str:
+def _run_directory(request: Request) -> Iterator[str]:
+    choice = choose(request)
+    yield from choice.warnings
+    directory, shown = choice.path, str(choice)
     parent = directory.absolute()
     while not os.path.exists(parent):  # unlike Path.exists, it does not raise in a directory without permission
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
-    if not os.path.exists(directory):
-        return f"{directory} is new"
-    if is_locked(directory / LOCK):
-        return f"{directory} is locked: another run is writing to it; wait for its end, or give another --run_num"
-    if not from_scratch and any(saved_steps(directory / FOLDER)):
-        return f"{directory} exists: training resumes from its newest checkpoint"
-    return f"{directory} exists: its logs and checkpoints will be replaced"
+    locked = [path for path in (choice.newest, directory) if path is not None and is_locked(path / LOCK)]
+    with run_directory_errors(directory):
+        if locked:
+            yield f"{locked[0]} is locked: another run is writing to it; wait for its end, or give another --run_num"
+        elif is_free(directory):
+            yield f"{shown} is new"
+        elif choice.resume != "no" and any(saved_steps(directory / FOLDER)):
+            yield f"{shown} exists: training resumes from its newest checkpoint"
+        else:
+            yield f"{shown} exists: its logs and checkpoints will be replaced"
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -121,7 +121,7 @@ class WindowProfiler(Profiler):
     def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:
         self._first, self._end = first, first + length
         self._tool, self._device = tool, device
-        self._step = 0  # the latest step
+        self._step: int | None = None  # the latest step
         self._running = False
 
     def before_step(self, step: int) -> None:
@@ -129,6 +129,13 @@ class WindowProfiler(Profiler):
             self._start()
         elif step == self._end:
             self.close()
+        elif self._step is None and step > self._first:
+            log.warning(
+                "No profile: its first step is %d, but the training resumes at step %d, counted from 0; raise "
+                "profile.first_step, or give another --run_num",
+                self._first,
+                step,
+            )
         self._step = step
 
     def close(self) -> None:

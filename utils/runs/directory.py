@@ -1,46 +1,49 @@
-"""The directory of a run: its place, its lock, config.yaml and provenance.json."""
+"""The directory of a run: its lock, config.yaml and provenance.json."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from utils import config as configs
 from utils.config import Config
 from utils.distributed.launch import restarted
-from utils.distributed.locks import LockedFile, open_locked
+from utils.distributed.locks import LockedFile, is_locked, open_locked
 from utils.distributed.world import World
-from utils.errors import os_errors_for_users
 from utils.files import atomic_write
+from utils.runs.choice import LOCK, Choice, is_free, run_directory_errors
 from utils.runs.data_record import data_changes, data_record
-from utils.runs.logger import Logger, NullLogger, RunLogger
+from utils.runs.logger import ConsoleLogger, Logger, NullLogger, RunLogger
 from utils.runs.provenance import provenance, read_provenance
 
-LOCK = ".lock"
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
 
 
 def run_directory(config: Config, name: str, run_num: str, world_size: int) -> Path:
-    """<expdir>/<config>/<ranks>GPU/<run_num>, as in the original."""
+    """<expdir>/<config>/<ranks>GPU/<run_num>, as in the original: the first directory of a run number."""
     return Path(config.expdir) / name / f"{world_size}GPU" / run_num
 
 
 class RunDirectory:
     """A run directory for the duration of a `with` block, in which rank 0 holds its lock; every rank enters the block.
 
-    Nothing in the directory may be changed without the lock. It is created if it does not exist, and removed again if
-    nothing has been written to it, so that bad input leaves no directory.
+    The block gets rank 0's choice, on other ranks only its `path` and `resume`. Nothing in the directory may be changed
+    without the lock. It is created if it does not exist, and removed again if nothing has been written to it, so that
+    bad input leaves no directory.
     """
 
-    def __init__(self, path: Path, world: World) -> None:
-        self.path, self._world = path, world
+    def __init__(self, choose: Callable[[], Choice], world: World) -> None:
+        self._choose, self._world = choose, world
+        self._choice: Choice | None = None
         self._lock: LockedFile | None = None
         self._created: list[Path] = []  # the directory and its parents, innermost first
 
-    def __enter__(self) -> RunDirectory:
+    def __enter__(self) -> Choice:
         with self._world.raise_together():
             if self._world.is_root:
                 try:
@@ -48,46 +51,62 @@ class RunDirectory:
                 except BaseException:
                     self._leave()
                     raise
-        return self
+        path, resume = self._world.gather_json(self._choice and [str(self._choice.path), self._choice.resume])[0]
+        self._world.watchdog.folder = Path(path)
+        return self._choice or Choice(Path(path), resume)
 
     def __exit__(self, *_: object) -> None:
         self._leave()
 
     def _claim(self) -> None:
-        fault = f"another run is writing to {self.path}; give this one a --run_num of its own"
-        with _os_errors(self.path):
-            self._created = [path for path in (self.path, *self.path.parents) if not path.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open_locked(self.path / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
+        """Chooses again under the lock, since the process that held it may have finished or begun the run."""
+        while True:
+            self._choice = choice = self._choose()
+            with run_directory_errors(choice.path):
+                if choice.newest is not None and is_locked(choice.newest / LOCK):
+                    _lock(choice.newest).close()
+                self._created = [path for path in (choice.path, *choice.path.parents) if not path.exists()]
+                choice.path.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock(choice.path)
+            if self._choose() == choice:
+                break
+            self._leave()
+        for warning in choice.warnings:
+            logging.getLogger().warning(warning)
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):
-            if (
-                self._lock is not None
-                and self.path in self._created
-                and set(os.listdir(self.path)) <= {LOCK, f"{LOCK}.owner"}
-            ):
-                (self.path / LOCK).unlink()
+            if self._lock is not None and self._created and is_free(self._created[0]):
+                (self._created[0] / LOCK).unlink()
         if self._lock is not None:
             self._lock.close()
         with contextlib.suppress(OSError):
             for path in self._created:
                 path.rmdir()  # fails unless it is empty
+        self._lock, self._created = None, []
+
+
+def _lock(directory: Path) -> LockedFile:
+    fault = f"another run is writing to {directory}; give this one a --run_num of its own"
+    return open_locked(directory / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
 
 
 def open_run(
-    config: Config, name: str, directory: Path, world: World, resumed: int | None = None, complete: bool = False
+    config: Config, name: str, chosen: Choice, world: World, resumed: int | None = None, complete: bool = False
 ) -> Logger:
     """Writes config.yaml and provenance.json to the run directory, and returns this rank's logger.
 
     `resumed` is the step after which the training resumes. If the training is `complete`, the files of the process that
-    trained it stay. Every rank calls it; raises UserError if the directory cannot be written.
+    trained it stay. A benchmark writes nothing. Every rank calls it; raises UserError if the directory cannot be
+    written.
     """
-    record = provenance(world)
+    record, directory = {**provenance(world), **chosen.record}, chosen.path
     with world.raise_together():
         if not world.is_root:
             return NullLogger()
-        with _os_errors(directory):
+        if config.enable_benchy:
+            return ConsoleLogger()
+        with run_directory_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             changes = []
             if not (complete and (directory / "provenance.json").exists()):  # missing after --resume of another run
@@ -108,6 +127,8 @@ def _write_records(
     record["data"] = data_record(config)
     if resumed is not None:
         record["earlier"] = _earlier(path)
+        if record["earlier"]:
+            record["origin"] = record["earlier"][-1].get("origin")
     with atomic_write([directory / "config.yaml", path]) as (config_file, record_file):
         config_file.write_text(configs.to_yaml(portable, name))
         record_file.write_text(json.dumps(record, indent=2) + "\n")
@@ -122,7 +143,3 @@ def _earlier(path: Path) -> list[dict[str, Any]]:
     earlier = before.pop("earlier", [])
     records = [*(earlier if isinstance(earlier, list) else []), before]
     return [record for record in records if isinstance(record, dict) and record]
-
-
-def _os_errors(directory: Path) -> contextlib.AbstractContextManager[None]:
-    return os_errors_for_users(f"cannot write to the run directory {directory}", "choose another with --set expdir=DIR")

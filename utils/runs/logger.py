@@ -67,12 +67,22 @@ class NullLogger(Logger):
     """Records nothing: for ranks other than 0."""
 
 
-class RunLogger(Logger):
+class ConsoleLogger(Logger):
+    """Logs lines and records nothing else: for a benchmark."""
+
+    def info(self, text: str) -> None:
+        logging.getLogger().info(text)
+
+    def warning(self, text: str) -> None:
+        logging.getLogger().warning(text)
+
+
+class RunLogger(ConsoleLogger):
     """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
 
     TensorBoard and metrics.jsonl continue after step `resumed`, and points beyond it are dropped; None replaces those
-    of an earlier training. They are opened with the first scalar, so that a benchmark, or a run that fails before it
-    trains, does not touch those of an earlier training.
+    of an earlier training. They are opened with the first scalar, so that a run that fails before it trains does not
+    touch those of an earlier training.
     """
 
     def __init__(self, directory: Path, resumed: int | None = None) -> None:
@@ -104,12 +114,6 @@ class RunLogger(Logger):
         with atomic_write([path]) as (partial,):
             partial.write_text("".join(kept), encoding="utf-8")
         return open(path, "a", buffering=1, encoding="utf-8")
-
-    def info(self, text: str) -> None:
-        logging.getLogger().info(text)
-
-    def warning(self, text: str) -> None:
-        logging.getLogger().warning(text)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}

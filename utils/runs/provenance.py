@@ -24,7 +24,7 @@ def provenance(world: World) -> dict[str, Any]:
     """The record that is stored with every result. Every rank calls it."""
     hosts = hostnames(world)
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command(),
         "git_commit": _git_commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hostnames": hosts,
@@ -35,6 +35,11 @@ def provenance(world: World) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions(),
     }
+
+
+def command() -> list[str]:
+    """The command line of this process."""
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 def read_provenance(path: Path) -> dict[str, Any]:

@@ -23,19 +23,24 @@ SUMMARY = "summary.json"
 
 def is_finished(directory: Path, step: int, world: World) -> bool:
     """True if the training that ended after `step` has written its summary. Rank 0 looks; every rank calls it."""
-    written = False
-    if world.is_root:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            written = read_json(directory / SUMMARY)["steps"] == step
-    return bool(world.gather_json(written)[0])
+    return bool(world.gather_json(world.is_root and finished_steps(directory) == step)[0])
 
 
-def begin_run(directory: Path, resume: str, start: Start, world: World, logger: Logger) -> None:
-    """Removes what the training replaces, and logs where it starts. Every rank calls it, after all checks.
+def finished_steps(directory: Path) -> int | None:
+    """The number of steps of the finished run in a directory; None if it is not finished."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        steps = read_json(directory / SUMMARY)["steps"]
+        return steps if isinstance(steps, int) else None
+    return None
 
-    Replaced are the summary, later evaluations and, with --resume=no, the checkpoints.
+
+def begin_run(directory: Path, resume: str | None, start: Start, world: World) -> list[str]:
+    """Removes what the training replaces; returns log lines about its start. Every rank calls it, after all checks.
+
+    Replaced are the summary, later evaluations and, with --resume=no, the checkpoints. This comes before the records
+    of the new process: a launcher that restarts it in between must not find those of the new with the old checkpoints.
     """
-    discard_replaced(directory, resume, start, world)
+    discard_replaced(directory, resume, world)
     last_step = -1 if start.resumed_step is None else start.resumed_step
     with world.raise_together():
         if world.is_root:
@@ -43,10 +48,8 @@ def begin_run(directory: Path, resume: str, start: Start, world: World, logger: 
             recover(directory)
             results.remove_after(directory / results.FOLDER, last_step)
             (directory / SUMMARY).unlink(missing_ok=True)
-    for line in start.describe():
-        logger.info(line)
-    if start.is_complete:
-        logger.info("The summary of this training is missing: writing it now, without training")
+    missing = ["The summary of this training is missing: writing it now, without training"]
+    return [*start.describe(), *(missing if start.is_complete else [])]
 
 
 def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: str) -> None:

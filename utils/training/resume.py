@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 
-from utils.distributed.launch import restarted
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import recover
@@ -38,16 +35,7 @@ from utils.training.state import TrainState
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
-REMEDY = "give this training another --run_num"
-
-# File among the checkpoints while a job is about to replace them because of --resume=no: if it is restarted in
-# between, it must not resume from them. The name ends with the job, because a restart of another job must resume.
-DISCARD = ".discard"
-
-
-def starts_from_scratch(resume: str) -> bool:
-    """True for --resume=no, unless the launcher restarted the job: then it resumes whatever its command line says."""
-    return resume == "no" and not restarted()
+REMEDY = "omit --resume, or give this training another --run_num"
 
 
 class Start:
@@ -58,11 +46,11 @@ class Start:
         config: Mapping[str, Any],
         init_from: str | None,
         found: Checkpoint | None = None,
-        overridden: Sequence[str] = (),
+        overridden: bool = False,
     ) -> None:
         """Starts from the checkpoint `found`; without one, from the weights `init_from` or from scratch.
 
-        `overridden` are the flags that have no effect because the run has a checkpoint.
+        `overridden`: `init_from` has no effect because --resume found a checkpoint.
         Raises UserError if the checkpoint's training saw other samples.
         """
         self._init_from, self._checkpoint, self._overridden = init_from, found, overridden
@@ -101,20 +89,23 @@ class Start:
         lines = [f"Resuming from {self._path}, after step {self._state.step}"]
         if self._changes:
             lines.append(f"Changed config keys: {', '.join(self._changes)}; the learning rate follows the new schedule")
-        for flag in self._overridden:
-            lines.append(f"{flag} has no effect: this run has a checkpoint; give another --run_num")
+        if self._overridden:
+            lines.append("--init_from has no effect, because --resume has found a checkpoint; omit --resume")
         if self.is_complete:
             lines.append(
-                "This training is complete; raise num_epochs, start from scratch with --resume=no, or give another "
-                "--run_num"
+                "This training is complete; raise num_epochs to extend it, or omit --resume to train again in a new "
+                "directory"
             )
         return lines
 
 
-def find_start(directory: Path, resume: str, init_from: str | None, config: Mapping[str, Any], world: World) -> Start:
+def find_start(
+    directory: Path, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
+) -> Start:
     """The start of a training in a run directory; every rank calls it.
 
-    `resume` is auto, no, or the directory of another run or of a checkpoint. A run's own checkpoint takes precedence.
+    `resume` is None, auto, no, or the directory of another run or of a checkpoint. The checkpoints in the run directory
+    take precedence, except with no.
     """
     found: Checkpoint | None = None
     with world.raise_together():
@@ -130,20 +121,17 @@ def find_start(directory: Path, resume: str, init_from: str | None, config: Mapp
                     f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
                     f"nodes share"
                 ) from None
-    overridden = [] if init_from is None or found is None else ["--init_from"]
-    if found is not None:
-        if found.path.parent.resolve() != (directory / FOLDER).resolve():
-            found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
-        elif resume not in ("auto", "no"):
-            overridden.append(f"--resume={resume}")
+    if found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve():
+        found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
+    overridden = init_from is not None and resume is not None and found is not None
     with _must_fit(str(found and found.path), REMEDY):
         return Start(config, init_from, found, overridden)
 
 
-def discard_replaced(directory: Path, resume: str, start: Start, world: World) -> None:
+def discard_replaced(directory: Path, resume: str | None, world: World) -> None:
     """Removes the checkpoints that a training with --resume=no replaces; every rank calls it."""
     with world.raise_together():
-        if world.is_root and resume == "no" and start.resumed_step is None:
+        if world.is_root and resume == "no":
             _discard(directory / FOLDER)
 
 
@@ -158,21 +146,16 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _find_checkpoint(directory: Path, resume: str) -> Checkpoint | None:
+def _find_checkpoint(directory: Path, resume: str | None) -> Checkpoint | None:
     """The newest checkpoint in a run directory, or else in another run's."""
-    folder, marker = directory / FOLDER, _discard_marker(directory / FOLDER)
-    if starts_from_scratch(resume):
-        if marker is not None and folder.is_dir():
-            with os_errors_for_users(f"cannot write to {folder}", "give another --run_num"):
-                marker.touch()
-        return None
-    if resume == "no" and marker is not None and marker.exists():
+    folder = directory / FOLDER
+    if resume == "no":
         return None
     if folder.is_dir():
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported at the first save
             recover(folder)
     found = checkpoint.load_newest(folder)
-    if found is None and resume not in ("auto", "no"):
+    if found is None and resume not in (None, "auto"):
         return _checkpoint_of_flag(resume)
     return found
 
@@ -217,7 +200,7 @@ def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
         if before.get(key, now[key]) != now[key]:
             raise UserError(
                 f"{found.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
-                f"other samples; give this one another --run_num (--init_from loads weights alone)"
+                f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
     return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]
 
@@ -233,17 +216,10 @@ def _restore_random(found: Checkpoint, world: World) -> None:
         torch.cuda.set_rng_state(device[0], world.device)
 
 
-def _discard_marker(folder: Path) -> Path | None:
-    """The file DISCARD of this job; None for a process that no launcher restarts."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-    return folder / f"{DISCARD}.{quote(job, safe='')}" if job else None
-
-
 def _discard(folder: Path) -> None:
     """Removes all checkpoints in a folder, which may be a link to another file system."""
     remedy = "remove them by hand, or give another --run_num"
     with os_errors_for_users(f"--resume=no: cannot remove the checkpoints in {folder}", remedy):
         for step in checkpoint.saved_steps(folder):
             shutil.rmtree(checkpoint.step_directory(folder, step))
-        for path in (folder / checkpoint.BEST, *folder.glob(f"{DISCARD}*")):
-            path.unlink(missing_ok=True)
+        (folder / checkpoint.BEST).unlink(missing_ok=True)

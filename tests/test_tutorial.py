@@ -1,0 +1,163 @@
+"""The commands of the original tutorial, as they are typed, one after the other with the same run number.
+
+Each trains, measures or leaves a trace. From the second on they once printed that the training is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import TOP, Completed
+from processes import run as run_script
+from steps.test_compile import why_no_compiler
+
+from utils.convert_to_npy import convert
+from utils.data.loaders import dali
+
+YAML = """
+base: &base
+  data_loader_config: 'lowmem'
+  expdir: 'runs'
+  box_size: [16, 16]
+  data_size: 8
+  network: {{name: 'unet', width: 2, scales: 2}}
+  global_batch_size: 16
+  base_batch_size: 16
+  Nsamples: 64
+  Nsamples_val: 16
+  device: 'cpu'
+  report_pictures: False
+  train_path: '{folder}/train.h5'
+  val_path: '{folder}/valid.h5'
+  train_path_npy_data: '{folder}/train_data.npy'
+  train_path_npy_label: '{folder}/train_label.npy'
+  val_path_npy_data: '{folder}/valid_data.npy'
+  val_path_npy_label: '{folder}/valid_label.npy'
+
+short:
+  <<: *base
+  num_epochs: 4
+
+bs64_opt: &opt
+  <<: *base
+  data_loader_config: '{loader}'
+  enable_amp: True
+  enable_apex: True
+  enable_jit: False # in the tutorial True; compiling takes most of the time of this test
+
+bs512_test:
+  <<: *opt
+  global_batch_size: 64
+  num_epochs: 3
+
+bs512_opt:
+  <<: *opt
+  global_batch_size: 64
+  num_epochs: 4
+"""
+TRIALS = "{batches: 1, trials: 1, warmup_trials: 0}"
+
+SHORT = "train.py --config=short --num_epochs 3"
+WORKERS = f"{SHORT} --num_data_workers 4"
+LOADER = f"{WORKERS} --data_loader_config={{loader}}"
+AMP, BENCHY = f"{LOADER} --enable_amp", "--num_epochs 10 --enable_benchy"
+FUSED = f"{AMP} --enable_apex"
+PROFILE = (
+    "train.py --config=bs64_opt --num_epochs 4 --num_data_workers 8 --local_batch_size 16 --enable_manual_profiling"
+)
+WEAK = "train.py --num_data_workers 4 --local_batch_size 64 --config=bs64_opt --enable_benchy"
+# In the order of the tutorial's README; `sbatch … submit_pm.sh X` is python train.py X.
+COMMANDS = [
+    SHORT,
+    SHORT,
+    "train.py --config=short --num_epochs 2 --enable_manual_profiling",
+    f"train.py --config=short {BENCHY}",
+    WORKERS,
+    f"{SHORT} --num_data_workers 8",
+    f"train.py --config=short --num_data_workers 8 {BENCHY}",
+    LOADER,
+    f"NVIDIA_TF32_OVERRIDE=0 {LOADER}",
+    f"{LOADER} {BENCHY}",
+    AMP,
+    f"{AMP} --enable_manual_profiling",
+    f"{AMP} {BENCHY}",
+    FUSED,
+    f"{FUSED} --enable_jit",
+    f"{FUSED} --enable_jit {BENCHY}",
+    "train_graph.py --config=short --num_epochs 3",
+    "train.py --config=bs64_opt",
+    "train.py --config=bs512_test",
+    "train.py --config=bs512_opt",
+    f"BENCHY_OUTPUT=weak_scale {WEAK}",
+    f"BENCHY_OUTPUT=weak_scale_noddp {WEAK} --noddp",
+    PROFILE,
+    f"{PROFILE} --disable_broadcast_buffers",
+    f"{PROFILE} --disable_broadcast_buffers --bucket_cap_mb 100",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, volume_file: Any) -> Path:
+    """A working directory with the program, small data and a YAML file with the tutorial's configs."""
+    for seed, name in enumerate(("train", "valid")):
+        convert(volume_file(tmp_path / f"{name}.h5", seed=seed))
+    for script in ("train.py", "train_graph.py"):
+        (tmp_path / script).symlink_to(TOP / script)
+    (tmp_path / "config").mkdir()
+    text = YAML.format(folder=tmp_path, loader=loader())
+    (tmp_path / "config" / "UNet.yaml").write_text(text)
+    (tmp_path / "trials.yaml").write_text("".join(f"{kind}: {TRIALS}\n" for kind in ("IO", "SYNTHETIC", "FULL")))
+    return tmp_path
+
+
+def loader() -> str:
+    """DALI's loader, or another one if it is not installed."""
+    try:
+        dali.import_dali()
+    except Exception:
+        return "inmem"
+    return "dali-lowmem"
+
+
+def type_command(text: str, folder: Path) -> Completed:
+    words = text.format(loader=loader()).split()
+    if why_no_compiler() is not None:
+        words = [word for word in words if word != "--enable_jit"]
+    variables = [word for word in words if re.match(r"[A-Z_0-9]+=", word)]
+    environment = {**os.environ, "BENCHY_CONFIG_FILE": "trials.yaml", **dict(word.split("=", 1) for word in variables)}
+    return run_script(words[len(variables) :], folder / "output", folder, environment)
+
+
+def test_every_command_of_the_tutorial_has_its_effect(folder: Path) -> None:
+    known: dict[Path, int] = {}
+    for number, text in enumerate(COMMANDS):
+        ended = type_command(text, folder)
+        what = f"command {number + 1}: {text}:\n{ended.stderr}"
+        runs = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/1GPU/*")}
+        if text.startswith("train_graph.py") and not torch.cuda.is_available():
+            assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), what
+            assert "only CUDA devices have graphs" in ended.stderr
+            assert runs == known, what
+            continue
+        assert ended.returncode == 0, what
+        if "--enable_benchy" in text:
+            for kind in ("IO", "SYNTHETIC", "FULL"):
+                assert f"BENCHY::SUMMARY::{kind} average trial throughput: " in ended.stderr, what
+            written = re.match(r"BENCHY_OUTPUT=(\w+)|", text)
+            assert written is not None
+            (folder / f"{written[1] or 'benchy'}.json").unlink()
+            assert runs == known, f"a benchmark has no run directory; {what}"
+            continue
+        assert "Avg train loss=" in ended.stderr, what
+        (run,) = runs.keys() - known.keys()
+        assert runs == {**known, run: runs[run]}, f"an earlier run was changed by {what}"
+        assert (run / "summary.json").is_file(), what
+        assert (run / "trace.json.gz").exists() == ("profiling" in text), what
+        known = runs
+    names = sorted(path.name for path in folder.glob("runs/short/1GPU/*"))
+    assert names == sorted(["00", *(f"00-{number}" for number in range(2, 12))])
