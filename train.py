@@ -64,7 +64,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             if benchmark is None:
                 notes.insert(0, f"Run directory: {chosen}")
                 notes += summary.begin_run(path, chosen.resume, start, world)
-            with open_run(config, options.config, chosen, world, start.resumed_step, start.is_complete) as logger:
+            with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)
                 if benchmark is not None:

@@ -24,6 +24,7 @@ from utils.errors import UserError
 from utils.runs import choice as choices
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, open_run
+from utils.runs.logger import Resumed
 from utils.runs.provenance import command
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -313,7 +314,7 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, mon
     begun = choose(Request(config(), "test", first, init_from="/weights.pt", jobs=("slurm 7",)))
     open_run(config(), "test", begun, ALONE).close()
     again = choose(Request(config(), "test", first, "auto", jobs=("slurm 8",)))
-    open_run(config(), "test", again, ALONE, resumed=8).close()
+    open_run(config(), "test", again, ALONE, Resumed(8)).close()
     assert chosen(first, init_from="/weights.pt")[0] == "00"
     assert chosen(first)[0] == "00-2"
     for job in ("slurm 7", "slurm 8"):

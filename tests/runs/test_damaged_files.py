@@ -28,7 +28,7 @@ from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
 from utils.runs import summary
 from utils.runs.directory import _earlier
-from utils.runs.logger import RunLogger, read_records
+from utils.runs.logger import Resumed, RunLogger, read_records
 from utils.runs.provenance import read_provenance
 from utils.training import checkpoint, resume
 
@@ -132,7 +132,7 @@ def test_metrics(run: Path, count: int, caplog: pytest.LogCaptureFixture, monkey
         return records
 
     def resume_and_read() -> list[dict[str, Any]]:
-        logger = RunLogger(run, STEP)
+        logger = RunLogger(run, Resumed(STEP))
         logger.scalars({"Loss/train": 1.0}, STEP + 1)
         logger.close()
         *kept, last = read()
@@ -151,7 +151,7 @@ def test_metrics(run: Path, count: int, caplog: pytest.LogCaptureFixture, monkey
     some = [*bytewise(content, 8, 5), '{"step": 1, "$\\bad$/valid": 1}\n', '{"step": 1, "Loss/train": -1e299}\n']
     outcomes(path, some, lambda: training_figures.write_loss_curves(run, is_classification=False))
     for kind in replacements(path):
-        logger = RunLogger(run, STEP)
+        logger = RunLogger(run, Resumed(STEP))
         logger.scalars({"Loss/train": 1.0}, STEP + 1)
         logger.close()
         assert kind in ("missing", "dangling link") or "Cannot record scalars" in caplog.text

@@ -25,6 +25,7 @@ from utils.files import MIB
 from utils.runs.choice import Choice
 from utils.runs.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
 from utils.runs.directory import open_run
+from utils.runs.logger import Resumed
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -35,7 +36,7 @@ def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., lis
 
     def open_and_close(config: configs.Config, resumed: int | None = None) -> list[str]:
         caplog.clear()
-        open_run(config, "test", Choice(tmp_path / "run"), ALONE, resumed).close()
+        open_run(config, "test", Choice(tmp_path / "run"), ALONE, resumed and Resumed(resumed)).close()
         return [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
 
     return open_and_close

@@ -21,7 +21,7 @@ from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.runs import directory
 from utils.runs.choice import Choice
-from utils.runs.logger import Logger, RunLogger
+from utils.runs.logger import Logger, Resumed, RunLogger
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -95,7 +95,7 @@ def assert_records(run: Path, steps: Any) -> None:
 
 
 def start(path: Path, resumed: int | None = None) -> RunLogger:
-    return RunLogger(path, resumed)
+    return RunLogger(path, None if resumed is None else Resumed(resumed))
 
 
 def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
@@ -212,3 +212,10 @@ def test_scalars_survive_a_full_disk_with_one_warning(
         assert "Traceback" not in capfd.readouterr().err
         assert set(range(425, 435)) <= set(shown(disk))
         start(disk, 434).close()
+
+
+def test_a_pipe_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
+    """Opening it waited for a reader, forever."""
+    os.mkfifo(tmp_path / "out.log")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        start(tmp_path)

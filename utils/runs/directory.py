@@ -18,7 +18,7 @@ from utils.distributed.world import World
 from utils.files import atomic_write
 from utils.runs.choice import LOCK, Choice, is_free, run_directory_errors
 from utils.runs.data_record import data_changes, data_record
-from utils.runs.logger import ConsoleLogger, Logger, NullLogger, RunLogger
+from utils.runs.logger import ConsoleLogger, Logger, NullLogger, Resumed, RunLogger
 from utils.runs.provenance import provenance, read_provenance
 
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
@@ -91,14 +91,11 @@ def _lock(directory: Path) -> LockedFile:
     return open_locked(directory / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
 
 
-def open_run(
-    config: Config, name: str, chosen: Choice, world: World, resumed: int | None = None, complete: bool = False
-) -> Logger:
+def open_run(config: Config, name: str, chosen: Choice, world: World, resumed: Resumed | None = None) -> Logger:
     """Writes config.yaml and provenance.json to the run directory, and returns this rank's logger.
 
-    `resumed` is the step after which the training resumes. If the training is `complete`, the files of the process that
-    trained it stay. A benchmark writes nothing. Every rank calls it; raises UserError if the directory cannot be
-    written.
+    If a complete training is resumed, the files of the process that trained it stay. A benchmark writes nothing. Every
+    rank calls it; raises UserError if the directory cannot be written.
     """
     record, directory = {**provenance(world), **chosen.record}, chosen.path
     with world.raise_together():
@@ -109,23 +106,23 @@ def open_run(
         with run_directory_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             changes = []
-            if not (complete and (directory / "provenance.json").exists()):  # missing after --resume of another run
-                changes = _write_records(config, name, directory, record, resumed)
+            if not (
+                resumed is not None and resumed.complete and (directory / "provenance.json").exists()
+            ):  # missing after --resume of another run
+                changes = _write_records(config, name, directory, record, resumed is not None)
             logger = RunLogger(directory, resumed)
         for line in changes:
             logger.warning(line)
         return logger
 
 
-def _write_records(
-    config: Config, name: str, directory: Path, record: dict[str, Any], resumed: int | None
-) -> list[str]:
+def _write_records(config: Config, name: str, directory: Path, record: dict[str, Any], resumes: bool) -> list[str]:
     """Writes both files; returns a line for each data file that differs from that of the training that resumes."""
     # Only the global batch: with another number of ranks the local one would change it.
     portable = config.model_copy(update={"local_batch_size": None})
     path = directory / "provenance.json"
     record["data"] = data_record(config)
-    if resumed is not None:
+    if resumes:
         record["earlier"] = _earlier(path)
         if record["earlier"]:
             record["origin"] = record["earlier"][-1].get("origin")

@@ -6,20 +6,30 @@ import contextlib
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from utils import config as configs
 from utils.config import Config
-from utils.files import GIB, atomic_write, parse_json, read_text
+from utils.files import GIB, atomic_write, open_regular, parse_json, read_text
+from utils.runs import tags
 
 LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn
 LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+class Resumed(NamedTuple):
+    """The point at which a training resumes."""
+
+    step: int
+    in_epoch: bool = False  # the validation at the end of this step's epoch has yet to come, or is repeated
+    complete: bool = False  # no epoch is left to train
 
 
 class Logger(Protocol):
@@ -80,14 +90,13 @@ class ConsoleLogger(Logger):
 class RunLogger(ConsoleLogger):
     """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
 
-    TensorBoard and metrics.jsonl continue after step `resumed`, and points beyond it are dropped; None replaces those
+    TensorBoard and metrics.jsonl continue where the training resumes, and later points are dropped; None replaces those
     of an earlier training. They are opened with the first scalar, so that a run that fails before it trains does not
     touch those of an earlier training.
     """
 
-    def __init__(self, directory: Path, resumed: int | None = None) -> None:
-        self._directory = directory
-        self._last_kept_step = -1 if resumed is None else resumed
+    def __init__(self, directory: Path, resumed: Resumed | None = None) -> None:
+        self._directory, self._resumed = directory, resumed or Resumed(-1)
         self._handler = _LogFile(directory / "out.log")
         self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
         logging.getLogger().addHandler(self._handler)
@@ -100,8 +109,15 @@ class RunLogger(ConsoleLogger):
 
         folder = self._directory / "logs"
         _wait_for_a_later_second(folder)
+        step, in_epoch, _ = self._resumed
         # purge_step: points of an earlier process from there on are hidden.
-        return SummaryWriter(str(folder), purge_step=self._last_kept_step + 1)
+        writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
+        if in_epoch:
+            for record in read_records(self._directory / "metrics.jsonl"):
+                if record["step"] == step and self._is_kept(record):
+                    for name in record.keys() - {"step", "seconds"}:
+                        writer.add_scalar(name, record[name], step)
+        return writer
 
     @cached_property
     def _metrics(self) -> IO[str]:
@@ -110,10 +126,16 @@ class RunLogger(ConsoleLogger):
             lines = read_text(path, GIB).splitlines(keepends=True)
         except FileNotFoundError:
             lines = []
-        kept = [line for line in lines if line.endswith("\n") and _step(line) <= self._last_kept_step]
+        kept = [line for line in lines if line.endswith("\n") and self._is_kept(_record(line))]
         with atomic_write([path]) as (partial,):
             partial.write_text("".join(kept), encoding="utf-8")
         return open(path, "a", buffering=1, encoding="utf-8")
+
+    def _is_kept(self, record: Mapping[str, float]) -> bool:
+        """False for points after the resumption, and for those of the end of an epoch that ends again."""
+        step, in_epoch, _ = self._resumed
+        ends_epoch = tags.STEP_LEARNING_RATE not in record
+        return record.get("step", math.inf) < step + (0 if in_epoch and ends_epoch else 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -188,6 +210,11 @@ class _StderrHandler(logging.StreamHandler):
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: a line that cannot be written is lost, without a traceback."""
 
+    def _open(self) -> Any:
+        if os.path.lexists(self.baseFilename):
+            open_regular(self.baseFilename).close()  # a pipe without a reader would block
+        return super()._open()
+
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
@@ -211,13 +238,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for line in read_text(path, GIB).splitlines() if (record := _record(line))]
 
 
-def _step(line: str) -> float:
-    """The step of a record; infinite if the line is damaged, for example truncated by a kill."""
-    return _record(line).get("step", math.inf)
-
-
 def _record(line: str) -> dict[str, Any]:
-    """The numbers in a line; empty if it is damaged."""
+    """The numbers in a line; empty if it is damaged, for example truncated by a kill."""
     try:
         values = parse_json(line)
     except ValueError:

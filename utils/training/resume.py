@@ -17,6 +17,7 @@ import torch
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import recover
+from utils.runs.logger import Resumed
 from utils.steps import Step
 from utils.training import checkpoint
 from utils.training.checkpoint import (
@@ -57,10 +58,11 @@ class Start:
         self._path = found.path if found else None
         self._state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
-        self.resumed_step = found.state.step if found else None  # None: starts from scratch or from weights
         self.best_step = self._state.best_step  # of the best checkpoint in the run directory; 0: none
         # No epoch is left to train.
         self.is_complete = found is not None and found.state.epoch >= config["num_epochs"]
+        # Without a checkpoint the training starts from scratch or from weights.
+        self.resumed = Resumed(found.state.step, found.state.batch > 0, self.is_complete) if found else None
         # The checkpoint is not the last one of its training.
         self.was_interrupted = found is not None and found.state.epoch < found.weights["config"]["num_epochs"]
         # The network that the first validation measures.
