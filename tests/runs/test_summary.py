@@ -113,6 +113,28 @@ def test_a_finished_run_is_left_unchanged(start: Any) -> None:
     assert contents(run) == before
 
 
+def test_a_summary_that_cannot_be_written_is_no_success(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ended with exit code 0 and a warning."""
+    with monkeypatch.context() as patch:
+        patch.setattr(summary, "SUMMARY", "nowhere/summary.json")
+        with pytest.raises(SystemExit) as ended:
+            start("00")
+    assert ended.value.code == 2
+    assert "summary.json: No such file or directory; the network is saved; the same command writes it" in (
+        capsys.readouterr().err
+    )
+    run, printed = start("00")
+    assert "The summary of this training is missing" in printed
+    (run / summary.SUMMARY).unlink()
+    (run / summary.SUMMARY).mkdir()
+    with pytest.raises(SystemExit) as ended:
+        start("00")
+    assert ended.value.code == 2
+    assert f"error: cannot prepare the run directory {run}: Is a directory" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
     tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.distributed.world import World
+from utils.errors import os_errors_for_users
 from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs import tags
-from utils.runs.logger import Logger
 from utils.training.checkpoint import FOLDER, repair_best
 from utils.training.resume import Start, discard_replaced
 from utils.training.trainer import FitResult, Trainer
@@ -41,13 +41,16 @@ def begin_run(directory: Path, resume: str | None, start: Start, world: World) -
     of the new process: a launcher that restarts it in between must not find those of the new with the old checkpoints.
     """
     discard_replaced(directory, resume, world)
-    last_step = -1 if start.resumed_step is None else start.resumed_step
+    last_step = -1 if start.resumed is None else start.resumed.step
     with world.raise_together():
         if world.is_root:
-            repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
-            recover(directory)
-            results.remove_after(directory / results.FOLDER, last_step)
-            (directory / SUMMARY).unlink(missing_ok=True)
+            with os_errors_for_users(
+                f"cannot prepare the run directory {directory}", "remove what should not be there"
+            ):
+                repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
+                recover(directory)
+                results.remove_after(directory / results.FOLDER, last_step)
+                (directory / SUMMARY).unlink(missing_ok=True)
     missing = ["The summary of this training is missing: writing it now, without training"]
     return [*start.describe(), *(missing if start.is_complete else [])]
 
@@ -70,16 +73,16 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
             logger.info("\n  ".join(["Result:", *result_table(result, losses, directory), *pictures]))
             trainer.checkpointer.check()
             logger.flush()
-            write_summary(directory, result, logger)
+            write_summary(directory, result)
 
 
-def write_summary(directory: Path, result: FitResult, logger: Logger) -> None:
-    """Writes summary.json, the last file of a run."""
-    try:
-        with atomic_write([directory / SUMMARY]) as (partial,):
-            partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        logger.warning(f"Cannot write {directory / SUMMARY}: {error.strerror or error}")
+def write_summary(directory: Path, result: FitResult) -> None:
+    """Writes summary.json, the last file of a run; raises UserError if that fails."""
+    with (
+        os_errors_for_users(f"cannot write {directory / SUMMARY}", "the network is saved; the same command writes it"),
+        atomic_write([directory / SUMMARY]) as (partial,),
+    ):
+        partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
 
 
 def result_table(result: FitResult, losses: dict[str, float], directory: Path) -> list[str]:
