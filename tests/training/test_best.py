@@ -33,6 +33,7 @@ from utils.training.checkpoint import (
 )
 from utils.training.checkpointer import AsyncCheckpointer
 from utils.training.resume import Start
+from utils.training.state import TrainState
 
 KILLED = 9
 # Validation losses by the number of steps: the second epoch is the best.
@@ -110,6 +111,7 @@ def test_a_kill_before_the_link_moves_loses_no_best_checkpoint(
 
 def make(folder: Path, steps: dict[int, int | None], link: int | None = None) -> Path:
     """Checkpoints that record a best step each, None: as earlier versions of the program wrote them."""
+    folder.mkdir(parents=True, exist_ok=True)
     for step, best_step in steps.items():
         record = {} if best_step is None else {"best_step": best_step}
         state = {"step": step, "best_step": best_step or 0}
@@ -193,6 +195,37 @@ def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path, caplog: 
     assert caplog.text.count("is skipped: weights.pt is damaged") == 2, "not without a warning"
 
 
+def test_a_best_checkpoint_whose_save_failed_is_replaced_by_the_one_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed bug: after one failed save, readers found no best checkpoint and suggested a worse one than the link."""
+    run, real = tmp_path / "run", checkpointers.write
+    folder = run / FOLDER
+    run.mkdir()
+
+    def write_or_fail(target: Path, *content: Any) -> None:
+        if target == step_directory(folder, 16):
+            raise OSError(28, "No space left on device")
+        real(target, *content)
+
+    monkeypatch.setattr(checkpointers, "write", write_or_fail)
+    checkpointer = AsyncCheckpointer(folder, {}, keep_last=1)
+    for step, best_step in ((8, 8), (16, 16), (24, 16), (32, 16)):
+        content = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
+        checkpointer.save(content, TrainState(step=step, best_step=best_step), wait=True)
+    assert saved_steps(folder) == [32, 8]
+    for path in (run, folder / BEST):
+        caplog.clear()
+        assert weights_file(path) == step_directory(folder, 8) / WEIGHTS
+        missing = f"The best checkpoint, {step_directory(folder, 16)}, is missing: its save failed or it was removed; "
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{missing}using the best one before it, {step_directory(folder, 8)}"
+        ]
+    cut(step_directory(folder, 8) / WEIGHTS)
+    with pytest.raises(UserError, match=r"step_00000016 is missing; give another checkpoint, for example .*32$"):
+        weights_file(run)
+
+
 def test_checkpoints_of_earlier_versions_have_the_link_alone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     folder = make(run / FOLDER, {8: None, 16: None}, link=8)
@@ -241,12 +274,15 @@ def test_a_run_without_its_best_checkpoint_is_one_line(tmp_path: Path, script: s
             {8: 0, 16: 0},
             "has no best checkpoint yet; give another checkpoint, for example HERE/step_00000016",
         ),
-        ("lost", {8: 8, 24: 16}, "has no best checkpoint: HERE/step_00000016 is missing; give another checkpoint, "),
+        (
+            "lost",
+            {16: 16, 24: 12},  # the link points to none
+            "has no best checkpoint: HERE/step_00000012 is missing; give another checkpoint, for example "
+            "HERE/step_00000024",
+        ),
         ("empty", {}, "no usable checkpoint in HERE; give a run directory, a checkpoint directory, or a weights.pt"),
     ):
-        folder = tmp_path / name / FOLDER
-        folder.mkdir(parents=True)
-        make(folder, steps, link=8)
+        folder = make(tmp_path / name / FOLDER, steps, link=8)
         flags = [flag.replace("OUT", str(tmp_path / "out")) for flag in SCRIPTS[script]]
         flags += [] if script == "export.py" else [f"--input={tmp_path / 'x.h5'}", "--device=cpu"]
         for checkpoint in (folder.parent, folder / BEST):

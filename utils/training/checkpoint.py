@@ -54,7 +54,8 @@ class Checkpoint:
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-    """Writes both files and their digests atomically; raises OSError if the disk fails."""
+    """Writes both files and their digests atomically; raises OSError if the disk fails or the run directory is gone."""
+    target.parent.mkdir(exist_ok=True)
     with atomic_directory(target) as partial:
         digests = ""
         for name, content in ((WEIGHTS, weights), (TRAINING, training)):
@@ -205,7 +206,7 @@ def best_checkpoint(folder: Path) -> Path:
     """The directory of a run's best checkpoint, which its newest intact one names; raises UserError if there is none.
 
     The link may point to an earlier one: a process can be killed after it wrote a checkpoint and before it moved the
-    link.
+    link. If the save of the best checkpoint failed, the link points to the best one before it, which is used.
     """
     steps, link = saved_steps(folder), folder / BEST
     for step in steps:
@@ -219,11 +220,23 @@ def best_checkpoint(folder: Path) -> Path:
         best = step_directory(folder, best_step) if isinstance(best_step, int) else link  # older versions: no record
         if best.is_dir():
             return best
+        earlier = _linked_before(folder, best_step or 0)
+        if earlier is not None:
+            why = "its save failed or it was removed"
+            log.warning("The best checkpoint, %s, is missing: %s; using the best one before it, %s", best, why, earlier)
+            return earlier
         why = " yet" if best_step == 0 else f": {best} is missing"
         raise UserError(f"{folder.parent} has no best checkpoint{why}; give another checkpoint, for example {newest}")
     if link.is_dir() and not steps:  # a copy of the best checkpoint alone
         return link
     raise UserError(f"no usable checkpoint in {folder}; give {ANY_CHECKPOINT}")
+
+
+def _linked_before(folder: Path, step: int) -> Path | None:
+    """The checkpoint that the link `best` points to, if it is intact and of an earlier step."""
+    linked = os.path.realpath(folder / BEST)
+    earlier = [step_directory(folder, saved) for saved in saved_steps(folder) if saved < step]
+    return next((path for path in earlier if os.path.realpath(path) == linked and not _weights_fault(path)), None)
 
 
 def repair_best(folder: Path, step: int, best_step: int) -> None:
