@@ -44,7 +44,7 @@ from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
 from utils.profiling.profiler import Profiler
-from utils.runs.choice import Choice, Request, choose
+from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
 from utils.steps.eager import EagerStep, Metric, StepOptions
@@ -249,7 +249,8 @@ def callbacks(
     profiler: Profiler,
 ) -> Callbacks:
     """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
-    checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), config.checkpoint.keep_last, world)
+    keep_last, lock = config.checkpoint.keep_last, directory / LOCK
+    checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), keep_last, world, lock)
     evaluation = _evaluation(config, volume, train_step, world, directory, logger) if volume else NullEvaluation()
     return Callbacks(logger, checkpointer, profiler, evaluation)
 

@@ -67,6 +67,7 @@ def save(checkpointer: Checkpointer, step: int, best_step: int = 0, numbers: int
 
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
+    tmp_path.mkdir(exist_ok=True)
     checkpointer = AsyncCheckpointer(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
     for step in steps:
         save(checkpointer, step)
@@ -625,6 +626,59 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     save(checkpointer, 5)
     assert_newest(tmp_path, 5)
     checkpointer.check()
+
+
+def test_a_check_waits_until_the_checkpoint_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: threading.Event
+) -> None:
+    """A fixed bug: a stop after a resume in a validation looked while the checkpoint of the same step was moved."""
+    may_write.set()
+    folder, write = folder_of(tmp_path), checkpointers.write
+    may_write.clear()
+    checkpointer = AsyncCheckpointer(folder, {}, 2)
+
+    def move_and_write(target: Path, *content: Any) -> None:
+        os.rename(target, moved := target.with_name(".moved"))
+        moving.set()
+        write(target, *content)
+        shutil.rmtree(moved)
+
+    moving = threading.Event()
+    monkeypatch.setattr(checkpointers, "write", move_and_write)
+    checkpointer.save(tensors(5.0), TrainState(step=2), wait=False)
+    assert moving.wait(GENEROUS)
+    threading.Timer(0.2, may_write.set).start()
+    checkpointer.check()
+    assert load_newest(folder) is not None
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "locked by another run"])
+def test_nothing_is_saved_in_a_directory_that_another_run_may_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """The lock is that of the directory that was removed. A removed lock file alone changes nothing."""
+    run, lock = tmp_path / "run", tmp_path / "run" / ".lock"
+    run.mkdir()
+    held = lock.open("w")  # as a run holds it; its inode is not used again
+    checkpointer = AsyncCheckpointer(run / "checkpoints", {}, 1, lock)
+    save(checkpointer, 1)
+    lock.unlink()
+    save(checkpointer, 2)
+    checkpointer.check()
+    if change == "locked by another run":
+        lock.touch()
+    else:
+        run.rename(tmp_path / "removed")
+    if change == "replaced":
+        run.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(UserError, match="the run directory was removed or replaced; fix that"):
+            checkpointer.check()
+        save(checkpointer, 3)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert caplog.text.count("the run directory was removed or replaced; earlier ones stay") == 2
+    held.close()
 
 
 # --- kill -9 during a save ----------------------------------------------------------------------------------

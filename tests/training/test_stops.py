@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,3 +83,19 @@ def test_a_stop_that_cannot_save_is_not_reported_as_saved(tmp_path: Path, data_f
             assert resumed == bool(earlier)
             assert [end.returncode for end in ends] == [75] * ranks, ends[0].stderr
             assert saved_steps(training.folder)[0] > max(earlier, default=0)
+
+
+def test_a_run_whose_directory_was_removed_leaves_the_next_one_there_alone(
+    tmp_path: Path, data_flags: list[str]
+) -> None:
+    """A fixed bug: its lock was gone with the directory, and it saved into that of the next run, and pruned there."""
+    training = Training(tmp_path / "runs", tmp_path, data_flags, 1)
+    with training.running() as first:
+        shutil.rmtree(training.folder.parent)
+        with training.running() as second:
+            assert [end.returncode for end in stop(second)] == [75]
+        saved = {path: path.stat().st_mtime_ns for path in training.folder.rglob("*")}
+        (end,) = stop(first)
+    assert end.returncode == 2, end.stderr
+    assert f" is not in {training.folder}: the run directory was removed or replaced; fix that, " in end.stderr
+    assert {path: path.stat().st_mtime_ns for path in training.folder.rglob("*")} == saved

@@ -21,6 +21,8 @@ from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
+REPLACED = "the run directory was removed or replaced"
+
 
 class Checkpointer(Protocol):
     """Saves checkpoints of a training."""
@@ -52,16 +54,19 @@ class NullCheckpointer:
         pass
 
 
-def build_checkpointer(folder: Path, config: Mapping[str, Any], keep_last: int, world: World) -> Checkpointer:
-    """The checkpointer of this rank: rank 0 writes, other ranks do nothing."""
-    return AsyncCheckpointer(folder, stored_config(config), keep_last) if world.is_root else NullCheckpointer()
+def build_checkpointer(
+    folder: Path, config: Mapping[str, Any], keep_last: int, world: World, lock: Path
+) -> Checkpointer:
+    """The checkpointer of this rank: rank 0, which holds the lock, writes; other ranks do nothing."""
+    return AsyncCheckpointer(folder, stored_config(config), keep_last, lock) if world.is_root else NullCheckpointer()
 
 
 class AsyncCheckpointer:
     """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
 
     If the disk is full, read-only or gone, it logs a warning and skips that checkpoint: training continues, earlier
-    checkpoints stay, and the next save is tried. If the disk is slow, saves wait for it, within limits.
+    checkpoints stay, and the next save is tried. If the disk is slow, saves wait for it, within limits. It writes only
+    to the run directory, the parent of `folder`, that exists when it is created, as long as no other run locks it.
     """
 
     # Limit of the total time that saves may wait for the one before them: seconds, plus a fraction of the time so far.
@@ -69,8 +74,10 @@ class AsyncCheckpointer:
     BEST_WAIT_SECONDS = 60.0  # additional limit for the best checkpoint, which cannot be saved later
     CLOSE_SECONDS = 300.0
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int, lock: Path | None = None) -> None:
         self._folder, self._config, self._keep_last = folder, dict(config), keep_last
+        self._lock = lock or folder.parent
+        self._owned = (_inode(folder.parent), _inode(self._lock))
         self._copy = HostCopy()
         self._writer: threading.Thread | None = None
         self._step = self._requested_step = 0  # of the last write begun, and of the last save requested
@@ -85,7 +92,7 @@ class AsyncCheckpointer:
             seconds = time.monotonic() - self._write_started
             self._skip(f"step {self._step} is still being written after {seconds:.0f} s")
             return
-        self._step, self._write_started = state.step, time.monotonic()
+        self._step, self._write_started, self._fault = state.step, time.monotonic(), None
         content = self._take_copy(tensors)
         if content is None:
             return
@@ -113,8 +120,12 @@ class AsyncCheckpointer:
             log.warning("The checkpoint of step %d was not written in time; earlier ones stay", self._step)
 
     def check(self) -> None:
+        if self._fault is None:  # the writer may be replacing the checkpoint of the same step
+            self.close()
         fault, step = self._fault, self._requested_step
-        if fault is None and step and not step_directory(self._folder, step).is_dir():
+        if fault is None and step and not self._owns_directory():
+            fault = REPLACED
+        elif fault is None and step and not step_directory(self._folder, step).is_dir():
             fault = "its checkpoint was removed"
         if fault is not None:
             restart = "resumes from the newest checkpoint there" if saved_steps(self._folder) else "starts again"
@@ -162,6 +173,8 @@ class AsyncCheckpointer:
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
+            if not self._owns_directory():
+                raise FileNotFoundError(REPLACED)
             write(target, weights, training)
         except Exception as error:  # no error of a checkpoint ends a training
             self._fault = reason = reason_of(error)
@@ -173,8 +186,18 @@ class AsyncCheckpointer:
             with _errors_logged(f"Cannot point {link} to {target.name}"):
                 update_symlink(link, target.name)
         with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
-            self._prune(step, best_step)
+            if self._owns_directory():
+                self._prune(step, best_step)
         log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
+
+    def _owns_directory(self) -> bool:
+        """False if the run directory or its lock file was replaced; another run may then be writing there.
+
+        A new directory can get the inode number of a removed one, but a new lock file cannot get that of a file that is
+        open. If only the lock file is missing, no other run has begun.
+        """
+        directory, lock = self._owned
+        return directory is not None and _inode(self._folder.parent) == directory and _inode(self._lock) in (None, lock)
 
     def _prune(self, last: int, best_step: int) -> None:
         """Removes all but the last and the best checkpoints.
@@ -188,6 +211,15 @@ class AsyncCheckpointer:
             old = step_directory(self._folder, step)
             if old != best:
                 shutil.rmtree(old)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Device and inode number of a file or directory; None if it does not exist."""
+    try:
+        found = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 @contextlib.contextmanager
