@@ -96,7 +96,7 @@ def test_a_kill_before_the_link_moves_loses_no_best_checkpoint(
     assert trained("whole")[0] == 0
     assert trained("parts", 0, function, call)[0] == KILLED
     linked = os.readlink(parts / FOLDER / BEST) if os.path.lexists(parts / FOLDER / BEST) else None
-    assert linked == {8: None, 16: "step_00000008"}[step], "it is that of the epoch before"
+    assert linked == {8: None, 16: "step_00000008"}[step], "the epoch before is the best"
     assert weights_file(parts) == weights_file(parts / FOLDER / BEST) == step_directory(parts / FOLDER, step) / WEIGHTS
     code, log = trained("parts", step)
     assert code == 0

@@ -170,7 +170,8 @@ def load(path: Path) -> Results:
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:  # for a damaged archive, zipfile, zlib and numpy raise many types
-        raise UserError(f"{path} holds no evaluation ({error}); recreate it with evaluate.py") from None
+        reason = " ".join(str(error).split())[:300]  # numpy's may contain the whole header
+        raise UserError(f"{path} holds no evaluation ({reason}); recreate it with evaluate.py") from None
 
 
 # --- the evaluations of a run ----------------------------------------------------------------------------------------
