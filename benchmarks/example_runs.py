@@ -96,7 +96,6 @@ def result_table(runs: Sequence[Mapping[str, Any]], goal: str) -> str:
 
 def keep(training: Training, logs: Path) -> None:
     """Copies a run's logs, without its checkpoints."""
-    logs.mkdir(parents=True, exist_ok=True)
     with atomic_directory(logs / training.condition.name) as partial:
         for name in KEPT:
             if (training.directory / name).exists():

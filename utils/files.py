@@ -48,10 +48,10 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields a temporary directory to write files to; it replaces the target at the end.
 
-    Its files are flushed to disk before that. It is removed if the block fails. The target's parent must exist.
+    Its files are flushed to disk before that. It is removed if the block fails.
     """
     partial = _partial(target)
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         yield partial
         for file in partial.iterdir():

@@ -97,5 +97,8 @@ def test_a_run_whose_directory_was_removed_leaves_the_next_one_there_alone(
         saved = {path: path.stat().st_mtime_ns for path in training.folder.rglob("*")}
         (end,) = stop(first)
     assert end.returncode == 2, end.stderr
-    assert f" is not in {training.folder}: the run directory was removed or replaced; fix that, " in end.stderr
+    assert (
+        f" is not in {training.folder}: the run directory was replaced, and another run uses it; fix that, "
+        in end.stderr
+    )
     assert {path: path.stat().st_mtime_ns for path in training.folder.rglob("*")} == saved

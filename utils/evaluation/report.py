@@ -57,8 +57,6 @@ def write_report(output: Path, found: Results, provenance: Mapping[str, Any], wo
         if not world.is_root:
             return
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(found).items()}
-        with os_errors_for_users(f"cannot write {output}", "give another --output"):
-            output.parent.mkdir(parents=True, exist_ok=True)
         with (
             os_errors_for_users(f"cannot write {output}", "give another --output"),
             atomic_directory(output) as partial,

@@ -54,8 +54,7 @@ class Checkpoint:
 
 
 def write(target: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-    """Writes both files and their digests atomically; raises OSError if the disk fails or the run directory is gone."""
-    target.parent.mkdir(exist_ok=True)
+    """Writes both files and their digests atomically; raises OSError if the disk fails."""
     with atomic_directory(target) as partial:
         digests = ""
         for name, content in ((WEIGHTS, weights), (TRAINING, training)):

@@ -21,7 +21,7 @@ from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
 
-REPLACED = "the run directory was removed or replaced"
+REPLACED = "the run directory was replaced, and another run uses it"
 
 
 class Checkpointer(Protocol):
@@ -65,8 +65,8 @@ class AsyncCheckpointer:
     """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
 
     If the disk is full, read-only or gone, it logs a warning and skips that checkpoint: training continues, earlier
-    checkpoints stay, and the next save is tried. If the disk is slow, saves wait for it, within limits. It writes only
-    to the run directory, the parent of `folder`, that exists when it is created, as long as no other run locks it.
+    checkpoints stay, and the next save is tried. If the disk is slow, saves wait for it, within limits. A run directory
+    that was removed is created again, unless another run has created it.
     """
 
     # Limit of the total time that saves may wait for the one before them: seconds, plus a fraction of the time so far.
@@ -76,8 +76,8 @@ class AsyncCheckpointer:
 
     def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int, lock: Path | None = None) -> None:
         self._folder, self._config, self._keep_last = folder, dict(config), keep_last
-        self._lock = lock or folder.parent
-        self._owned = (_inode(folder.parent), _inode(self._lock))
+        self._lock = lock
+        self._lock_inode = _inode(lock)
         self._copy = HostCopy()
         self._writer: threading.Thread | None = None
         self._step = self._requested_step = 0  # of the last write begun, and of the last save requested
@@ -191,13 +191,11 @@ class AsyncCheckpointer:
         log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
 
     def _owns_directory(self) -> bool:
-        """False if the run directory or its lock file was replaced; another run may then be writing there.
+        """False if another run has created its own lock file there, after the run directory was removed.
 
-        A new directory can get the inode number of a removed one, but a new lock file cannot get that of a file that is
-        open. If only the lock file is missing, no other run has begun.
+        A new file cannot get the inode number of one that is open.
         """
-        directory, lock = self._owned
-        return directory is not None and _inode(self._folder.parent) == directory and _inode(self._lock) in (None, lock)
+        return _inode(self._lock) in (None, self._lock_inode)
 
     def _prune(self, last: int, best_step: int) -> None:
         """Removes all but the last and the best checkpoints.
@@ -213,8 +211,10 @@ class AsyncCheckpointer:
                 shutil.rmtree(old)
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
-    """Device and inode number of a file or directory; None if it does not exist."""
+def _inode(path: Path | None) -> tuple[int, int] | None:
+    """Device and inode number of a file; None if it does not exist."""
+    if path is None:
+        return None
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
