@@ -172,9 +172,8 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
     folder = directory / FOLDER
     found = checkpoint.load_newest(folder if folder.is_dir() else directory)
     if found is None:
-        raise UserError(
-            f"--resume={resume}: it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"
-        )
+        reason = "it holds no checkpoint" if directory.exists() else "no such directory"
+        raise UserError(f"--resume={resume}: {reason}; give a run directory, a checkpoint directory, auto or no")
     return found
 
 
