@@ -504,12 +504,10 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tmp_path: Path, command: Any) -> None:
     (tmp_path / "other").mkdir()
-    for other in (tmp_path / "other", tmp_path / "nowhere"):
+    for other, reason in ((tmp_path / "other", "it holds no checkpoint"), (tmp_path / "nowhere", "no such directory")):
         code, stderr = command(f"--resume={other}")
         assert code == 2
-        line = (
-            f"error: --resume={other}: it holds no checkpoint; give a run directory, a checkpoint directory, auto or no"
-        )
+        line = f"error: --resume={other}: {reason}; give a run directory, a checkpoint directory, auto or no"
         assert error_line(stderr) == line
         assert not directory(tmp_path).exists()
 
