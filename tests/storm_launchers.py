@@ -5,6 +5,7 @@ Each one starts two ranks of the same training, gives the process ids of those t
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import shutil
@@ -140,8 +141,9 @@ class _Command(Launcher):
         self._start_of_text = 0
         self._others: set[str] = set()  # processes that are older than this training
 
+    @abc.abstractmethod
     def _command(self) -> list[str]:
-        raise NotImplementedError
+        """The command line that starts all ranks."""
 
     def start(self, steps: Mapping[int, int]) -> None:
         assert not steps

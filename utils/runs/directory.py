@@ -106,9 +106,8 @@ def open_run(config: Config, name: str, chosen: Choice, world: World, resumed: R
         with run_directory_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             changes = []
-            if not (
-                resumed is not None and resumed.complete and (directory / "provenance.json").exists()
-            ):  # missing after --resume of another run
+            # After --resume of another run that is complete, there is no record yet.
+            if resumed is None or not resumed.complete or not (directory / "provenance.json").exists():
                 changes = _write_records(config, name, directory, record, resumed is not None)
             logger = RunLogger(directory, resumed)
         for line in changes:
