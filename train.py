@@ -63,7 +63,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             notes.append(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
             if benchmark is None:
                 notes.insert(0, f"Run directory: {chosen}")
-                notes += summary.begin_run(path, chosen.resume, start, world)
+                notes += summary.begin_run(path, chosen.resume, start, world, config.checkpoint.keep_last)
             with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)

@@ -87,6 +87,17 @@ def trained(tmp_path: Path, data_flags: list[str]) -> Callable[..., tuple[int, s
     return start
 
 
+def test_old_checkpoints_are_removed_though_the_last_save_was_killed_before_it_did_so(
+    trained: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    """The restart has nothing to train and saves nothing: an old checkpoint stayed."""
+    folder = directory(tmp_path / "killed") / FOLDER
+    assert trained("killed", 0, "_prune", 4)[0] == KILLED
+    assert saved_steps(folder) == [32, 24, 16]
+    assert trained("killed", 32)[0] == 0
+    assert saved_steps(folder) == [32, 16], "the last one and the best"
+
+
 @pytest.mark.parametrize(("function", "call", "step"), [("update_symlink", 1, 8), ("update_symlink", 2, 16)])
 def test_a_kill_before_the_link_moves_loses_no_best_checkpoint(
     tmp_path: Path, trained: Any, function: str, call: int, step: int

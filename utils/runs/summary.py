@@ -15,6 +15,7 @@ from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.training.checkpoint import FOLDER, repair_best
+from utils.training.checkpointer import prune
 from utils.training.resume import Start, discard_replaced
 from utils.training.trainer import FitResult, Trainer
 
@@ -34,7 +35,7 @@ def finished_steps(directory: Path) -> int | None:
     return None
 
 
-def begin_run(directory: Path, resume: str | None, start: Start, world: World) -> list[str]:
+def begin_run(directory: Path, resume: str | None, start: Start, world: World, keep_last: int) -> list[str]:
     """Removes what the training replaces; returns log lines about its start. Every rank calls it, after all checks.
 
     Replaced are the summary, later evaluations and, with --resume=no, the checkpoints. This comes before the records
@@ -48,6 +49,8 @@ def begin_run(directory: Path, resume: str | None, start: Start, world: World) -
                 f"cannot prepare the run directory {directory}", "remove what should not be there"
             ):
                 repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
+                if start.is_complete:  # it may have been killed before it removed old checkpoints; no save follows
+                    prune(directory / FOLDER, keep_last, last_step, start.best_step)
                 recover(directory)
                 results.remove_after(directory / results.FOLDER, last_step)
                 (directory / SUMMARY).unlink(missing_ok=True)

@@ -198,17 +198,21 @@ class AsyncCheckpointer:
         return _inode(self._lock) in (None, self._lock_inode)
 
     def _prune(self, last: int, best_step: int) -> None:
-        """Removes all but the last and the best checkpoints.
+        prune(self._folder, self._keep_last, last, best_step)
 
-        Checkpoints of steps after `last` stay: they were skipped as damaged, and this training has not resumed there.
-        """
-        best, link = step_directory(self._folder, best_step), self._folder / BEST
-        if not best.exists() and link.is_symlink():  # its save failed: keep the best one before it
-            best = self._folder / os.readlink(link)
-        for step in [step for step in saved_steps(self._folder) if step <= last][self._keep_last :]:
-            old = step_directory(self._folder, step)
-            if old != best:
-                shutil.rmtree(old)
+
+def prune(folder: Path, keep_last: int, last: int, best_step: int) -> None:
+    """Removes all but the last and the best checkpoints.
+
+    Checkpoints of steps after `last` stay: they were skipped as damaged, and this training has not resumed there.
+    """
+    best, link = step_directory(folder, best_step), folder / BEST
+    if not best.exists() and link.is_symlink():  # its save failed: keep the best one before it
+        best = folder / os.readlink(link)
+    for step in [step for step in saved_steps(folder) if step <= last][keep_last:]:
+        old = step_directory(folder, step)
+        if old != best:
+            shutil.rmtree(old)
 
 
 def _inode(path: Path | None) -> tuple[int, int] | None:
