@@ -97,9 +97,13 @@ def all_are_complete(folder: Path) -> None:
 # --- the parts -------------------------------------------------------------------------------------------------------
 
 
-def process_state() -> tuple[list[object], int]:
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-    return [signal.getsignal(number) for number in numbers], threading.active_count()
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)]
+
+
+def signal_threads() -> set[threading.Thread]:
+    """Threads of other tests may still be ending: only those of this module are looked at."""
+    return {thread for thread in threading.enumerate() if thread.name == "stop signals"}
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGUSR2"])
@@ -108,7 +112,6 @@ def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(signals_module, "SAME_SIGNAL_SECONDS", 1e6)
     other: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: other.append(number))
-    _, threads = process_state()
     with StopSignals("SIGUSR2") as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         wait_until(lambda: other)
@@ -117,17 +120,18 @@ def test_the_first_of_two_signals_is_remembered(monkeypatch: pytest.MonkeyPatch,
         wait_until(lambda: signals.received)
         os.kill(os.getpid(), signal.SIGTERM)
     assert signals.received == first
-    assert threading.active_count() == threads
+    assert not signal_threads()
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_without_a_signal_the_process_state_is_restored() -> None:
-    before = process_state()
+    before = handlers()
     with StopSignals() as signals:
-        assert process_state() != before
-    assert (signals.received, process_state()) == (None, before)
+        assert handlers() != before
+        assert signal_threads()
+    assert (signals.received, handlers(), signal_threads()) == (None, before, set())
     with NullSignals() as signals:
-        assert process_state() == before
+        assert (handlers(), signal_threads()) == (before, set())
     assert signals.received is None
 
 
