@@ -17,7 +17,7 @@ SIZE = 2**24
 
 
 def descriptors(path: Path) -> int:
-    """The number of open descriptors of this process that refer to the file; a garbage collection may close others meanwhile."""
+    """The number of open descriptors of this file; a garbage collection may close others at any time."""
     wanted, count = os.stat(path), 0
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
