@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
-from utils.config import REPLACED_KEYS, Config, flatten, load, parse_value, read_file, similar, to_yaml, validate
+from utils.config import (
+    REPLACED_KEYS,
+    Config,
+    differences,
+    flatten,
+    load,
+    parse_value,
+    read_file,
+    similar,
+    to_yaml,
+    validate,
+)
 from utils.errors import UserError
 
 
@@ -85,6 +96,13 @@ def test_saved_config_reads_back_the_same(tmp_path: Path) -> None:
     del values["val_path_npy_data"]
     values["train_path"] = "data"  # PyYAML reads 1e-4 as a string and does not quote it
     assert load(write(tmp_path, yaml.safe_dump({"test": values})), "test") == validate(values, "test")
+
+
+def test_differences_have_the_values_that_are_not_the_defaults_or_those_of_another_config() -> None:
+    config = validate({"num_epochs": 3, "lr_schedule": {"start_lr": 1e-3}}, "test")
+    assert differences(config) == {"num_epochs": 3, "lr_schedule.start_lr": 1e-3}
+    assert differences(Config()) == {}
+    assert differences(Config(), config) == {"num_epochs": 10, "lr_schedule.start_lr": 2e-4}
 
 
 def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def flatten(config: Config) -> dict[str, Any]:
     return dict(walk("", config.model_dump()))
 
 
+def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
+    """The dotted keys whose values differ from those of `base`, or else from the defaults, with the config's values."""
+    before = flatten(base or Config())
+    return {key: value for key, value in flatten(config).items() if value != before[key]}
+
+
 def result_changes(before: Config, now: Config) -> list[str]:
     """The dotted keys with different values, without those that change no result."""
 
