@@ -1,6 +1,6 @@
 """Exports a trained network to one file that needs PyTorch and nothing of this project.
 
-python export.py --checkpoint runs/demo/2GPU/00 --output gas.pt2
+python export.py --checkpoint runs/demo/2ranks/00 --output gas.pt2
 
 The file takes dark matter, float32 [N, 4, X, Y, Z]: density in units of the mean, velocity in km/s. It returns gas
 [N, 5, X, Y, Z]: density in units of the mean, velocity in km/s, temperature in K. N is any number; X, Y and Z are

@@ -1,6 +1,6 @@
 """Predicts the gas of a whole N-body box with a trained network.
 
-python predict.py --checkpoint runs/demo/2GPU/00 --input data/demo_val.h5 --output gas.h5
+python predict.py --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5 --output gas.h5
 srun -n 8 python predict.py --checkpoint /logs/bs64_opt/8GPU/00 --input nbody.h5 --output hydro.h5
 
 If it is interrupted, run the same command again to resume.

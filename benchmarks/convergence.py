@@ -40,6 +40,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
+from utils.runs.directory import run_directory
 from utils.runs.logger import read_records
 from utils.runs.provenance import provenance
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
@@ -92,8 +93,8 @@ class Training:
         self.condition, self.seed, self._runs = condition, seed, runs
         self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
         self._run_num = f"{name}-seed{seed}"
-        self.directory = runs / condition.config / f"{condition.ranks}GPU" / self._run_num
         self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
+        self.directory = run_directory(self.config, condition.config, self._run_num, condition.ranks)
 
     def command(self) -> list[str]:
         flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]

@@ -1,6 +1,6 @@
 """Influence of the window grid on a prediction: errors near the windows' faces, and differences between grids.
 
-python -m benchmarks.seams --checkpoint runs/demo/2GPU/00 --input data/demo_val.h5
+python -m benchmarks.seams --checkpoint runs/demo/2ranks/00 --input data/demo_val.h5
 
 The first grid is the one that predict.py uses with the same --window and --overlap. The others are that grid shifted by
 half a step, windows twice as large, a quarter of overlap, and no overlap. The first prediction of the whole volume is

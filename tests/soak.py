@@ -224,7 +224,7 @@ class KillTest:
     def _new(self, name: str, launcher: str) -> Run:
         flags = [*self._flags, f"--set=expdir={self._folder / name}"]
         starts = build(launcher, flags, self._folder / f"{name}.log", self._slurm)
-        return Run(self._folder / name / "test" / f"{RANKS}GPU" / "00", starts, self._steps)
+        return Run(self._folder / name / "test" / f"{RANKS}ranks" / "00", starts, self._steps)
 
     def measure(self) -> None:
         """Measures the phases' durations under the launcher, by which kills are timed."""

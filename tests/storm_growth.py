@@ -130,7 +130,7 @@ def measure(steps: int, ranks: int, folder: Path) -> list[list[Sample]]:
         "num_epochs": -(-steps // STEPS_PER_EPOCH),
     }
     flags = ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
-    run, port = folder / "runs" / "test" / f"{ranks}GPU" / "00", free_port()
+    run, port = folder / "runs" / "test" / f"{ranks}ranks" / "00", free_port()
     outputs = [folder / f"{rank}.json" for rank in range(ranks)]
     processes = []
     for rank, output in enumerate(outputs):

@@ -193,7 +193,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(TOP)
-    directory = tmp_path / "test" / "1GPU" / "00"
+    directory = tmp_path / "test" / "1ranks" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
     AsyncCheckpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), wait=True)
@@ -242,7 +242,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert LOG_LINE.sub("", warnings[0]) == f"S{description[1:]}: update skipped (1 so far)"
     assert len(warnings) < 8
     assert warnings[-1].endswith(f"update skipped ({len(warnings)} so far)")
-    directory = tmp_path / "runs/test/1GPU/00"
+    directory = tmp_path / "runs/test/1ranks/00"
     saved = load_newest(directory / "checkpoints")
     assert saved is not None
     assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
@@ -254,7 +254,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     output = failed_training(capsys, [*data_flags, *flags, "--set=max_consecutive_skips=1"])
     says = f"training stopped: 1 updates in a row were skipped, the last one at {description}; "
     check_error(output, says, "check the data with --preflight")
-    saved = load_newest(tmp_path / "stopped/test/1GPU/00/checkpoints")
+    saved = load_newest(tmp_path / "stopped/test/1ranks/00/checkpoints")
     assert saved is not None
     assert saved.state.step == step - 1
 
@@ -301,7 +301,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
         patched.setattr(sys, "argv", ["train.py", *flags])
         with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             train.main()
-    return Trained(flags, stdout.getvalue(), stderr.getvalue(), expdir / "test" / "1GPU" / "first")
+    return Trained(flags, stdout.getvalue(), stderr.getvalue(), expdir / "test" / "1ranks" / "first")
 
 
 def test_training_logs_the_lines_of_the_original(trained: Trained) -> None:

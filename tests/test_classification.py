@@ -64,7 +64,7 @@ def test_config_passes_the_preflight_and_trains_on_files_in_the_published_format
     assert f"preflight: train data: {dataset}, 12 of " in printed
     assert printed.endswith("preflight: all checks passed\n")
     train.main(flags)
-    directory = tmp_path / name / "1GPU" / "00"
+    directory = tmp_path / name / "1ranks" / "00"
     last = [record for record in read_records(directory / "metrics.jsonl") if "Loss/valid" in record][-1]
     assert last["step"] == 6
     assert 0 <= last["Accuracy/valid"] <= last["Top5 accuracy/valid"] <= 1
@@ -97,7 +97,7 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
     entropy = float(torch.distributions.Categorical(torch.bincount(labels).double()).entropy())
     for found in baselines:
         assert found == {"guessing by class frequency": pytest.approx(entropy, rel=1e-9)}
-    directory = tmp_path / "digits_bn" / "2GPU" / "00"
+    directory = tmp_path / "digits_bn" / "2ranks" / "00"
     records = read_records(directory / "metrics.jsonl")
     last = [record for record in records if "Loss/valid" in record][-1]
     assert last["Accuracy/valid"] > accuracy

@@ -142,7 +142,7 @@ def test_defaults_and_flags_with_optional_values() -> None:
         ([], None),
         (["--resume"], "auto"),
         (["--resume", "no"], "no"),
-        (["--resume=runs/test/2GPU/00"], "runs/test/2GPU/00"),
+        (["--resume=runs/test/2ranks/00"], "runs/test/2ranks/00"),
     ):
         options = cli.parse([*flags, "--init_from=a/weights.pt"])
         assert (options.resume, options.init_from, options.overrides) == (resume, "a/weights.pt", {})

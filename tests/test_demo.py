@@ -38,4 +38,4 @@ def test_training_on_simulated_boxes_beats_simple_predictors(tmp_path, monkeypat
     assert ratios["best constant per channel"] < 1 / 4
     assert ratios["copying density and velocities"] < 1
     for picture in ("loss_curves.png", "slices.png"):
-        assert (tmp_path / "runs/demo/1GPU/00" / picture).stat().st_size > 10_000
+        assert next(tmp_path.glob(f"runs/demo/1*/00/{picture}")).stat().st_size > 10_000

@@ -25,7 +25,7 @@ def run(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     train.main(
         ["--config=test", *data_flags, f"--set=expdir={folder}", "--num_epochs=1", "--set=report_pictures=false"]
     )
-    return folder / "test/1GPU/00"
+    return folder / "test/1ranks/00"
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def train_with(flags: list[str], data_flags: list[str], expdir: Path) -> list[fl
     """The losses of a short training."""
     common = [f"--yaml_config={YAML}", "--config=test", *data_flags, f"--set=expdir={expdir}"]
     train.main([*common, "--set=report_baselines=false", "--set=report_pictures=false", *flags])
-    records = metrics(expdir / "test" / "1GPU" / "00")
+    records = metrics(expdir / "test" / "1ranks" / "00")
     return [record[tag] for record in records for tag in ("Step/loss", "Loss/valid") if tag in record]
 
 

@@ -61,10 +61,10 @@ def test_code_cells_have_no_outputs(cells: dict[str, dict[str, Any]]) -> None:
 def test_runs_are_sorted_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
     losses = ['{"step": 0, "Loss/valid": 0.2}', '{"step": 50, "Step/loss": 0.1}', '{"step": 50, "Loss/valid": 0.05}']
     for run, lines in {
-        "demo/2GPU/good": [*losses, '{"step": 60, "Loss/va'],  # an incomplete line
-        "demo/2GPU/bad": ['{"step": 7, "Loss/valid": 0.3}'],
-        "demo/1GPU/broken": ['{"step": 3, "Loss/valid": NaN}'],
-        "demo/1GPU/started": [],
+        "demo/2ranks/good": [*losses, '{"step": 60, "Loss/va'],  # an incomplete line
+        "demo/2ranks/bad": ['{"step": 7, "Loss/valid": 0.3}'],
+        "demo/1ranks/broken": ['{"step": 3, "Loss/valid": NaN}'],
+        "demo/1ranks/started": [],
     }.items():
         metrics = Path("runs") / run / "metrics.jsonl"
         metrics.parent.mkdir(parents=True)
@@ -72,10 +72,10 @@ def test_runs_are_sorted_by_their_last_validation_loss(kernel: Kernel, capsys: p
     kernel.run("runs")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1:] == [
-        ["0.050000", "50", "demo/2GPU/good"],
-        ["0.300000", "7", "demo/2GPU/bad"],
-        ["nan", "3", "demo/1GPU/broken"],
-        ["-", "-", "demo/1GPU/started"],
+        ["0.050000", "50", "demo/2ranks/good"],
+        ["0.300000", "7", "demo/2ranks/bad"],
+        ["nan", "3", "demo/1ranks/broken"],
+        ["-", "-", "demo/1ranks/started"],
     ]
     Path("runs").rename("elsewhere")
     with pytest.raises(FileNotFoundError, match="set runs to the directory of the runs"):

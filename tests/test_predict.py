@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path
         patched.chdir(TOP)
         flags = ["--set=report_baselines=false", "--set=report_pictures=false", f"--set=expdir={folder}"]
         train.main(["--config=test", *data_flags, *flags])
-    return folder / "test" / "1GPU" / "00"
+    return folder / "test" / "1ranks" / "00"
 
 
 @pytest.fixture(scope="module")

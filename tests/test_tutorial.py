@@ -138,7 +138,7 @@ def test_every_command_of_the_tutorial_has_its_effect(folder: Path) -> None:
     for number, text in enumerate(COMMANDS):
         ended = type_command(text, folder)
         what = f"command {number + 1}: {text}:\n{ended.stderr}"
-        runs = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/1GPU/*")}
+        runs = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/1ranks/*")}
         if text.startswith("train_graph.py") and not torch.cuda.is_available():
             assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), what
             assert "only CUDA devices have graphs" in ended.stderr
@@ -159,5 +159,5 @@ def test_every_command_of_the_tutorial_has_its_effect(folder: Path) -> None:
         assert (run / "summary.json").is_file(), what
         assert (run / "trace.json.gz").exists() == ("profiling" in text), what
         known = runs
-    names = sorted(path.name for path in folder.glob("runs/short/1GPU/*"))
+    names = sorted(path.name for path in folder.glob("runs/short/1ranks/*"))
     assert names == sorted(["00", *(f"00-{number}" for number in range(2, 12))])

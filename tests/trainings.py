@@ -49,7 +49,7 @@ class NoWaiting:
 
 
 def directory(expdir: Path | str, ranks: int = 1, run_num: str = "00") -> Path:
-    return Path(expdir) / "test" / f"{ranks}GPU" / run_num
+    return Path(expdir) / "test" / f"{ranks}ranks" / run_num
 
 
 def last(run: Path) -> checkpoint.Checkpoint:

@@ -26,7 +26,7 @@ from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import open_box
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
-from utils.distributed.launch import Launch, lasting_jobs, read_launch
+from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
@@ -61,7 +61,7 @@ DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pas
 
 def identity(config: Config, options: cli.Options) -> dict[str, str]:
     """Distinguishes a training from others. All of its ranks have the same, and compare it when they connect."""
-    directory = run_directory(config, options.config, options.run_num, read_launch().world_size)
+    directory = Path(config.expdir, options.config, options.run_num)  # without the device, which may differ
     return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
 
 

@@ -162,4 +162,4 @@ def test_a_search_with_real_trainings_ends_in_a_config_that_trains(
     assert all(min(trial["rates"]["FULL"]) > 0 for trial in record["trials"])
     assert record["provenance"]["versions"]["torch"]
     train.main([f"--yaml_config={tmp_path / 'UNet.yaml'}", "--config=tuned", "--num_epochs=1"])
-    assert (runs / "tuned" / "1GPU" / "00" / "checkpoints" / "best" / "weights.pt").exists()
+    assert (runs / "tuned" / "1ranks" / "00" / "checkpoints" / "best" / "weights.pt").exists()

@@ -254,7 +254,7 @@ def test_trainings_with_one_port_do_not_mix(
         assert rank.end().returncode == 2, rank.text
         (line,) = errors(rank.text)
         assert line.startswith("error: rank 1 belongs to another run than rank 0: it differs in config (")
-        assert f"run directory ({tmp_path}/b/test/2GPU/00, not {tmp_path}/a/test/2GPU/00)" in line
+        assert f"run directory ({tmp_path}/b/test/00, not {tmp_path}/a/test/00)" in line
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
 

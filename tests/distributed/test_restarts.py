@@ -58,9 +58,9 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
         words = [word.format(port=free_port()) for word in command]
         ended = subprocess.run(words, cwd=TOP, env=environment, capture_output=True, text=True, timeout=GENEROUS)
         assert ended.returncode == 0, ended.stderr
-        assert ended.stderr.count(f"Run directory: {tmp_path / 'test' / '2GPU' / name}") == 1 + number // 2
+        assert ended.stderr.count(f"Run directory: {tmp_path / 'test' / '2ranks' / name}") == 1 + number // 2
     assert ended.stderr.count("Resuming from ") == 1, "the first restart has no checkpoint yet"
     assert "after step 8" in ended.stderr
-    runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("test/2GPU/*/summary.json")}
+    runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("test/2ranks/*/summary.json")}
     assert runs.keys() == {"00", "00-2"}
     assert runs["00"]["final_loss"] == runs["00-2"]["final_loss"]

@@ -75,7 +75,7 @@ def two_ranks(start: Start, flags: list[str]) -> list[Program]:
 
 
 def checkpoints(tmp_path: Path, ranks: int = 1, run_num: str = "00") -> Path:
-    return tmp_path / "test" / f"{ranks}GPU" / run_num / FOLDER
+    return tmp_path / "test" / f"{ranks}ranks" / run_num / FOLDER
 
 
 def saved_at_the_stop(text: str, folder: Path) -> checkpoint.Checkpoint:

@@ -25,7 +25,7 @@ EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 
 def run(flags: list[str], folder: Path, *more: str) -> Path:
     train.main(["--config=test", *flags, f"--set=expdir={folder}", *more])
-    return folder / "test/1GPU/00"
+    return folder / "test/1ranks/00"
 
 
 def error_line(capfd: pytest.CaptureFixture[str], flags: list[str], folder: Path, *more: str) -> str:
@@ -105,7 +105,7 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
     assert stop.value.code == 75
-    directory = tmp_path / "test/1GPU/00"
+    directory = tmp_path / "test/1ranks/00"
     assert epochs_of(directory / FOLDER) == [1]
     run(data_flags, tmp_path, EVERY_EPOCH)
     assert epochs_of(directory / FOLDER) == [1, 2]

@@ -183,7 +183,7 @@ def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
     step = run([*flags, f"--set=ema_decay={before}", "--set=checkpoint.keep_last=9"])
     whole = values(step._trained.network)
-    source = tmp_path / "test" / "1GPU" / "00"
+    source = tmp_path / "test" / "1ranks" / "00"
     saved = checkpoint.load(step_directory(source / FOLDER, 16))
     assert differing(saved.weights["network"], step.network.state_dict()) == []
     assert torch.equal(values(step.network), whole) == (before == "null")

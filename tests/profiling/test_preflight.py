@@ -52,7 +52,7 @@ def test_valid_config_passes_and_its_properties_are_printed(preflight, tmp_path:
         "memory per rank: about ",
         "learning rate: shape cosine, scaling none, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
         "step 15: 0.000e+00",
-        f"run directory: {tmp_path / 'runs' / 'test' / '1GPU' / '00'} is new",
+        f"run directory: {tmp_path / 'runs' / 'test' / '1ranks' / '00'} is new",
         "train data: ",
         "valid data: ",
         "16³ cells, 0.00 GiB, all finite, mapped",
@@ -69,7 +69,11 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
     for flags, parts in (
         (
             ["4", "--local_batch_size=8", "--set=accumulation_steps=2"],
-            ["ranks 4 × local batch 8 = global batch 32, in 2 micro-batches", "steps: 2 per epoch", "/4GPU/00 is new"],
+            [
+                "ranks 4 × local batch 8 = global batch 32, in 2 micro-batches",
+                "steps: 2 per epoch",
+                "/4ranks/00 is new",
+            ],
         ),
         (
             [schedule, "--set=global_batch_size=16"],
@@ -103,7 +107,7 @@ def test_existing_run_directory_is_reported_and_kept(
 ) -> None:
     """The report names the directory, and says whether a training would resume or replace what is in it."""
     monkeypatch.chdir(TOP)
-    directory = tmp_path / "test" / "1GPU" / "00"
+    directory = tmp_path / "test" / "1ranks" / "00"
     weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
     weights.parent.mkdir(parents=True)
     weights.write_text("precious")

@@ -208,7 +208,7 @@ def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flag
     monkeypatch.chdir(TOP)
     flags = [*flags_for(tmp_path, data_flags), "--set=accumulation_steps=2", "--set=profile.ranks=all"]
     run_ranks(train_on_rank, 2, flags)
-    directory = tmp_path / "test/2GPU/00"
+    directory = tmp_path / "test/2ranks/00"
     for rank in (0, 1):
         counts = ranges(directory / f"trace_rank{rank}.json.gz")
         parts = {"step": 2, "data": 2, "forward": 4, "backward": 4, "optimizer": 2}
@@ -221,7 +221,7 @@ def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flag
 def test_trace_of_a_training_on_the_gpu_holds_its_kernels(tmp_path, data_flags, monkeypatch) -> None:
     monkeypatch.chdir(TOP)
     train.main([*flags_for(tmp_path, data_flags), "--profiler=torch", "--set=device=cuda"])
-    directory = tmp_path / "test/1GPU/00"
+    directory = tmp_path / "test/1ranks/00"
     assert sum(event.get("cat") == "kernel" for event in events(directory / "trace.json.gz")) >= 2 * 10
     counts = ranges(directory / "trace.json.gz")
     assert {name: counts[name] for name in RANGES} == dict.fromkeys(RANGES, 2)

@@ -41,7 +41,7 @@ TEST = config()
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
     """The first directory of run number 00."""
-    return tmp_path / "test" / "1GPU" / "00"
+    return tmp_path / "test" / "1ranks" / "00"
 
 
 @pytest.fixture

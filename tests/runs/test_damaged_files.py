@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
         changes = {"expdir": expdir, "evaluation.every_epochs": 2, "checkpoint.keep_last": 1}
         changes |= {"report_baselines": "false", "report_pictures": "false"}
         train.main(["--config=test", *data_flags, *(f"--set={key}={value}" for key, value in changes.items())])
-    run = expdir / "test" / "1GPU" / "00"
+    run = expdir / "test" / "1ranks" / "00"
     best = run / "checkpoints" / "best"
     if best.readlink().name != f"step_{STEP:08d}":
         shutil.rmtree(best.resolve())

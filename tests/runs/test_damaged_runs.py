@@ -34,7 +34,7 @@ def expdir(trained: Path, tmp_path: Path) -> Path:
 
 
 def run_of(expdir: Path) -> Path:
-    return expdir / "test" / "1GPU" / "00"
+    return expdir / "test" / "1ranks" / "00"
 
 
 def train(expdir: Path, data_flags: list[str], *more: str) -> Completed:

@@ -13,12 +13,13 @@ import torch
 from disks import small_disk
 from processes import run_ranks
 
+from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.runs.choice import Choice
-from utils.runs.directory import RunDirectory
+from utils.runs.directory import RunDirectory, run_directory
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -31,6 +32,19 @@ def no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
+@pytest.mark.parametrize(
+    ("device", "has_gpus", "name"),
+    [("auto", False, "4ranks"), ("auto", True, "4GPU"), ("cpu", True, "4ranks"), ("cuda", False, "4GPU")],
+)
+def test_run_directories_are_named_after_gpus_only_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_gpus: bool, name: str
+) -> None:
+    """A run on CPUs was once in 1GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    config = configs.validate({"device": device, "expdir": "runs"}, "demo")
+    assert run_directory(config, "demo", "00", 4) == Path("runs", "demo", name, "00")
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_only_directories_that_were_created_and_not_used_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
@@ -38,7 +52,7 @@ def test_only_directories_that_were_created_and_not_used_are_removed(
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     (tmp_path / "runs").mkdir()
-    path = tmp_path / "runs" / "test" / "1GPU" / "00"
+    path = tmp_path / "runs" / "test" / "1ranks" / "00"
     with claim_path(path):
         assert path.is_dir()
         assert ALONE.watchdog.folder == path, "for the files after a hang"

@@ -46,7 +46,7 @@ def start(
 
     def run(name: str, *more: str) -> tuple[Path, str]:
         train.main([*flags(tmp_path), *data_flags, f"--run_num={name}", *more])
-        return tmp_path / "test" / "1GPU" / name, capsys.readouterr().err
+        return tmp_path / "test" / "1ranks" / name, capsys.readouterr().err
 
     return run
 
@@ -67,7 +67,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Pa
     with pytest.MonkeyPatch.context() as patched:
         NoWaiting().install(patched.setattr)
         train.main([*flags(expdir), *data_flags, "--run_num=whole"])
-    return expdir / "test" / "1GPU" / "whole"
+    return expdir / "test" / "1ranks" / "whole"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     script = Path(__file__).with_name("training_that_dies.py")
     ended = processes.run([script, moment, *flags(tmp_path), *data_flags, "--run_num=killed"], tmp_path / "output")
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
-    run = tmp_path / "test" / "1GPU" / "killed"
+    run = tmp_path / "test" / "1ranks" / "killed"
     assert not (run / summary.SUMMARY).exists()
     before = contents(run)
     _, printed = start("killed")
@@ -138,7 +138,7 @@ def test_a_summary_that_cannot_be_written_is_no_success(
 def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
     tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, train_step = tmp_path / "test" / "1GPU" / "00", Trainer._train_step
+    run, train_step = tmp_path / "test" / "1ranks" / "00", Trainer._train_step
 
     def die_in_second_epoch(trainer: Trainer, *arguments: Any) -> None:
         if trainer.state.step == 12:

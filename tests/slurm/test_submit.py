@@ -26,7 +26,7 @@ LOGS = "lögs #1: 'a' \"$HOME\" %s\\n \n"  # a name with characters of YAML and 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> checkpoint."""
-    found = (folder / LOGS / "test/4GPU/00/checkpoints").glob("step_*")
+    found = (folder / LOGS / "test/4ranks/00/checkpoints").glob("step_*")
     return {int(path.name.removeprefix("step_")): path for path in found}
 
 
@@ -94,7 +94,7 @@ def test_a_preempted_training_saves_is_requeued_and_resumes(
     ends_with_the_same_weights(job, tmp_path, uninterrupted)
     assert re.search(rf"Resuming from (?s:.*), after step {stopped_after(job, 'SIGTERM')}$", job.output, re.MULTILINE)
     assert job.output.count("Avg train loss=") == EPOCHS
-    assert (tmp_path / LOGS / "test/4GPU/00/provenance.json").is_file()
+    assert (tmp_path / LOGS / "test/4ranks/00/provenance.json").is_file()
 
 
 # --- exit codes ---
@@ -310,7 +310,7 @@ def test_the_tasks_of_an_array_have_run_directories_of_their_own(
     job = cluster.submit(tmp_path, options, *given, LOGS_DIR=str(tmp_path / LOGS))
     for name in ("1", "2"):
         Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out").ends("COMPLETED")
-        assert (tmp_path / LOGS / f"test/1GPU/seed-{name}/summary.json").is_file()
+        assert (tmp_path / LOGS / f"test/1ranks/seed-{name}/summary.json").is_file()
 
 
 # --- inside an allocation ---

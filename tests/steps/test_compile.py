@@ -153,7 +153,7 @@ def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epo
         counters.clear()
         flags = [*data_flags, f"--set=expdir={tmp_path / name}", "--set=report_baselines=false"]
         train.main(["--config=test", *more, *flags])
-        records = map(json.loads, (tmp_path / name / "test/1GPU/00/metrics.jsonl").read_text().splitlines())
+        records = map(json.loads, (tmp_path / name / "test/1ranks/00/metrics.jsonl").read_text().splitlines())
         curves[name] = [record["Loss/valid"] for record in records if "Loss/valid" in record]
         assert (graphs[0] > 0) == (name == "compiled")
         assert graphs == [graphs[0]] * 2

@@ -137,7 +137,7 @@ class Config(Section):
     enable_apex: bool = False  # with optimizer.name adam: apex's FusedAdam if installed, otherwise torch's
     enable_benchy: bool = False  # measure the throughput, then exit
     enable_jit: bool = False  # compile the network and the loss with torch.compile
-    expdir: str = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>
+    expdir: str = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
     # Cells per side of the volumes: training, validation.

@@ -11,9 +11,14 @@ from utils.distributed.launch import Launch
 from utils.errors import UserError
 
 
+def uses_gpus(name: str) -> bool:
+    """True if ranks on machines like this one run on GPUs; `name` is auto, cpu or cuda."""
+    return name == "cuda" or (name == "auto" and torch.cuda.is_available())
+
+
 def choose_device(name: str, local_rank: int) -> torch.device:
     """The device of this rank; `name` is auto, cpu or cuda."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if not uses_gpus(name):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(

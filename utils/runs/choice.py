@@ -30,7 +30,7 @@ LOCK_FILES = {LOCK, f"{LOCK}.owner", f"{LOCK}.owner.next"}  # left by a process 
 class Request:
     """A training that needs a directory.
 
-    directory: <expdir>/<config>/<ranks>GPU/<run_num>, the first one of the run number.
+    directory: the first one of the run number, see run_directory.
     resume: None, auto, no, or the directory of another run or of a checkpoint.
     jobs, restarted: the launchers' names for this job, and those of the launchers that have restarted it.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 from utils import config as configs
 from utils.config import Config
+from utils.distributed.devices import uses_gpus
 from utils.distributed.launch import restarted
 from utils.distributed.locks import LockedFile, is_locked, open_locked
 from utils.distributed.world import World
@@ -24,9 +25,12 @@ from utils.runs.provenance import provenance, read_provenance
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
 
 
-def run_directory(config: Config, name: str, run_num: str, world_size: int) -> Path:
-    """<expdir>/<config>/<ranks>GPU/<run_num>, as in the original: the first directory of a run number."""
-    return Path(config.expdir) / name / f"{world_size}GPU" / run_num
+def run_directory(config: Config, name: str, run_num: str, ranks: int) -> Path:
+    """The first directory of a run number: <expdir>/<config>/<ranks>GPU/<run_num>, as in the original.
+
+    On CPUs <ranks>ranks takes the place of <ranks>GPU.
+    """
+    return Path(config.expdir) / name / f"{ranks}{'GPU' if uses_gpus(config.device) else 'ranks'}" / run_num
 
 
 class RunDirectory:
