@@ -66,7 +66,7 @@ def markdown(result: dict[str, Any]) -> str:
 def tf32(enabled: bool) -> Iterator[None]:
     """Turns TF32 on or off for float32 matrix products and convolutions on CUDA; restored afterwards.
 
-    Uses PyTorch's older switches, like `utils.build.backends`.
+    Uses PyTorch's older switches, like `utils.steps.backends`.
     """
     cublas, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = cublas.allow_tf32, cudnn.allow_tf32

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from utils import build
 from utils.config import Config
+from utils.config.schema import NetworkConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.errors import UserError
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -20,6 +24,7 @@ def restored() -> Iterator[None]:
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     yield
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    torch.use_deterministic_algorithms(False)
 
 
 def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +38,36 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
     (line,) = build.backends(Config(), CUDA)
     assert line.endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
     assert build.backends(Config(), CPU) == []
+
+
+def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a later training in the same process is not affected."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    config = Config(deterministic=True)
+    (line,) = build.backends(config, CUDA)
+    assert line.endswith("search off; float32 convolutions: TF32; deterministic algorithms")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(UserError, match=r"^deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not :0:0"):
+        build.backends(config, CUDA)
+    for other, device in ((Config(), CUDA), (config, CPU)):
+        build.backends(other, device)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_an_operation_without_a_deterministic_algorithm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first forward and backward pass, before anything is trained."""
+    error = RuntimeError("f_cuda does not have a deterministic implementation, but you set 'torch.…'. You can …")
+    config = Config(data_size=8, network=NetworkConfig(width=4, scales=2))
+    step = build.step(config, World(Launch("test"), CPU), build.model(config))
+    monkeypatch.setattr(step, "_accumulate", Mock(side_effect=error))
+    with pytest.raises(UserError, match=r"^f_cuda does not have a deterministic implementation; set deterministic=f"):
+        step.warm_up(torch.zeros(0), torch.zeros(0))
+    error.args = ("CUDA error: out of luck",)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step.warm_up(torch.zeros(0), torch.zeros(0))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +93,7 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
             1,
             ["lr_schedule's warm-up has no effect: lr_schedule.scaling is none"],
         ),
+        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU, where training always is"]),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -47,6 +46,7 @@ from utils.profiling.profiler import Profiler
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
+from utils.steps.backends import backends as backends
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
@@ -162,22 +162,6 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     return train_step
 
 
-def backends(config: Config, device: torch.device) -> list[str]:
-    """Sets TF32 and cuDNN's algorithm search, which suits shapes that never change; returns lines for the log.
-
-    Uses PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
-    """
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
-    if device.type != "cuda":
-        return []
-    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-    precision = "TF32" if config.tf32 and not overridden else "IEEE"
-    why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
-    search = "on" if config.cudnn_benchmark else "off"
-    return [f"cuDNN {torch.backends.cudnn.version()}, search {search}; float32 convolutions: {precision}{why}"]
-
-
 def options_without_effect(config: Config, world: World) -> list[str]:
     """Lines for the log: options of the config that this run cannot use."""
     notes = []
@@ -190,6 +174,8 @@ def options_without_effect(config: Config, world: World) -> list[str]:
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
             notes.append(f"fused_pointwise has no effect: {why}")
+    if config.deterministic and world.device.type == "cpu":
+        notes.append("deterministic has no effect on a CPU, where training always is")
     if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
         notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:

@@ -22,6 +22,7 @@ from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
 from utils.optim.optimizers import load_state, saved_state, update
 from utils.pending_work import PendingWork
 from utils.profiling.profiler import annotate
+from utils.steps.backends import nondeterminism_for_users
 from utils.steps.compile import Compiled
 from utils.steps.manual import ManualDataParallel
 from utils.steps.probe import GradientNormProbe
@@ -142,7 +143,7 @@ class EagerStep:
         before = {name: buffer.clone() for name, buffer in self._trained.named_buffers()}
         on_gpu = self._device.type == "cuda"
         self._trained.train()
-        with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
+        with torch.random.fork_rng(devices=[self._device] if on_gpu else []), nondeterminism_for_users():
             self._accumulate(inputs, targets)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():

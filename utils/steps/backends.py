@@ -1,0 +1,51 @@
+"""Settings of PyTorch's libraries: TF32, cuDNN's search for algorithms, deterministic algorithms."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from utils.config import Config
+from utils.errors import LocalError, UserError
+
+CUBLAS_VARIABLE, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+
+
+def backends(config: Config, device: torch.device) -> list[str]:
+    """Applies the config's settings; returns lines for the log. Called before the first computation on the device.
+
+    cuDNN's search suits shapes that never change. For TF32 it uses PyTorch's older switches: its compiler still reads
+    them, and refuses to once the newer ones are written.
+    """
+    deterministic = config.deterministic and device.type == "cuda"
+    searches = config.cudnn_benchmark and not deterministic  # by time, so the result may differ from run to run
+    torch.backends.cudnn.benchmark = searches
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time; no value is read before it is written
+    if device.type != "cuda":
+        return []
+    if deterministic and os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0]) not in CUBLAS_VALUES:
+        value = os.environ[CUBLAS_VARIABLE]
+        raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
+    overridden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    precision = "TF32" if config.tf32 and not overridden else "IEEE"
+    why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
+    search, algorithms = "on" if searches else "off", "; deterministic algorithms" if deterministic else ""
+    version = torch.backends.cudnn.version()
+    return [f"cuDNN {version}, search {search}; float32 convolutions: {precision}{why}{algorithms}"]
+
+
+@contextlib.contextmanager
+def nondeterminism_for_users() -> Iterator[None]:
+    """Converts PyTorch's error for an operation that has no deterministic algorithm to a UserError in one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).split(",")[0]
+        if "deterministic" not in reason:
+            raise
+        raise UserError(f"{reason}; set deterministic=false, or change what uses it") from error
