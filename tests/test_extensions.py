@@ -114,6 +114,5 @@ def test_the_documented_optimizer_trains(
     namespace = vars(optimizers).copy()
     execute(source, namespace)
     monkeypatch.setattr(optimizers, "OPTIMIZERS", optimizers.OPTIMIZERS | eval(f"{{{line}}}", namespace))
-    flags = ["--set=optimizer.name=adamw", "--set=optimizer.weight_decay=0.01"]
-    losses = train_with(flags, data_flags, tmp_path)
+    losses = train_with(["--set=optimizer.name=adagrad"], data_flags, tmp_path)
     assert losses[-1] < losses[0]

@@ -50,6 +50,7 @@ class ApexAdam(torch.optim.Optimizer):
 
 
 KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
+    "adamw, weight decay": by_name("adamw", weight_decay=0.1),
     "sgd, momentum": by_name("sgd", momentum=0.9),
     "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
     "lamb, weight decay": by_name("lamb", weight_decay=0.1),
@@ -122,11 +123,13 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adam", "apex_adam"])
+@pytest.mark.parametrize("name", ["adam", "apex_adam", "adamw"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
     """apex's if it is installed; otherwise --enable_apex uses torch's, which is also the default."""
-    fused, plain = by_name(name)(start(device)), torch.optim.Adam(start(device), lr=LR, foreach=False, fused=False)
+    kind, settings = torch.optim.AdamW if name == "adamw" else torch.optim.Adam, {"weight_decay": 0.1}
+    fused = by_name(name, **settings)(start(device))
+    plain = kind(start(device), lr=LR, foreach=False, fused=False, **settings)
     assert fused.defaults.get("fused", name == "apex_adam")
     for number in range(50):
         for optimizer in (fused, plain):
@@ -209,7 +212,7 @@ def test_loading_keeps_the_settings_of_the_present_run(name: str, capturable: bo
 
 
 def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
-    names = {"adam": "Adam", "sgd": "SGD", "lamb": "Lamb"}
+    names = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lamb": "Lamb"}
     for old, new in itertools.permutations(names, 2):
         optimizer = KINDS[new](start())
         with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this training's is {names[new]}$"):
@@ -218,7 +221,7 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
         load_state(KINDS["adam"](start()), saved_state(KINDS["adam"](start()[:2])))
 
 
-@pytest.mark.parametrize("kind", ["adam", "sgd, momentum", "nadam", "lamb"])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -> None:
     """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (

@@ -280,7 +280,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, pa
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *((name, {}) for name in ("sgd", "nadam", "lamb")),
+        *((name, {}) for name in ("adamw", "sgd", "nadam", "lamb")),
         ("adam", {"ema_decay": 0.9}),
         ("sgd", {"enable_amp": True, "accumulation_steps": 2, "clip_grad_norm": 0.1}),
     ],

@@ -99,6 +99,13 @@ def _adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) ->
     )
 
 
+def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    """torch's Adam with decoupled weight decay (Loshchilov & Hutter 2019), as one fused kernel."""
+    return torch.optim.AdamW(
+        parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
+    )
+
+
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
     if _is_capturable(lr):
@@ -184,6 +191,7 @@ def _is_capturable(lr: LearningRate) -> bool:
 
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
+    "adamw": _adamw,
     "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,
