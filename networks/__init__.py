@@ -14,7 +14,7 @@ from torch import nn
 
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
 from networks.init import initialise
-from networks.losses import CrossEntropyLoss, L1Loss, Loss
+from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, MSELoss
 from networks.metrics import Metric, accuracy, top5_accuracy
 from networks.unet import UNet
 
@@ -30,6 +30,8 @@ NETWORKS: dict[str, type[nn.Module]] = {
 SAMPLES = {"crop": "volumes", "shape": "labeled samples", "classes": "labeled samples", "vocabulary": "texts"}
 LOSSES: dict[str, type[Loss]] = {
     "l1": L1Loss,
+    "mse": MSELoss,
+    "huber": HuberLoss,
     "cross_entropy": CrossEntropyLoss,
 }
 # All metrics are for classification.

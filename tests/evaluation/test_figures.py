@@ -64,9 +64,9 @@ def bar_label(axes: Any) -> str:
 
 
 def physical(values: np.ndarray) -> list[np.ndarray]:
-    """Inverts the channel transforms ln(rho)/14, v / 1000 km/s, (log10 T - 5) / 2.5; logarithms are decimal."""
+    """The published transforms rho = exp(14 x), v = 900 x km/s, T = exp(8 (x + 1.5)) K; logarithms are decimal."""
     values = values.astype(np.float64)
-    return [14 * values[0] / math.log(10), *(1000 * values[1:4]), 2.5 * values[4] + 5]
+    return [14 * values[0] / math.log(10), *(900 * values[1:4]), 8 * (values[4] + 1.5) / math.log(10)]
 
 
 def test_spectra_show_ratio_and_correlation(found: Results) -> None:
@@ -257,8 +257,8 @@ def test_a_full_disk_leaves_no_truncated_picture(tmp_path: Path) -> None:
         for before in (set(), {"loss_curves.png"}):
             filler = fill(disk)
             with pytest.raises(OSError, match="No space left on device"):
-                training_figures.write_loss_curves(disk, is_classification=False)
+                training_figures.write_loss_curves(disk, "l1")
             filler.unlink()
             assert {path.name for path in disk.iterdir()} == {"metrics.jsonl", *before}
-            training_figures.write_loss_curves(disk, is_classification=False)
+            training_figures.write_loss_curves(disk, "l1")
             assert Image.open(disk / "loss_curves.png").size > (100, 100)

@@ -20,24 +20,32 @@ OUTPUTS, TARGETS = fields(0.1, 0.2, -0.3), fields(0.0, 0.4, 0.3)  # channels dif
 DENSITY = 0.5 * (math.exp(1.4) - 1.0)
 
 
+# The loss of each channel, by hand. Huber's is quadratic up to 0.1 and linear beyond.
+CELLWISE = {"l1": (0.1, 0.2, 0.6), "mse": (0.01, 0.04, 0.36), "huber": (0.005, 0.015, 0.055)}
+
+
+@pytest.mark.parametrize("name", CELLWISE)
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "weights", "density"),
     [
-        ({}, (0.1 + 0.2 + 0.6) / 3),
-        ({"lambda_rho": 0.5}, (0.1 + 0.2 + 0.6) / 3 + DENSITY),
-        ({"weights": [2.0, 1.0, 3.0]}, (2 * 0.1 + 1 * 0.2 + 3 * 0.6) / 6),
-        ({"weights": [2.0, 1.0, 3.0], "lambda_rho": 0.5}, (2 * 0.1 + 1 * 0.2 + 3 * 0.6) / 6 + DENSITY),
-        ({"weights": [0.3, 0.3, 0.3]}, (0.1 + 0.2 + 0.6) / 3),
+        ({}, (1, 1, 1), 0),
+        ({"lambda_rho": 0.5}, (1, 1, 1), DENSITY),
+        ({"weights": [2.0, 1.0, 3.0]}, (1, 0.5, 1.5), 0),
+        ({"weights": [2.0, 1.0, 3.0], "lambda_rho": 0.5}, (1, 0.5, 1.5), DENSITY),
+        ({"weights": [0.3, 0.3, 0.3]}, (1, 1, 1), 0),
     ],
     ids=str,
 )
-def test_l1_with_density_term_and_channel_weights(options: dict[str, Any], expected: float) -> None:
+def test_losses_of_fields_with_density_term_and_channel_weights(
+    name: str, options: dict[str, Any], weights: tuple[float, ...], density: float
+) -> None:
     """The density term uses channel 0 only, without the logarithm; weights are normalized to mean 1."""
-    loss = build_loss("l1", **options)
+    loss = build_loss(name, **options)
+    expected = sum(weight * cell for weight, cell in zip(weights, CELLWISE[name], strict=True)) / 3 + density
     assert float(loss(OUTPUTS, TARGETS)) == pytest.approx(expected, rel=1e-6)
     assert not list(loss.state_dict()), "checkpoints would contain it"
     if "weights" not in options:
-        assert torch.equal(build_loss("l1", fused=True, **options)(OUTPUTS, TARGETS), loss(OUTPUTS, TARGETS))
+        assert torch.equal(build_loss(name, fused=True, **options)(OUTPUTS, TARGETS), loss(OUTPUTS, TARGETS))
 
 
 def test_channel_weights_apply_to_gradients_and_in_training_mode_only() -> None:
@@ -51,11 +59,16 @@ def test_channel_weights_apply_to_gradients_and_in_training_mode_only() -> None:
     assert not torch.equal(loss.train()(OUTPUTS, TARGETS), plain(OUTPUTS, TARGETS))
 
 
-def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64() -> None:
-    loss = build_loss("l1")(fields(1.0).bfloat16(), fields(0.999))
-    assert loss.dtype == torch.float32
-    assert float(loss) == pytest.approx(0.001, rel=1e-3)
-    assert build_loss("l1")(fields(1.0).double(), fields(0.5).double()).dtype == torch.float64
+@pytest.mark.parametrize(("name", "expected"), [("l1", 1e-3), ("mse", 1e-6), ("huber", 5e-7)])
+def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_float64(
+    name: str, expected: float
+) -> None:
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = build_loss(name)(fields(1.0).bfloat16(), fields(0.999))
+        assert loss.dtype == torch.float32
+        assert float(loss) == pytest.approx(expected, rel=1e-3)
+    assert build_loss(name)(fields(1.0).double(), fields(0.5).double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,7 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_
             {"is_classification": True, "weights": [1.0, 2.0]},
             "no .* channel_weights; remove them",
         ),
-        ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use l1"),
+        ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use one of l1, mse, huber"),
         ("l2", {}, "loss: unknown loss l2; known: l1"),
     ],
 )

@@ -28,7 +28,7 @@ from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
 from utils.runs import summary
 from utils.runs.directory import _earlier
-from utils.runs.logger import Resumed, RunLogger, read_records
+from utils.runs.logger import LoggedRun, Resumed, RunLogger, read_records
 from utils.runs.provenance import read_provenance
 from utils.training import checkpoint, resume
 
@@ -132,7 +132,7 @@ def test_metrics(run: Path, count: int, caplog: pytest.LogCaptureFixture, monkey
         return records
 
     def resume_and_read() -> list[dict[str, Any]]:
-        logger = RunLogger(run, Resumed(STEP))
+        logger = RunLogger(LoggedRun(run, Resumed(STEP)))
         logger.scalars({"Loss/train": 1.0}, STEP + 1)
         logger.close()
         *kept, last = read()
@@ -143,26 +143,18 @@ def test_metrics(run: Path, count: int, caplog: pytest.LogCaptureFixture, monkey
     lines = [json.loads(line) for line in content.splitlines()]
     versions = ["\n".join(map(json.dumps, [*lines[:3], json.loads(json.dumps(lines[3])), *lines[4:]])) + "\n"]
     versions += [f"{json.dumps(lines[0])}\n{text}\n" for text in valuewise(lines[-1], count, 3)]
-    monkeypatch.setattr(RunLogger, "_writer", NullWriter())
     monkeypatch.setattr("utils.files._flush", lambda path: None)
     outcomes(path, [*bytewise(content, count, 4), *versions], read)
     found = outcomes(path, [*bytewise(content, count, 4), *versions], resume_and_read)
     assert errors_in(found) == 0
     some = [*bytewise(content, 8, 5), '{"step": 1, "$\\bad$/valid": 1}\n', '{"step": 1, "Loss/train": -1e299}\n']
-    outcomes(path, some, lambda: training_figures.write_loss_curves(run, is_classification=False))
+    outcomes(path, some, lambda: training_figures.write_loss_curves(run, "l1"))
     for kind in replacements(path):
-        logger = RunLogger(run, Resumed(STEP))
+        logger = RunLogger(LoggedRun(run, Resumed(STEP)))
         logger.scalars({"Loss/train": 1.0}, STEP + 1)
         logger.close()
         assert kind in ("missing", "dangling link") or "Cannot record scalars" in caplog.text
         caplog.clear()
-
-
-class NullWriter:
-    """TensorBoard's writer, which takes most of the time otherwise."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments: None
 
 
 @few_or_many

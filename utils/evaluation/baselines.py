@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import torch
+from torch import nn
 
 from utils.data import Loader
 from utils.distributed.world import World
@@ -26,35 +27,48 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     return {"guessing by class frequency": loss}
 
 
-def volume_losses(loader: Loader, world: World) -> dict[str, float]:
-    """Mean absolute difference over the validation crops of two predictors that ignore the structure of the input.
+def volume_losses(loader: Loader, loss: nn.Module, world: World) -> dict[str, float]:
+    """The validation loss of two predictors that ignore the structure of the input.
 
-    One predicts the median of each target channel, the best constant under this loss (to half a histogram bin). The
-    other copies the input's density and velocities, and predicts the median for channels that the input lacks.
+    One predicts a constant for each target channel, the best one under this loss (to half a histogram bin). The other
+    copies the input's density and velocities, and predicts the constant for channels that the input lacks.
     """
-    medians = _medians(loader, world)
-    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, elements
+    loss.eval()
+    constants = _best_constants(loss, _histograms(loader, world))
+    sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
     for inputs, targets in loader.epoch(0):
-        constant = medians.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
+        constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
         shared = min(inputs.shape[1], targets.shape[1])
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
-        sums[0] += (constant - targets).abs().sum(dtype=torch.float64)
-        sums[1] += (copy - targets).abs().sum(dtype=torch.float64)
-        sums[2] += targets.numel()
+        sums += torch.stack([loss(constant, targets), loss(copy, targets), sums.new_ones(())]) * len(targets)
     constant_sum, copy_sum, count = world.sum(sums).tolist()
     return {"best constant per channel": constant_sum / count, "copying density and velocities": copy_sum / count}
 
 
-def _medians(loader: Loader, world: World) -> torch.Tensor:
-    """Median per target channel, from histograms summed over the ranks; shape [channels]."""
+def _histograms(loader: Loader, world: World) -> torch.Tensor:
+    """Number of target values per channel and bin, [channels, bins], over all ranks; the outer bins hold the rest."""
     low, high = HISTOGRAM_RANGE
     counts = torch.zeros(1, HISTOGRAM_BINS, dtype=torch.float64)  # becomes [channels, bins] with the first batch
     for _, targets in loader.epoch(0):
-        channels = targets.clamp(low, high).unbind(1)
-        histograms = [torch.histc(channel, HISTOGRAM_BINS, low, high) for channel in channels]
+        bins = ((targets - low) * (HISTOGRAM_BINS / (high - low))).long().clamp(0, HISTOGRAM_BINS - 1)
+        # Unlike histc, bincount is deterministic on a GPU.
+        histograms = [torch.bincount(channel.flatten(), minlength=HISTOGRAM_BINS) for channel in bins.unbind(1)]
         counts = counts + torch.stack(histograms).double().cpu()
     channel_count = max(world.gather_json(len(counts)))
-    total = world.sum(counts.expand(channel_count, -1))  # some ranks may have no batch
-    cumulative = total.cumsum(1)
-    bins = (cumulative < cumulative[:, -1:] / 2).sum(1)
-    return low + (bins + 0.5) * (high - low) / HISTOGRAM_BINS
+    return world.sum(counts.expand(channel_count, -1))  # some ranks may have no batch
+
+
+def _best_constants(loss: nn.Module, counts: torch.Tensor) -> torch.Tensor:
+    """The constant per channel that minimizes the loss of values with these histograms, by bisection of its slope."""
+    low, high = HISTOGRAM_RANGE
+    width = (high - low) / HISTOGRAM_BINS
+    values = torch.arange(HISTOGRAM_BINS, dtype=torch.float64) * width + (low + width / 2)
+    targets = values.expand_as(counts).reshape(1, len(counts), -1, 1, 1)
+    lower, upper = (torch.full((len(counts),), end, dtype=torch.float64) for end in HISTOGRAM_RANGE)
+    for _ in range(40):
+        middle = (lower + upper) / 2
+        outputs = middle.view(1, -1, 1, 1, 1).expand_as(targets).clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(loss(outputs, targets), outputs)
+        rises = (slopes.view_as(counts) * counts).sum(1) > 0
+        lower, upper = torch.where(rises, lower, middle), torch.where(rises, middle, upper)
+    return lower

@@ -27,10 +27,10 @@ LOSSES = {
 }
 
 
-def write_loss_curves(directory: Path, is_classification: bool) -> Path:
-    """Draws the losses of a run's metrics.jsonl into loss_curves.png."""
+def write_loss_curves(directory: Path, loss: str) -> Path:
+    """Draws the losses of a run's metrics.jsonl into loss_curves.png; `loss` is the config's."""
     path = directory / "loss_curves.png"
-    label = "cross-entropy" if is_classification else "mean absolute error"
+    label = {"l1": "mean absolute error", "mse": "mean squared error"}.get(loss, loss.replace("_", "-"))
     _write(loss_curves(read_records(directory / "metrics.jsonl"), label), path)
     return path
 

@@ -68,8 +68,11 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
     logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
     losses = {start: result.initial_loss}
     if config.report_baselines:
-        measure = baselines.class_frequency_loss if config.is_classification else baselines.volume_losses
-        losses |= measure(trainer.loaders.valid, world)
+        valid = trainer.loaders.valid
+        if config.is_classification:
+            losses |= baselines.class_frequency_loss(valid, world)
+        else:
+            losses |= baselines.volume_losses(valid, trainer.step.loss, world)
     with world.raise_together():
         if world.is_root:
             pictures = _draw(trainer, result, config, directory) if config.report_pictures else []
@@ -110,7 +113,7 @@ def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) 
     try:
         from utils.evaluation import report, training_figures  # matplotlib takes time to import
 
-        pictures.append(training_figures.write_loss_curves(directory, config.is_classification))
+        pictures.append(training_figures.write_loss_curves(directory, config.loss))
         if not config.is_classification:
             loader, steps = trainer.loaders.valid, result.steps
             pictures.append(training_figures.write_slices(trainer.step, loader, config, directory, logger, steps))

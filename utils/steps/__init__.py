@@ -19,6 +19,7 @@ class Step(Protocol):
     """Trains and evaluates one network on one rank."""
 
     network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
+    loss: nn.Module
     gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
     probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
 

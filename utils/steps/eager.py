@@ -72,6 +72,7 @@ class EagerStep:
     capturable: ClassVar[bool] = False
     # Kernels that a loader enqueues for the step to run alongside its own; None if the step does not support that.
     pending_work: PendingWork | None = None
+    notes: Sequence[str] = ()  # lines for the log about the parts that the step was given
 
     @classmethod
     def check(cls, world: World, noddp: bool) -> None:
@@ -87,6 +88,7 @@ class EagerStep:
         metrics: Sequence[Metric] = (),
     ) -> None:
         self._options, self._device, self._optimizer, self._metrics = options, world.device, optimizer, metrics
+        self.loss = loss
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, options.precision)
