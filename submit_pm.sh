@@ -7,6 +7,13 @@
 #   ENABLE_PROFILING=1 PROFILE_OUTPUT=baseline sbatch -n 1 submit_pm.sh --config=short --enable_manual_profiling
 #   salloc -n 4 …; bash submit_pm.sh --config=short        # inside an allocation
 #
+# These jobs may run for 30 minutes, the limit of the debug QOS, which a job on Perlmutter gets without -q. To ask for
+# more, or for one or two GPUs of a shared node instead of whole nodes:
+#
+#   sbatch -q regular -t 4:00:00 -n 8 submit_pm.sh --config=bs512_opt
+#   sbatch -q shared -n 1 --gpus-per-node=1 submit_pm.sh --config=short
+#   sbatch -q shared -n 2 --ntasks-per-node=2 --gpus-per-node=2 submit_pm.sh --config=short
+#
 # Before its time limit and when it is preempted, the training saves a checkpoint; the job requeues itself and resumes.
 # The job's exit code is that of the training; 75 means that a checkpoint is saved and the same command resumes from it.
 #
@@ -16,13 +23,15 @@
 #
 #SBATCH --job-name=nbody-unet
 #SBATCH --output=%x-%j.out
-#SBATCH --time=04:00:00
+#
+# No --qos: a cluster without a QOS of that name would refuse the job.
+#SBATCH --time=00:30:00
 #SBATCH --constraint=gpu
 #SBATCH --ntasks-per-node=4
 #SBATCH --cpus-per-task=32
 #
-# Not --gpus-per-task=1: Slurm then rejects fewer than 4 tasks, and each rank sees only its own GPU, so that NCCL cannot
-# copy directly between the GPUs of a node. Use --gpu-bind=single:1 to hide the other GPUs.
+# Not --gpus-per-task=1: each rank would see only its own GPU, so that NCCL could not copy directly between the GPUs of
+# a node. On the command line, Slurm accepts it for 4 or more tasks only. --gpu-bind=single:1 hides the other GPUs.
 #SBATCH --gpus-per-node=4
 #
 # Slurm sends the warning of the time limit to this shell only (B:), 120 to 180 seconds before the limit. Without
@@ -37,13 +46,20 @@ set -u
 # Settings. The environment at submission overrides these defaults.
 TRAIN_SCRIPT=${TRAIN_SCRIPT:-train.py} # or train_graph.py
 PYTHON=${PYTHON:-python}
-DATA_DIR=${DATA_DIR:-} # directory of train.h5, val.h5 and their .npy files; /data in the configs
-LOGS_DIR=${LOGS_DIR:-} # /logs in the configs
+DATA_DIR=${DATA_DIR:-} # directory with the data; /data in the configs
+# directory of the runs and profiles; /logs in the configs. LOGS_DIR= (empty) leaves the config's
+if [ -d "${SCRATCH:-}" ]; then LOGS_DIR=${LOGS_DIR-$SCRATCH/nbody-unet/logs}; fi
+LOGS_DIR=${LOGS_DIR:-}
 CONTAINER_IMAGE=${CONTAINER_IMAGE:-}
-CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-} # shifter, podman-hpc or none; default: shifter if there is an image, else none
-STOP_SIGNAL=${STOP_SIGNAL:-USR1}         # requests the ranks to save and stop: stop_signal of the config
-MAX_REQUEUES=${MAX_REQUEUES:-100}        # maximum number of restarts, whatever their reason
+CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-} # the names below; default: shifter if there is an image, else none
+CONTAINER_CUDA=${CONTAINER_CUDA:-13}     # CUDA version of the image, 12 or 13: chooses NERSC's plug-in for NCCL
 # CONTAINER_OPTIONS: options of the runtime for GPUs and network (defaults below), separated by spaces
+STOP_SIGNAL=${STOP_SIGNAL:-USR1} # requests the ranks to save and stop: stop_signal of the config
+# maximum number of restarts, whatever their reason. NERSC forbids chains of jobs in the debug QOS
+case ${SLURM_JOB_QOS:-} in
+*debug*) MAX_REQUEUES=${MAX_REQUEUES:-0} ;;
+*) MAX_REQUEUES=${MAX_REQUEUES:-100} ;;
+esac
 
 EXIT_USER_ERROR=2
 EXIT_AGAIN=75
@@ -66,25 +82,7 @@ stop_number=$(kill -l "$STOP_SIGNAL" 2>/dev/null)
 job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 
-# --- command of each rank ---
-
-# The tasks of an array have the same arguments, but need run directories of their own. The last --run_num wins.
-if [ -n "${SLURM_ARRAY_TASK_ID:-}" ] && [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
-  run_num=00 previous=''
-  for argument in "$@"; do
-    if [ "$previous" = --run_num ]; then run_num=$argument; fi
-    if [[ $argument == --run_num=* ]]; then run_num=${argument#*=}; fi
-    previous=$argument
-  done
-  set -- "$@" --run_num="$run_num-$SLURM_ARRAY_TASK_ID"
-fi
-
-command=("$PYTHON" "$TRAIN_SCRIPT")
-if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
-  output=${PROFILE_OUTPUT:-profile}
-  if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then output+='-rank%q{SLURM_PROCID}'; fi # nsys expands it
-  command=(nsys profile '--trace=cuda,cublas,nvtx' --kill none -c cudaProfilerApi -f true -o "$output" "${command[@]}")
-fi
+# --- directories and container ---
 
 # Not VARIABLE=$(realpath ...), which removes newlines at the end of a path.
 if [ -n "$DATA_DIR" ]; then
@@ -101,51 +99,121 @@ if [ -z "$CONTAINER_RUNTIME" ]; then
   CONTAINER_RUNTIME=none
   if [ -n "$CONTAINER_IMAGE$job_image" ]; then CONTAINER_RUNTIME=shifter; fi
 fi
-[[ $CONTAINER_RUNTIME == none || $DATA_DIR$LOGS_DIR != *[:\;]* ]] ||
-  fail "a container cannot mount DATA_DIR or LOGS_DIR if its path contains : or ;"
+case $CONTAINER_CUDA in
+12) cuda='' ;;
+13) cuda=-cu13 ;;
+*) fail "CONTAINER_CUDA must be 12 or 13, not $CONTAINER_CUDA" ;;
+esac
+# Default options for GPUs and network, and the characters that are special in the option that mounts a directory.
+case $CONTAINER_RUNTIME in
+none) ;;
+shifter) gpus="--module=gpu,nccl$cuda-plugin" special='[:;]' ;;
+podman-hpc) gpus="--gpu --nccl$cuda" special='[:]' ;;
+apptainer | singularity) gpus=--nv special='[:,"\\]' ;;
+pyxis) gpus='' special='[:,"$`\\[:space:]]' ;;
+*) fail "CONTAINER_RUNTIME must be shifter, podman-hpc, apptainer, pyxis or none, not $CONTAINER_RUNTIME" ;;
+esac
+
+mounts=()
+add_mount() { # source, destination
+  [[ $1 != *$special* ]] || fail "$CONTAINER_RUNTIME cannot mount $1: the path contains one of $special"
+  mounts+=("$1:$2")
+}
+data=$DATA_DIR logs=$LOGS_DIR # paths that the ranks see
+if [ "$CONTAINER_RUNTIME" != none ]; then
+  if [ "$CONTAINER_RUNTIME" != shifter ]; then
+    job_image=''
+    add_mount "$PWD" "$PWD"
+  fi
+  [ -n "$CONTAINER_IMAGE$job_image" ] || fail "$CONTAINER_RUNTIME needs CONTAINER_IMAGE=..."
+  data=/data logs=/logs
+  if [ -n "$DATA_DIR" ]; then add_mount "$DATA_DIR" /data; fi
+  if [ -n "$LOGS_DIR" ]; then add_mount "$LOGS_DIR" /logs; fi
+  read -r -a options <<<"${CONTAINER_OPTIONS-$gpus}"
+fi
+
 container=()
-volumes=(${DATA_DIR:+--volume="$DATA_DIR:/data"} ${LOGS_DIR:+--volume="$LOGS_DIR:/logs"})
 case $CONTAINER_RUNTIME in
 shifter)
-  [ -n "$CONTAINER_IMAGE$job_image" ] || fail "shifter needs CONTAINER_IMAGE=..., or sbatch --image=..."
-  read -r -a options <<<"${CONTAINER_OPTIONS---module=gpu,nccl-plugin}"
   # Shifter keeps the environment and the working directory, and replaces itself by the command, which so gets signals.
-  container=(shifter ${CONTAINER_IMAGE:+--image="$CONTAINER_IMAGE"} "${options[@]}" "${volumes[@]}")
+  container=(shifter ${CONTAINER_IMAGE:+--image="$CONTAINER_IMAGE"} "${options[@]}" "${mounts[@]/#/--volume=}")
   ;;
 podman-hpc)
-  [ -n "$CONTAINER_IMAGE" ] || fail "podman-hpc needs CONTAINER_IMAGE=..."
-  read -r -a options <<<"${CONTAINER_OPTIONS---gpu --nccl}"
   # podman forwards signals to the first process of the container (--sig-proxy, its default), the shell below, which
   # replaces itself by Python. A process that Slurm also signals directly gets the same signal twice at once.
   # The container gets only the directories and variables named here; --env-host would also pass LD_LIBRARY_PATH.
-  container=(podman-hpc run --rm --net host --ipc host "${options[@]}" "${volumes[@]}"
-    --volume="$PWD:$PWD" --workdir="$PWD")
-  for name in 'SLURM_*' 'MASTER_*' 'NCCL_*' 'OFI_NCCL_*' 'FI_*' 'TORCH*' 'PYTORCH_*' 'OMP_*' 'BENCHY_*' \
+  container=(podman-hpc run --rm --net host --ipc host "${options[@]}" "${mounts[@]/#/--volume=}" --workdir="$PWD")
+  for name in 'SLURM_*' 'MASTER_*' 'NCCL_*' 'OFI_NCCL_*' 'FI_*' 'TORCH*' 'PYTORCH_*' 'OMP_*' 'BENCHY_*' 'WANDB_*' \
     CUDA_VISIBLE_DEVICES NVIDIA_TF32_OVERRIDE HDF5_USE_FILE_LOCKING TRAIN_EXIT_FILE; do
     container+=(--env "$name")
   done
   container+=("$CONTAINER_IMAGE")
   ;;
-none)
-  # Without a container nothing is mounted on /data and /logs: pass their paths. The user's arguments follow and win.
-  if [ -n "$LOGS_DIR" ]; then command+=(--set_string "expdir=$LOGS_DIR"); fi
-  if [ -n "$DATA_DIR" ]; then
-    for part in train val; do
-      command+=(--set_string "${part}_path=$DATA_DIR/$part.h5")
-      for kind in data label; do
-        command+=(--set_string "${part}_path_npy_$kind=$DATA_DIR/${part}_$kind.npy")
-      done
-    done
-  fi
+apptainer | singularity)
+  # Keeps the variables that the image does not set, except PATH and LD_LIBRARY_PATH. Forwards signals like podman.
+  container=("$CONTAINER_RUNTIME" exec "${options[@]}" "${mounts[@]/#/--bind=}" --pwd="$PWD" "$CONTAINER_IMAGE")
   ;;
-*) fail "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not $CONTAINER_RUNTIME" ;;
+pyxis)
+  # Options of srun. Keeps the variables that the image does not set. The task enters the container before it starts the
+  # command, which so gets signals.
+  container=(--container-image="$CONTAINER_IMAGE" --container-workdir="$PWD" "${options[@]}"
+    --container-mounts="$(IFS=, && echo "${mounts[*]}")")
+  ;;
 esac
+
+# --- command of each rank ---
+
+command=("$PYTHON" "$TRAIN_SCRIPT")
+if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
+  output=${PROFILE_OUTPUT:-profile}
+  if [ -n "$LOGS_DIR" ] && [[ $output != /* ]]; then output=${logs//%/%%}/$output; fi # nsys expands %
+  if [ "${SLURM_NTASKS:-1}" -gt 1 ]; then output+='-rank%q{SLURM_PROCID}'; fi
+  command=(nsys profile '--trace=cuda,cublas,nvtx' --kill none -c cudaProfilerApi -f true -o "$output" "${command[@]}")
+fi
+
+# The files in DATA_DIR have the names of config/UNet.yaml, or those of the published data set. A container has the
+# directory on /data, where the configs look for the former.
+add_data_flags() {
+  local part suffix key name published
+  for part in train:downsamp_2048crop_train val:downsamp_1024crop_valid; do
+    for suffix in .h5 _data.npy _label.npy; do
+      key=${part%:*}_path
+      if [ "$suffix" != .h5 ]; then key+=_npy${suffix%.npy}; fi
+      name=${part%:*}$suffix published=${part#*:}$suffix
+      if [ ! -e "$DATA_DIR/$name" ] && [ -e "$DATA_DIR/$published" ]; then
+        name=$published
+      elif [ "$CONTAINER_RUNTIME" != none ]; then
+        continue
+      fi
+      command+=(--set_string "$key=$data/$name")
+    done
+  done
+}
+
+# Only the training has these flags. The user's arguments follow and win.
+if [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
+  if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" = none ]; then command+=(--set_string "expdir=$LOGS_DIR"); fi
+  if [ -n "$DATA_DIR" ]; then add_data_flags; fi
+  # The tasks of an array have the same arguments, but need run directories of their own. The last --run_num wins.
+  if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    run_num=00 previous=''
+    for argument in "$@"; do
+      if [ "$previous" = --run_num ]; then run_num=$argument; fi
+      if [[ $argument == --run_num=* ]]; then run_num=${argument#*=}; fi
+      previous=$argument
+    done
+    set -- "$@" --run_num="$run_num-$SLURM_ARRAY_TASK_ID"
+  fi
+fi
 
 # srun reports the highest exit code of all ranks, often that of a rank that -K1 ended. So the first rank that fails
 # leaves its own code here, as the target of a link. All nodes and containers see this directory.
 exit_link=${LOGS_DIR:-.}/.exit-$job-${SLURM_RESTART_COUNT:-0}-$$
 export TRAIN_EXIT_FILE=$exit_link
-if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" != none ]; then TRAIN_EXIT_FILE=/logs/${exit_link##*/}; fi
+if [ -n "$LOGS_DIR" ]; then
+  TRAIN_EXIT_FILE=$logs/${exit_link##*/}
+  echo "submit_pm.sh: log directory $LOGS_DIR${mounts:+, in the container /logs}"
+fi
 
 # --- job step and signals ---
 
@@ -222,7 +290,8 @@ if resumable; then
   elif ! running; then
     : # the user has cancelled the job, or Slurm requeues it
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MAX_REQUEUES" ]; then
-    echo "submit_pm.sh: stopped, not requeued: MAX_REQUEUES=$MAX_REQUEUES is reached" >&2
+    echo "submit_pm.sh: stopped, not requeued: MAX_REQUEUES=$MAX_REQUEUES is reached;" \
+      "the same command resumes${SLURM_JOB_QOS:+ (QOS $SLURM_JOB_QOS)}" >&2
   else
     echo "submit_pm.sh: stopped, requeued" >&2
     # Slurm ends this shell. If the shell exited by itself, Slurm might process that exit after the requeue, and mark

@@ -252,7 +252,7 @@ def allocation() -> Iterator[tuple[Cluster, str] | None]:
             print(f"srun: skipped, {up.stdout.strip()}", flush=True)
             yield None
             return
-        wanted = [f"--nodes={RANKS}", "--ntasks-per-node=1", "--time=1-0", "--output=/dev/null"]
+        wanted = [f"--nodes={RANKS}", "--ntasks-per-node=1", "--time=1-0", "--partition=high", "--output=/dev/null"]
         yield cluster, cluster.run("sbatch", "--parsable", *wanted, "--wrap=sleep infinity").strip()
     finally:
         cluster.script("down")

@@ -84,6 +84,8 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=1
 ReturnToService=2
 GresTypes=gpu
+# sbatch refuses a job that exceeds a limit of its partition, as it does at most sites
+EnforcePartLimits=ALL
 # seconds from SIGTERM to SIGKILL, Slurm's default
 KillWait=30
 MinJobAge=3600
@@ -102,7 +104,7 @@ CONF
   done
   cat >>"$SLURM_CONF" <<'CONF'
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=off DefaultTime=10 State=UP
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=300 Default=YES DefaultTime=10 State=UP
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=requeue GraceTime=300 Default=YES DefaultTime=10 MaxTime=30 State=UP
 CONF
   printf 'export SLURM_CONF=%q\n' "$SLURM_CONF" >"$d/env"
 }

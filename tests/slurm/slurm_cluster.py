@@ -97,7 +97,7 @@ class Cluster:
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
         self._script = {**os.environ, "SLURM_CLUSTER_DIR": str(directory), "SLURM_CLUSTER_PORT": str(port)}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SCRATCH"))}
         self.environment = {
             **kept,
             "SLURM_CONF": str(directory / "slurm.conf"),

@@ -66,6 +66,58 @@ def test_data_and_log_directories_become_settings_without_a_container(submission
     assert len(expected) == 7
 
 
+def test_files_with_the_names_of_the_published_data_set_are_found(submission: Submission, tmp_path: Path) -> None:
+    """A config that names files in /data, under either name, still reads them in a container."""
+    plain = {
+        "train_path": "train.h5",
+        "train_path_npy_data": "train_data.npy",
+        "train_path_npy_label": "train_label.npy",
+    }
+    plain |= {name.replace("train", "val"): file.replace("train", "val") for name, file in plain.items()}
+    published = {
+        name: file.replace("train", "downsamp_2048crop_train").replace("val", "downsamp_1024crop_valid")
+        for name, file in plain.items()
+    }
+    for file in published.values():
+        (tmp_path / file).touch()
+
+    def keys(*arguments: str, **variables: str) -> dict[str, object]:
+        command = submission.command(*arguments, DATA_DIR=str(tmp_path), **variables)
+        return cli.parse(command[command.index("train.py") + 1 :]).overrides
+
+    container = {"CONTAINER_IMAGE": "some/image:1"}
+    assert keys() == {name: f"{tmp_path}/{file}" for name, file in published.items()}
+    assert keys(**container) == {name: f"/data/{file}" for name, file in published.items()}
+    assert keys("--set", "val_path=mine.h5", **container)["val_path"] == "mine.h5"
+    (tmp_path / "val.h5").touch()
+    assert keys()["val_path"] == f"{tmp_path}/val.h5"
+    assert "val_path" not in keys(**container)
+    for file in published.values():
+        (tmp_path / file).unlink()
+    assert keys() == {name: f"{tmp_path}/{file}" for name, file in plain.items()}
+    assert keys(**container) == {}
+
+
+def test_only_a_training_gets_the_flags_of_a_training(submission: Submission, tmp_path: Path) -> None:
+    """predict.py refused --set_string expdir=…"""
+    variables = {"TRAIN_SCRIPT": "predict.py", "DATA_DIR": str(tmp_path), "SCRATCH": str(tmp_path)}
+    assert submission.command("--input=a.h5", **variables) == [*TASK, "python", "predict.py", "--input=a.h5"]
+
+
+def test_logs_go_to_the_scratch_file_system_if_there_is_one(submission: Submission, tmp_path: Path) -> None:
+    logs = f"{tmp_path}/nbody-unet/logs"
+    assert f"log directory {logs}\n" in submission.run(SCRATCH=str(tmp_path)).stdout
+    flag = ["--set_string", f"expdir={logs}"]
+    assert submission.command(SCRATCH=str(tmp_path)) == [*TASK, "python", "train.py", *flag]
+    shifter = submission.command(SCRATCH=str(tmp_path), CONTAINER_IMAGE="some/image:1")
+    assert f"--volume={logs}:/logs" in shifter
+    assert shifter[-1] == "train.py"
+    other = submission.command(SCRATCH=str(tmp_path), LOGS_DIR=str(tmp_path / "mine"))
+    assert other[-1] == f"expdir={tmp_path}/mine"
+    for variables in ({"SCRATCH": str(tmp_path), "LOGS_DIR": ""}, {"SCRATCH": "/no/such/place"}, {"SCRATCH": ""}):
+        assert submission.command(**variables) == [*TASK, "python", "train.py"]
+
+
 def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -> None:
     """The program read '/x/run #1' as YAML, and wrote to /x/run."""
     names = (
@@ -89,11 +141,6 @@ def test_directories_may_have_any_name(submission: Submission, tmp_path: Path) -
         keys = cli.parse(command[command.index("train.py") + 1 :]).overrides
         assert keys["expdir"] == f"{tmp_path}/{name}/logs"
         assert keys["train_path_npy_data"] == f"{tmp_path}/{name}/train_data.npy"
-    for runtime in ("shifter", "podman-hpc"):
-        container = {"CONTAINER_RUNTIME": runtime, "CONTAINER_IMAGE": "some/image:1"}
-        done = submission.run(where=str(tmp_path), DATA_DIR="a: b", **container)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "cannot mount DATA_DIR or LOGS_DIR if its path contains : or ;" in done.stderr
 
 
 def test_each_task_of_an_array_gets_its_own_run_directory(submission: Submission) -> None:
@@ -132,31 +179,64 @@ def test_the_exit_code_is_that_of_the_first_rank_that_failed(submission: Submiss
     assert not [path for folder in (TOP, logs) for path in folder.glob(".exit*")]
 
 
-def test_shifter_runs_the_command(submission: Submission, tmp_path: Path) -> None:
-    places = {"DATA_DIR": str(tmp_path), "LOGS_DIR": str(tmp_path / "logs")}
-    volumes = [f"--volume={tmp_path}:/data", f"--volume={tmp_path}/logs:/logs"]
-    rest = [*TASK, "python", "train.py", "--config=short"]
-    command = submission.command("--config=short", CONTAINER_IMAGE="some/image:1", **places)
-    assert command == ["shifter", "--image=some/image:1", "--module=gpu,nccl-plugin", *volumes, *rest]
+def test_shifter_runs_the_image_of_the_job(submission: Submission) -> None:
     job_image = {"SLURM_SPANK__SLURM_SPANK_OPTION_shifter_image": "some/image:1"}
-    assert submission.command("--config=short", **job_image) == ["shifter", "--module=gpu,nccl-plugin", *rest]
-    command = submission.command("--config=short", **job_image, CONTAINER_OPTIONS="")
-    assert command == ["shifter", *rest]
-    assert submission.command("--config=short", **job_image, CONTAINER_RUNTIME="none") == rest
+    rest = [*TASK, "python", "train.py"]
+    assert submission.command(**job_image) == ["shifter", "--module=gpu,nccl-cu13-plugin", *rest]
+    given = submission.command(**job_image, CONTAINER_IMAGE="other/image:1")
+    assert given[:2] == ["shifter", "--image=other/image:1"]
+    assert submission.command(**job_image, CONTAINER_RUNTIME="none") == rest
 
 
-def test_podman_runs_the_command(submission: Submission, tmp_path: Path) -> None:
-    """The command names all that is to reach the container: podman passes on nothing else."""
-    podman = {"CONTAINER_RUNTIME": "podman-hpc", "CONTAINER_IMAGE": "some/image:1"}
-    command = submission.command("--config=short", **podman, DATA_DIR=str(tmp_path))
-    start = ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--gpu", "--nccl"]
-    assert command[: len(start)] == start
-    assert command[command.index("some/image:1") + 1 :] == [*TASK, "python", "train.py", "--config=short"]
-    assert {f"--volume={tmp_path}:/data", f"--volume={TOP}:{TOP}", f"--workdir={TOP}"} <= set(command)
-    passed = {command[place + 1] for place, text in enumerate(command) if text == "--env"}
-    assert {"SLURM_*", "MASTER_*", "NCCL_*", "BENCHY_*", "NVIDIA_TF32_OVERRIDE", "CUDA_VISIBLE_DEVICES"} <= passed
-    other = submission.command(**podman, CONTAINER_OPTIONS="--gpu --nccl-cu13")
-    assert other[7:9] == ["--gpu", "--nccl-cu13"]
+def test_the_cuda_version_of_the_image_chooses_the_plugin_for_nccl(submission: Submission) -> None:
+    expected = {"12": ("--module=gpu,nccl-plugin", "--nccl"), "13": ("--module=gpu,nccl-cu13-plugin", "--nccl-cu13")}
+    for version, plugins in expected.items():
+        image = {"CONTAINER_IMAGE": "some/image:1", "CONTAINER_CUDA": version}
+        given = [submission.command(**image, CONTAINER_RUNTIME=name) for name in ("shifter", "podman-hpc")]
+        assert (given[0][2], given[1][8]) == plugins
+
+
+def test_options_of_the_runtime_replace_the_default_ones(submission: Submission) -> None:
+    image = {"CONTAINER_IMAGE": "some/image:1", "CONTAINER_OPTIONS": "--one  --two=2"}
+    rest, workdir = [*TASK, "python", "train.py"], [f"{TOP}:{TOP}", f"{TOP}"]
+    assert submission.command(**image) == ["shifter", "--image=some/image:1", "--one", "--two=2", *rest]
+    podman = submission.command(**image, CONTAINER_RUNTIME="podman-hpc")
+    assert podman[:9] == ["podman-hpc", "run", "--rm", "--net", "host", "--ipc", "host", "--one", "--two=2"]
+    mounted = [f"--bind={workdir[0]}", f"--pwd={TOP}", "some/image:1"]
+    for name in ("apptainer", "singularity"):
+        expected = [name, "exec", "--one", "--two=2", *mounted, *rest]
+        assert submission.command(**image, CONTAINER_RUNTIME=name) == expected
+    pyxis = ["--container-image=some/image:1", f"--container-workdir={TOP}", "--one", "--two=2"]
+    expected = [*pyxis, f"--container-mounts={workdir[0]}", *rest]
+    assert submission.command(**image, CONTAINER_RUNTIME="pyxis") == expected
+    assert submission.command(CONTAINER_IMAGE="some/image:1", CONTAINER_OPTIONS="")[2:] == rest
+
+
+def test_directories_that_a_runtime_cannot_mount_are_refused(submission: Submission, tmp_path: Path) -> None:
+    refused = {"shifter": ":;", "podman-hpc": ":", "apptainer": ':,"\\', "singularity": ",", "pyxis": ':,"\\$` \n\t'}
+    for script in ("export_DDP_vars.sh", "train.py"):
+        (tmp_path / script).touch()
+    for runtime, characters in refused.items():
+        variables = {"CONTAINER_RUNTIME": runtime, "CONTAINER_IMAGE": "some/image:1"}
+        for character in characters:
+            folder = tmp_path / f"a{character}b"
+            folder.mkdir(exist_ok=True)
+            done = submission.run(where=str(tmp_path), DATA_DIR=str(folder), **variables)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), (runtime, character)
+            assert f"{runtime} cannot mount {tmp_path}/a" in done.stderr
+        (tmp_path / "a#'b*[%ü").mkdir(exist_ok=True)
+        assert submission.run(where=str(tmp_path), LOGS_DIR="a#'b*[%ü", **variables).returncode == 0
+
+
+def test_the_directory_of_the_code_must_be_mountable(submission: Submission, tmp_path: Path) -> None:
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    for script in ("export_DDP_vars.sh", "train.py"):
+        (folder / script).touch()
+    image = {"CONTAINER_IMAGE": "some/image:1"}
+    done = submission.run(where=str(folder), **image, CONTAINER_RUNTIME="podman-hpc")
+    assert f"podman-hpc cannot mount {folder}" in done.stderr
+    assert submission.run(where=str(folder), **image, CONTAINER_RUNTIME="shifter").returncode == 0
 
 
 def test_nsys_wraps_the_command(submission: Submission) -> None:
@@ -166,6 +246,34 @@ def test_nsys_wraps_the_command(submission: Submission) -> None:
     assert command == [*TASK, *nsys, "-o", "baseline", "python", "train.py", "--config=short"]
     assert "baseline-rank%q{SLURM_PROCID}" in submission.command(**profile)
     assert "nsys" not in submission.command(ENABLE_PROFILING="0")
+
+
+def test_profiles_are_written_to_the_log_directory(submission: Submission, tmp_path: Path) -> None:
+    variables = {"ENABLE_PROFILING": "1", "SLURM_NTASKS": "1", "LOGS_DIR": str(tmp_path / "50%d")}
+
+    def output(**more: str) -> str:
+        command = submission.command(**variables, **more)
+        return command[command.index("-o") + 1]
+
+    assert output() == f"{tmp_path}/50%%d/profile", "nsys expands %d"
+    assert output(PROFILE_OUTPUT="baseline", CONTAINER_IMAGE="some/image:1") == "/logs/baseline"
+    assert output(PROFILE_OUTPUT="/elsewhere/baseline", CONTAINER_IMAGE="some/image:1") == "/elsewhere/baseline"
+
+
+def test_a_job_of_a_debug_qos_is_not_requeued(submission: Submission, tmp_path: Path) -> None:
+    """NERSC forbids chains of jobs in its debug QOS."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho ' JobState=RUNNING '; echo $* >>\"$0.log\"\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    step = f"{sys.executable} -c 'from utils.errors import record_exit_code as record; record(75)'; exit 75"
+    batch = 'exec env SLURM_TASK_PID=$$ bash "$0"'
+    for qos, more in (("gpu_debug", {}), ("gpu_regular", {"MAX_REQUEUES": "0"})):
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_QOS": qos, **more}
+        command = ["bash", "-c", batch, str(TOP / "submit_pm.sh")]
+        environment = {**variables, "SRUN_THEN": step}
+        done = subprocess.run(command, cwd=TOP, env=environment, capture_output=True, text=True)
+        assert done.returncode == 75
+        assert f"not requeued: MAX_REQUEUES=0 is reached; the same command resumes (QOS {qos})" in done.stderr
+    assert "requeue" not in (tmp_path / "scontrol.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -181,9 +289,11 @@ def test_nsys_wraps_the_command(submission: Submission) -> None:
         ({"SLURM_RESTART_COUNT": "a[$(exit 1)]\n2"}, "SLURM_RESTART_COUNT must be an integer, not a[$(exit 1)] 2"),
         ({"SLURM_NTASKS": "-1"}, "SLURM_NTASKS must be an integer"),
         ({"STOP_SIGNAL": "10"}, "STOP_SIGNAL must be a signal's name such as USR2, not 10"),
-        ({"CONTAINER_RUNTIME": "docker"}, "CONTAINER_RUNTIME must be shifter, podman-hpc or none, not docker"),
+        ({"CONTAINER_RUNTIME": "docker"}, "must be shifter, podman-hpc, apptainer, pyxis or none, not docker"),
+        ({"CONTAINER_CUDA": "11"}, "CONTAINER_CUDA must be 12 or 13, not 11"),
         ({"CONTAINER_RUNTIME": "shifter"}, "shifter needs CONTAINER_IMAGE"),
         ({"CONTAINER_RUNTIME": "podman-hpc"}, "podman-hpc needs CONTAINER_IMAGE"),
+        ({"CONTAINER_RUNTIME": "pyxis", "SLURM_SPANK_SHIFTER_IMAGE": "a"}, "pyxis needs CONTAINER_IMAGE"),
     ],
 )
 def test_invalid_settings_are_rejected_before_the_step(

@@ -142,10 +142,28 @@ def test_arguments_and_variables_reach_every_rank_unchanged_on_unequal_nodes(clu
     assert len({rank["MASTER_PORT"] for rank in environments}) == 1
 
 
+ONE_GPU = "-q shared -n 1 --gpus-per-node=1"
+
+
+def test_the_default_partition_accepts_the_script_without_a_time_limit_of_its_own(cluster: Cluster) -> None:
+    """Its jobs may run for 30 minutes, as in Perlmutter's debug QOS. The script asked for 4 hours and was refused."""
+
+    def answer(options: str) -> str:
+        command = ["sbatch", "--test-only", *shlex.split(options), "submit_pm.sh", "--config=short"]
+        return subprocess.run(command, cwd=TOP, env=cluster.environment, capture_output=True, text=True).stderr
+
+    assert "using 128 processors on nodes node1 in partition low" in answer("")
+    assert "using 32 processors on nodes node1 in partition low" in answer(ONE_GPU)
+    assert "using 64 processors on nodes node1" in answer("-q shared -n 2 --ntasks-per-node=2 --gpus-per-node=2")
+    assert "Requested time limit is invalid" in answer("-q regular -t 4:00:00")
+    assert "in partition high" in answer("-q regular -t 4:00:00 -n 8 --partition=high")
+
+
 @pytest.mark.slow
 def test_ranks_per_node_and_the_gpus_they_see(cluster: Cluster, tmp_path: Path) -> None:
     """Four ranks per node; each sees all GPUs of its node, or only its own if the options say so."""
-    cases = {"-n 1": 1, "-n 8": 8, "-N 2": 8, "-n 2 --gpu-bind=single:1": 2, "-n 4 --gpus-per-task=1": 4}
+    cases = {"": 4, "-n 1": 1, "-n 8": 8, "-N 2": 8, "-n 2 --gpu-bind=single:1": 2, "-n 4 --gpus-per-task=1": 4}
+    cases[ONE_GPU] = 1
     jobs = []
     for number, options in enumerate(cases):
         (tmp_path / str(number)).mkdir()
