@@ -84,7 +84,7 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         ),
         (["--set=num_epoch=3"], "unknown key num_epoch; did you mean num_epochs?"),
         (["--set=num_epochs.x=1"], "num_epochs is not a section, so num_epochs.x cannot be set"),
-        (["--num_epochs=-1"], "num_epochs: Input should be greater than or equal to 1, not -1"),
+        (["--num_epochs=-1"], "num_epochs: expected a value of at least 1, got -1"),
         (["--yaml_config=/dev/zero"], "cannot read yaml_config /dev/zero: it is not a regular file"),
         (["--set=network=&a {norm: *a}"], "line 1: the value with the anchor a contains itself"),
         (["--set=seed=!!bool x"], "cannot read --set seed=!!bool x: a value does not match its tag"),

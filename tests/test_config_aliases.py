@@ -71,8 +71,8 @@ def test_overrides_replace_amp_mode_and_enable_amp_of_a_yaml_file(
         ("amp_mode: True", "amp_mode must be none, fp16 or bf16, not True"),
         ("amp_mode: [fp16]", "amp_mode must be none, fp16 or bf16, not ['fp16']"),
         ("amp_mode: bf16, precision: float16", "amp_mode bf16 contradicts precision float16; change one of them"),
-        ("amp_mode: bf16, enable_amp: 1", "enable_amp: Input should be a valid boolean, not 1"),
-        ("amp_mode: bf16, precision: fp16", "precision: Input should be 'bfloat16' or 'float16', not 'fp16'"),
+        ("amp_mode: bf16, enable_amp: 1", "enable_amp: expected true or false, got 1"),
+        ("amp_mode: bf16, precision: fp16", "precision: expected bfloat16 or float16, got 'fp16'"),
         ("enable_fused: 'on'", "enable_fused must be true or false, not 'on'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The command line of train.py: the original's flags, --set for every config key, --preflight and --resume.
+"""The command line of train.py: the original's flags, --set for every config key, --preflight, --resume and others.
 
 Also holds the parser and the options that the other entry scripts share.
 """
@@ -6,13 +6,14 @@ Also holds the parser and the options that the other entry scripts share.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-from utils.config import default_name, parse_value, similar, translate
+from utils.config import Verbatim, default_name, load, meant_keys, parse_value, similar, to_yaml, translate
 from utils.errors import UserError, launched_rank
 
 MAX_NAME_BYTES = 255  # of a file or directory name, on all common file systems
@@ -42,17 +43,37 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, text: str | None) -> None:
         """`text`, usually the docstring of the module, is printed unchanged as the help's description."""
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+        # Shells leave the ~ in --flag=~/x to the program. None is the type of arguments that have no other.
+        self.register("type", None, os.path.expanduser)
+        text = "print the versions of this program, PyTorch and Python, then exit"
+        self.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help=text)
 
     def error(self, message: str) -> NoReturn:
-        prefix, match = "unrecognized arguments: ", None
+        prefix, hint = "unrecognized arguments: ", "see --help"
         if message.startswith(prefix):
-            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
-            match = similar(unknown.lstrip("-"), [option.lstrip("-") for option in self._option_string_actions])
-        raise UserError(f"{message}; {f'did you mean --{match}?' if match else 'see --help'}")
+            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0].lstrip("-")
+            match = similar(unknown, [option.lstrip("-") for option in self._option_string_actions])
+            keys = meant_keys(unknown) if "--set" in self._option_string_actions else []
+            if match:
+                hint = f"did you mean --{match}?"
+            elif keys:
+                hint = f"config keys are set with {' or '.join(f'--set {key}=VALUE' for key in keys)}"
+        raise UserError(f"{message}; {hint}")
 
     def print_help(self, file: Any = None) -> None:
         if launched_rank() == 0:
             super().print_help(file)
+
+
+class _PrintVersion(argparse.Action):
+    """Prints one line on rank 0, then exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from utils.runs.provenance import version_line  # imports torch
+
+        if launched_rank() == 0:
+            print(version_line())
+        parser.exit()
 
 
 def positive(text: str) -> int:
@@ -89,7 +110,8 @@ VALUES: dict[str, tuple[type, str]] = {
 }
 SETTERS = {
     "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
-    "--set_string": "like --set, but VALUE is not read as YAML: for a path with characters such as # or :",
+    "--set_string": "like --set, but VALUE is not read as YAML, and no ~ or $VAR in it is expanded: for a path with "
+    "characters such as # or :",
 }
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
@@ -140,6 +162,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
     )
+    text = "print the resolved config, with all keys, as a YAML file, then exit"
+    parser.add_argument("--print_config", action="store_true", help=text)
     return parser
 
 
@@ -155,10 +179,16 @@ class _Change(NamedTuple):
         if not equals or not key.strip():
             raise UserError(f"{self.flag} {self.text}: expected key=value")
         if self.flag != "--set_string":
-            return key.strip(), parse_value(value, f"{self.flag} {self.text}")
+            parsed = parse_value(value, f"{self.flag} {self.text}")
+            if str(parsed).count("#") < value.count("#"):
+                raise UserError(
+                    f"{self.flag} {self.text}: YAML takes # for the start of a comment; to keep it, use "
+                    f"--set_string {self.text!r}"
+                )
+            return key.strip(), parsed
         if any("\ud800" <= character <= "\udfff" for character in value):  # Python's substitutes for other bytes
             raise UserError(f"{self.flag} {self.text!r}: not UTF-8; rename the file or directory")
-        return key.strip(), value
+        return key.strip(), Verbatim(value)
 
 
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
@@ -186,9 +216,21 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     _check_run_num(arguments.run_num)
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
-    return Options(
+    options = Options(
         yaml_config=arguments.yaml_config,
         config=arguments.config or default_name(arguments.yaml_config),
         overrides=flags | changes,
         **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
     )
+    if arguments.print_config:
+        _print_config(options)
+    return options
+
+
+def _print_config(options: Options) -> NoReturn:
+    """Prints the config on rank 0, and exits. A local batch size stays, since it suits any number of ranks."""
+    config = load(options.yaml_config, options.config, options.overrides)
+    config.for_world(1)  # checks what no section can
+    if launched_rank() == 0:
+        print(to_yaml(config, options.config), end="")
+    raise SystemExit(0)

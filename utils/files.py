@@ -140,13 +140,13 @@ def open_regular(path: str | Path) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
-def read_text(path: str | Path, limit: int = LARGEST_TEXT) -> str:
-    """The text of a regular file, without what is not UTF-8; raises OSError if it has more than `limit` bytes."""
+def read_text(path: str | Path, limit: int = LARGEST_TEXT, errors: str = "replace") -> str:
+    """The text of a regular file; raises OSError if it has more than `limit` bytes. `errors` is that of bytes.decode."""
     with open_regular(path) as file:
         content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates the whole limit
     if len(content) > limit:
         raise OSError(f"it has more than {limit} bytes")
-    return content.decode("utf-8", errors="replace")
+    return content.decode("utf-8", errors=errors)
 
 
 def read_json(path: Path) -> Any:

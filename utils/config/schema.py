@@ -7,13 +7,28 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from utils.config.paths import PathText
 from utils.errors import UserError
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+# The limits are far above all useful values. They keep a slip, such as a digit too many, from filling the memory or
+# from failing later with an error that does not name the key.
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+Samples = Annotated[int, Field(ge=1, le=10**8)]  # a plan of so many needs several GB on each rank
+Cells = Annotated[int, Field(ge=1, le=2**16)]  # per side
+Channels = Annotated[int, Field(ge=1, le=1024)]
+Width = Annotated[int, Field(ge=1, le=4096)]  # with 6 scales, 4096 is 480 billion parameters
+Scales = Annotated[int, Field(ge=1, le=16)]  # Cells has 16 powers of two
+Epochs = Annotated[int, Field(ge=1, le=10**6)]
+Threads = Annotated[int, Field(ge=0, le=1024)]
+LearningRate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
+LearningRateOrZero = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]  # four months
+SecondsOrZero = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -35,8 +50,8 @@ class LrScheduleConfig(Section):
 
     shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
-    start_lr: PositiveFloat = 2e-4  # at base_batch_size
-    end_lr: Rate = 0.0  # cosine: learning rate of the last step
+    start_lr: LearningRate = 2e-4  # at base_batch_size
+    end_lr: LearningRateOrZero = 0.0  # cosine: learning rate of the last step
     drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
     drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
@@ -47,8 +62,8 @@ class NetworkConfig(Section):
     """The network."""
 
     name: str = "unet"  # a name of NETWORKS in networks
-    width: Positive = 64  # unet: channels at the first scale
-    scales: Positive | None = None  # unet: number of downsamplings; None: 6, or 5 if full_scale is false
+    width: Width = 64  # unet: channels at the first scale
+    scales: Scales | None = None  # unet: number of downsamplings; None: 6, or 5 if full_scale is false
     # unet: layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
@@ -68,7 +83,7 @@ class DatasetConfig(Section):
     """Data set of a classification task, used instead of volumes."""
 
     name: str | None = None  # a name of DATASETS in utils/data/datasets
-    directory: str = "./data"  # directory of the data set's files
+    directory: PathText = "./data"  # directory of the data set's files
     verify: bool = True  # check the files against the published checksums
 
 
@@ -85,7 +100,7 @@ class EvaluationConfig(Section):
     """Evaluation of the whole validation volume during training; see utils/evaluation."""
 
     every_epochs: Count = 0  # 0: never; else also after the last epoch
-    window: Positive | None = None  # cells per side of the network's input; None: data_size
+    window: Cells | None = None  # cells per side of the network's input; None: data_size
     overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
 
 
@@ -108,9 +123,9 @@ class ProfileConfig(Section):
 class TimeoutsConfig(Section):
     """Timeouts in seconds."""
 
-    rendezvous: PositiveFloat = 600.0  # until all ranks are connected
-    collective: PositiveFloat = 1800.0  # for one collective operation
-    hang: Rate = 600.0  # for one step; then the watchdog stops the run; 0: no limit
+    rendezvous: Seconds = 600.0  # until all ranks are connected
+    collective: Seconds = 1800.0  # for one collective operation
+    hang: SecondsOrZero = 600.0  # for one step; then the watchdog stops the run; 0: no limit
 
 
 class CheckpointConfig(Section):
@@ -128,40 +143,40 @@ class Config(Section):
     weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # false: five scales instead of six
-    global_batch_size: Positive = 64  # samples per step, over all ranks
-    base_batch_size: Positive = 64  # global batch size at which start_lr holds
-    Nsamples: Positive = 65536  # training samples per epoch
-    Nsamples_val: Positive = 8192  # validation samples per epoch
-    num_epochs: Positive = 10
+    global_batch_size: BatchSize = 64  # samples per step, over all ranks
+    base_batch_size: BatchSize = 64  # global batch size at which start_lr holds
+    Nsamples: Samples = 65536  # training samples per epoch
+    Nsamples_val: Samples = 8192  # validation samples per epoch
+    num_epochs: Epochs = 10
     enable_amp: bool = False  # mixed precision
     enable_apex: bool = False  # with optimizer.name adam: apex's FusedAdam if installed, otherwise torch's
     enable_benchy: bool = False  # measure the throughput, then exit
     enable_jit: bool = False  # compile the network and the loss with torch.compile
-    expdir: str = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
+    expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
     # Cells per side of the volumes: training, validation.
-    box_size: list[Positive] = Field(default=[1024, 512], min_length=2, max_length=2)
-    data_size: Positive = 64  # cells per side of a crop
-    num_data_workers: Count = 2  # loader threads per rank
-    N_out_channels: Positive = 5
-    train_path: str = "/data/train.h5"
-    val_path: str = "/data/val.h5"
-    train_path_npy_data: str | None = None  # .npy copies of the HDF5 files, shape (L, L, L, C), for DALI
-    train_path_npy_label: str | None = None
-    val_path_npy_data: str | None = None
-    val_path_npy_label: str | None = None
-    use_cache: str | None = None  # node-local directory that the data files are copied to
+    box_size: list[Cells] = Field(default=[1024, 512], min_length=2, max_length=2)
+    data_size: Cells = 64  # cells per side of a crop
+    num_data_workers: Threads = 2  # loader threads per rank
+    N_out_channels: Channels = 5
+    train_path: PathText = "/data/train.h5"
+    val_path: PathText = "/data/val.h5"
+    train_path_npy_data: PathText | None = None  # .npy copies of the HDF5 files, shape (L, L, L, C), for DALI
+    train_path_npy_label: PathText | None = None
+    val_path_npy_data: PathText | None = None
+    val_path_npy_label: PathText | None = None
+    use_cache: PathText | None = None  # node-local directory that the data files are copied to
 
     # Command-line flags of the original that had no key.
-    local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
+    local_batch_size: BatchSize | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
     # Values that the original hard-coded, and options of this project.
-    N_in_channels: Positive = 4
+    N_in_channels: Channels = 4
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
     loss: str = "l1"  # a name of LOSSES in networks
@@ -174,7 +189,7 @@ class Config(Section):
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
-    accumulation_steps: Positive = 1  # micro-batches per step
+    accumulation_steps: BatchSize = 1  # micro-batches per step
     clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
     log_noise_scale: bool = False  # log the gradient noise scale; on several ranks a Python hook per gradient bucket
     # Decay of the exponential moving average of the weights, which validation and checkpoints use; None: no average.
@@ -307,7 +322,8 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} must be lists of three different channels")
             if used and max(used) >= channels:
                 raise ValueError(
-                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; use 0 to {channels - 1}"
+                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; channels count from 0, so "
+                    f"use 0 to {channels - 1}"
                 )
         block = 2**self.scales
         if self.evaluation.window is not None and self.evaluation.window % block:

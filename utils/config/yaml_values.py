@@ -81,6 +81,8 @@ def parse_value(text: str, name: str = "a value") -> Any:
     except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError, OverflowError) as error:
         # PyYAML raises its own errors, and those of Python for a wrong tag: !!int word, !!bool word, !!int "".
         is_own = isinstance(error, yaml.YAMLError | ValueError)
+        if "sys.set_int_max_str_digits" in str(error):
+            raise UserError(f"cannot read {name}: a number has too many digits") from None
         reason = str(error).replace('in "<unicode string>", ', "") if is_own else "a value does not match its tag"
         raise UserError(f"cannot read {name}: {' '.join(reason.split())}") from None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from utils import __version__
 from utils.distributed.world import World, hostnames
 from utils.errors import os_reason
 from utils.files import read_json
@@ -69,6 +70,14 @@ def versions() -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "cudnn": str(cudnn),
     }
+
+
+def version_line() -> str:
+    """The versions of this program, PyTorch and Python in one line."""
+    return (
+        f"nbody-unet {__version__}, commit {_git_commit()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def device_name(device: torch.device) -> str:
