@@ -7,7 +7,6 @@ srun -n 8 python train.py --config=bs512_opt
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from utils import build, cli
@@ -21,7 +20,7 @@ from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import out_of_memory_for_users
 from utils.profiling.profiler import build_profiler
 from utils.runs import summary
-from utils.runs.directory import open_run
+from utils.runs.directory import describe_config, open_run
 from utils.runs.logger import configure_logging
 from utils.steps.eager import EagerStep
 
@@ -55,24 +54,24 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             step = build.step(config, world, model, step_class)
             loaders.train.attach(step.pending_work)
             state = start.restore(step, world)
-            if start.is_complete and (start.was_interrupted or summary.is_finished(path, state.step, world)):
-                for line in (f"Run directory: {chosen}", *start.describe(), f"DONE ---- rank {world.rank}"):
-                    logging.getLogger().info(line)
+            if summary.has_nothing_to_do(path, start, world):
+                summary.log_nothing_to_do(str(chosen), start, world)
                 return
-            notes += [*loaders.notes, *build.options_without_effect(config, world)]
-            notes.append(f"Configuration {options.config}:\n{configs.to_yaml(config, options.config)}")
+            notes += [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
+            notes.append(describe_config(config, options.config, options.overrides))
             if benchmark is None:
                 notes.insert(0, f"Run directory: {chosen}")
-                notes += summary.begin_run(path, chosen.resume, start, world, config.checkpoint.keep_last)
+                notes += summary.begin_run(path, chosen.resume, start, world)
             with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)
                 if benchmark is not None:
                     build.benchmark(config, step, loaders, world, logger, benchmark).run()
                 else:
+                    summary.check_checkpoints(path, start, world, config.checkpoint.keep_last)
                     callbacks = build.callbacks(config, volume, step, world, path, logger, profiler)
                     trainer = build.trainer(config, step, loaders, world, signals, callbacks, state)
-                    summary.finish_run(trainer, trainer.fit(), config, path, start.initial_network)
+                    summary.finish_run(trainer, trainer.fit(), config, path, start)
                 logger.info(f"DONE ---- rank {world.rank}")
 
 

@@ -37,7 +37,7 @@ from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
 from utils.inference.window_grid import WindowGrid, build_window_grid
-from utils.optim.optimizers import build_optimizer
+from utils.optim.optimizers import build_optimizer, describe_optimizer
 from utils.optim.schedules import build_schedule
 from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
@@ -158,6 +158,7 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
     options = StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
     train_step = step_class(module, modules.loss, optimizer, world, options, modules.metrics)
+    train_step.notes = [describe_optimizer(choice.name, optimizer)]
     torch.manual_seed(config.seed + world.rank)
     return train_step
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from disks import small_disk
 from processes import run_ranks
+from trainings import TOP
 
 from utils import config as configs
 from utils.distributed.launch import Launch
@@ -19,7 +20,7 @@ from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.runs.choice import Choice
-from utils.runs.directory import RunDirectory, run_directory
+from utils.runs.directory import RunDirectory, describe_config, run_directory
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -43,6 +44,25 @@ def test_run_directories_are_named_after_gpus_only_where_there_are_some(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
     config = configs.validate({"device": device, "expdir": "runs"}, "demo")
     assert run_directory(config, "demo", "00", 4) == Path("runs", "demo", name, "00")
+
+
+def test_the_log_shows_what_differs_from_the_defaults_and_first_what_the_user_typed() -> None:
+    """It once began with all hundred keys."""
+    assert describe_config(configs.validate({}, "base"), "base", []) == (
+        "Configuration base, all keys have their default values"
+    )
+    few = {"num_epochs": 3, "network": {"width": 8}, "train_path": "/a.h5", "local_batch_size": 4}
+    assert describe_config(configs.validate(few, "x"), "x", ["network", "train_path"]).splitlines() == [
+        "Configuration x, keys that differ from the defaults:",
+        "  train_path: /a.h5 (default /data/train.h5)",
+        "  network.width: 8 (default 64)",
+        "  num_epochs: 3 (default 10)",
+    ]
+    many = configs.load(f"{TOP}/config/UNet.yaml", "demo_opt", {"log_interval": 3, "ema_decay": 0.5})
+    lines = describe_config(many, "demo_opt", ["ema_decay", "log_interval"]).splitlines()
+    assert len(lines) == 15
+    assert lines[1:3] == ["  ema_decay: 0.5 (default null)", "  log_interval: 3 (default 50)"]
+    assert lines[-1] == f"  and {len(configs.differences(many)) - 13} more, in config.yaml"
 
 
 @pytest.mark.parametrize("locks", [True, False])

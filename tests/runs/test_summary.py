@@ -12,10 +12,12 @@ from typing import Any
 
 import processes
 import pytest
+from log_lines import messages
 from training_that_dies import MOMENTS
 from trainings import CLOCKS, YAML, NoWaiting, curves
 
 import train
+from utils.profiling.benchmark import Benchmark
 from utils.runs import summary
 from utils.training.trainer import Trainer
 
@@ -86,6 +88,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     _, printed = start("killed")
     assert "The summary of this training is missing" in printed
     assert "trained network" in printed, "the table of results"
+    assert messages(printed)[-2].startswith("Nothing was trained: ")
     assert scalars(run) == scalars(whole), "each value once"
     assert all((run / name).exists() for name in PICTURES)
     assert not list(run.glob(".*.partial"))
@@ -98,7 +101,7 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
         assert after[str(run / name)] == before[str(run / name)], f"{name} is the training's"
 
 
-def test_a_finished_run_is_left_unchanged(start: Any) -> None:
+def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
     run, _ = start("00")
     before = contents(run)
@@ -108,9 +111,13 @@ def test_a_finished_run_is_left_unchanged(start: Any) -> None:
     assert json.loads((run.with_name("00-2") / summary.SUMMARY).read_text())["steps"] == 16
     shutil.rmtree(run.with_name("00-2"))
     _, printed = start("00", "--set=log_interval=3", "--resume")
-    assert "This training is complete" in printed
+    assert messages(printed)[-2].startswith("Nothing was trained: ")
     assert printed.rstrip().endswith("DONE ---- rank 0")
+    assert "Result:" not in printed
     assert contents(run) == before
+    monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
+    start("00", "--resume", "--enable_benchy")
+    assert contents(run) == before, "a benchmark writes to no run directory"
 
 
 def test_a_summary_that_cannot_be_written_is_no_success(
@@ -151,7 +158,7 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
             start("00")
     before = contents(run)
     _, printed = start("00", "--num_epochs=1", "--resume")
-    assert "This training is complete" in printed
+    assert "has trained 1 epochs, and num_epochs is 1; " in printed
     assert contents(run) == before
     start("00")
     assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 16

@@ -340,7 +340,7 @@ def test_a_job_restarted_by_its_launcher_resumes_despite_its_flags(
     assert saved_steps(finished / FOLDER) == [24, 16]
     code, stderr = command("--resume=no", "--num_epochs=3")
     assert code == 0, stderr
-    assert "This training is complete" in stderr, "restarted after its end"
+    assert "Nothing was trained: " in stderr, "restarted after its end"
     assert HookedStep.calls == 0
     monkeypatch.setenv(count, "0")
     assert command("--resume=no", "--num_epochs=1")[0] == 0
@@ -366,7 +366,7 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for module, function in ((build, "loaders"), (summary, "discard_replaced")):
+    for module, function in ((build, "loaders"), (summary, "remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143
@@ -451,10 +451,25 @@ def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished:
     for flag in ("--resume", "--resume=auto"):
         code, stderr = command(flag)
         assert code == 0, stderr
-        remedy = "raise num_epochs to extend it, or omit --resume to train again in a new directory"
-        assert f"This training is complete; {remedy}" in messages(stderr, "INFO")
+        (warning,) = messages(stderr, "WARNING")
+        assert warning == (
+            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} has trained 2 epochs, and num_epochs is 2; "
+            f"raise num_epochs to extend that training, or omit --resume to start a new one"
+        )
+        assert messages(stderr)[-2:] == [warning, "DONE ---- rank 0"]
         assert HookedStep.calls == 0
         assert contents(finished, "out.log", "provenance.json") == before
+
+
+def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
+    tmp_path: Path, command: Any, whole: Path
+) -> None:
+    """A fixed bug: the new directory got config, summary and result table of a training that was not its own."""
+    code, stderr = command(f"--resume={whole}", "--run_num=new")
+    assert code == 0, stderr
+    assert messages(stderr)[-2].startswith(f"Nothing was trained: {step_directory(whole / FOLDER, 16)} has trained 2 ")
+    assert "Result:" not in stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) -> None:
@@ -478,7 +493,7 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=network.width=8"], " does not fit this training: size mismatch for "),
+        (["--set=network.width=8"], " does not fit this training: down1.weight has the shape [4, 4, 3, 3, 3], but [8, 4, "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],
@@ -588,10 +603,10 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         (source / TRAINING, f"{source / TRAINING} holds no network; give weights.pt in the same directory", []),
         (
             source / WEIGHTS,
-            f"{source / WEIGHTS} does not fit this training: size mismatch for ",
+            f"{source / WEIGHTS} does not fit this training: down1.weight has the shape [4, 4, 3, 3, 3], but [8, 4, ",
             ["--set=network.width=8"],
         ),
-        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: ", ["--set=network.scales=3"]),
+        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it lacks ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it", []),
         (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is damaged or not a PyTorch checkpoint", []),

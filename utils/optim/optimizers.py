@@ -8,7 +8,6 @@ learning rate is a tensor, the optimizer must be capturable. If possible, it ski
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,8 +17,6 @@ import torch
 from utils.config import nearest
 from utils.config.schema import OptimizerConfig
 from utils.optim.lamb import Lamb
-
-log = logging.getLogger(__name__)
 
 Parameters = dict[str, torch.nn.Parameter]
 LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
@@ -43,9 +40,18 @@ def build_optimizer(
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
-    optimizer = OPTIMIZERS[options.name](options, parameters, learning_rate)
-    log.info("Optimizer: %s", type(optimizer).__name__)
-    return optimizer
+    return OPTIMIZERS[options.name](options, parameters, learning_rate)
+
+
+def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
+    """A line for the log about the optimizer that `build_optimizer` has built under this name."""
+    kind = type(optimizer).__name__
+    if kind == "FusedAdam":
+        return f"Optimizer: {kind} of apex; the host waits for the device in each step, to skip non-finite updates"
+    if name != "apex_adam":
+        return f"Optimizer: {kind}"
+    why = "cannot skip an update inside a CUDA graph" if optimizer.defaults["capturable"] else "is not installed"
+    return f"Optimizer: {kind}; apex's fused Adam {why}"
 
 
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
@@ -109,14 +115,11 @@ def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -
 def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
     """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
     if _is_capturable(lr):
-        log.info("apex's fused Adam cannot skip an update inside a CUDA graph: using torch's")
         return _adam(options, parameters, lr)
     try:
         from apex.optimizers import FusedAdam
     except ImportError:
-        log.info("apex is not installed: using torch's fused Adam")
         return _adam(options, parameters, lr)
-    log.info("apex's fused Adam: the host waits for the device in each step, to skip non-finite updates")
     return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from utils.runs.data_record import data_changes, data_record
 from utils.runs.logger import ConsoleLogger, Logger, NullLogger, Resumed, RunLogger
 from utils.runs.provenance import provenance, read_provenance
 
+CONFIG_LINES, LONGEST_VALUE = 15, 80  # of the configuration in the log; a value's length in characters
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
 
 
@@ -95,23 +96,43 @@ def _lock(directory: Path) -> LockedFile:
     return open_locked(directory / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
 
 
+def describe_config(config: Config, name: str, given: Collection[str]) -> str:
+    """The keys that differ from the defaults, in at most 15 lines; first those `given` on the command line."""
+    changed, defaults = configs.differences(config), configs.flatten(Config())
+    if "local_batch_size" not in given:
+        changed.pop("local_batch_size", None)  # it follows from the global batch size and the number of ranks
+    keys = sorted(changed, key=lambda key: not any(f"{key}.".startswith(f"{each}.") for each in given))
+    shown = keys if len(keys) < CONFIG_LINES else keys[: CONFIG_LINES - 2]
+    lines = [f"  {key}: {_value(changed[key])} (default {_value(defaults[key])})" for key in shown]
+    if len(shown) < len(keys):
+        where = "" if config.enable_benchy else ", in config.yaml"  # a benchmark writes none
+        lines.append(f"  and {len(keys) - len(shown)} more{where}")
+    title = "keys that differ from the defaults:" if keys else "all keys have their default values"
+    return "\n".join([f"Configuration {name}, {title}", *lines])
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
 def open_run(config: Config, name: str, chosen: Choice, world: World, resumed: Resumed | None = None) -> Logger:
     """Writes config.yaml and provenance.json to the run directory, and returns this rank's logger.
 
-    If a complete training is resumed, the files of the process that trained it stay. A benchmark writes nothing. Every
-    rank calls it; raises UserError if the directory cannot be written.
+    If nothing is left to train, the files of the process that trained it stay. A benchmark writes nothing. Every rank
+    calls it; raises UserError if the directory cannot be written.
     """
     record, directory = {**provenance(world), **chosen.record}, chosen.path
     with world.raise_together():
         if not world.is_root:
             return NullLogger()
+        logging.getLogger().debug("Configuration %s:\n%s", name, configs.to_yaml(config, name))
         if config.enable_benchy:
             return ConsoleLogger()
         with run_directory_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             changes = []
-            # After --resume of another run that is complete, there is no record yet.
-            if resumed is None or not resumed.complete or not (directory / "provenance.json").exists():
+            if resumed is None or not resumed.complete:
                 changes = _write_records(config, name, directory, record, resumed is not None)
             logger = RunLogger(directory, resumed)
         for line in changes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
+import math
 from pathlib import Path
 
 from utils.config import Config
@@ -14,9 +16,10 @@ from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs import tags
+from utils.runs.removal import is_incomplete, remove_run
 from utils.training.checkpoint import FOLDER, repair_best
 from utils.training.checkpointer import prune
-from utils.training.resume import Start, discard_replaced
+from utils.training.resume import Start
 from utils.training.trainer import FitResult, Trainer
 
 SUMMARY = "summary.json"
@@ -35,38 +38,68 @@ def finished_steps(directory: Path) -> int | None:
     return None
 
 
-def begin_run(directory: Path, resume: str | None, start: Start, world: World, keep_last: int) -> list[str]:
+def has_nothing_to_do(directory: Path, start: Start, world: World) -> bool:
+    """True if there is nothing to train, and no summary to write either. Every rank calls it."""
+    if start.resumed is None or not start.is_complete:
+        return False
+    return not start.may_lack_summary or is_finished(directory, start.resumed.step, world)
+
+
+def log_nothing_to_do(directory: str, start: Start, world: World) -> None:
+    """Logs why the command ends, to the terminal alone."""
+    if world.is_root:
+        log = logging.getLogger()
+        if not start.is_elsewhere:  # otherwise the directory is new, and is removed again
+            log.info("Run directory: %s", directory)
+        log.warning(start.nothing_to_train)
+        log.info("DONE ---- rank %d", world.rank)
+
+
+def begin_run(directory: Path, resume: str | None, start: Start, world: World) -> list[str]:
     """Removes what the training replaces; returns log lines about its start. Every rank calls it, after all checks.
 
-    Replaced are the summary, later evaluations and, with --resume=no, the checkpoints. This comes before the records
-    of the new process: a launcher that restarts it in between must not find those of the new with the old checkpoints.
+    Replaced are the summary, later evaluations and, with --resume=no, all that an earlier run has written. This comes
+    before the records of the new process: a launcher that restarts it in between must not find those of the new with
+    the old checkpoints.
     """
-    discard_replaced(directory, resume, world)
-    last_step = -1 if start.resumed is None else start.resumed.step
+    removed = []
     with world.raise_together():
         if world.is_root:
-            with os_errors_for_users(
-                f"cannot prepare the run directory {directory}", "remove what should not be there"
-            ):
-                repair_best(directory / FOLDER, max(last_step, 0), start.best_step)
-                if start.is_complete:  # it may have been killed before it removed old checkpoints; no save follows
-                    prune(directory / FOLDER, keep_last, last_step, start.best_step)
+            if start.resumed is None and (resume == "no" or is_incomplete(directory)):
+                removed = remove_run(directory)
+            with _prepare(directory):
                 recover(directory)
-                results.remove_after(directory / results.FOLDER, last_step)
+                results.remove_after(directory / results.FOLDER, -1 if start.resumed is None else start.resumed.step)
                 (directory / SUMMARY).unlink(missing_ok=True)
     missing = ["The summary of this training is missing: writing it now, without training"]
-    return [*start.describe(), *(missing if start.is_complete else [])]
+    return [*removed, *start.describe(), *(missing if start.is_complete else [])]
 
 
-def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: str) -> None:
-    """Records the result of a training; `start` names the network it began with. Every rank calls it.
+def check_checkpoints(directory: Path, start: Start, world: World, keep_last: int) -> None:
+    """Corrects what a kill during a save has left. Every rank calls it, once the log is open."""
+    with world.raise_together():
+        if world.is_root:
+            last_step = 0 if start.resumed is None else start.resumed.step
+            with _prepare(directory):
+                repair_best(directory / FOLDER, last_step, start.best_step)
+                if start.is_complete:  # no save follows
+                    prune(directory / FOLDER, keep_last, last_step, start.best_step)
+
+
+def _prepare(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Converts OSErrors to UserErrors."""
+    return os_errors_for_users(f"cannot prepare the run directory {directory}", "remove what should not be there")
+
+
+def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: Start) -> None:
+    """Records the result of a training. Every rank calls it.
 
     summary.json is written last: a run that is started again without it does all of this again.
     """
     logger, world = trainer.logger, trainer.world
     final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
     logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
-    losses = {start: result.initial_loss}
+    losses = {start.initial_network: result.initial_loss}
     if config.report_baselines:
         valid = trainer.loaders.valid
         if config.is_classification:
@@ -80,6 +113,8 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
             trainer.checkpointer.check()
             logger.flush()
             write_summary(directory, result)
+    if start.is_complete:
+        logger.warning(start.nothing_to_train)
 
 
 def write_summary(directory: Path, result: FitResult) -> None:
@@ -93,9 +128,10 @@ def write_summary(directory: Path, result: FitResult) -> None:
 
 def result_table(result: FitResult, losses: dict[str, float], directory: Path) -> list[str]:
     """The table that ends the log; `losses` are those to compare with, by name."""
-    lines = [f"{'validation loss':<32}{'':>10}   trained is"]
-    lines += [f"  {name:<30}{loss:>10.6f}   {result.final_loss / loss:.3f} of it" for name, loss in losses.items()]
-    lines.append(f"  {'trained network':<30}{result.final_loss:>10.6f}")
+    lines = ["validation loss (lower is better)", f"  {'trained network':<30}{result.final_loss:>10.6f}"]
+    for name, loss in losses.items():
+        ratio = loss / result.final_loss if result.final_loss else math.inf
+        lines.append(f"  {name:<30}{loss:>10.6f} {ratio:>9.2f} times the trained network's")
     lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in result.metrics.items()]
     lines.append(f"{'throughput, last epoch':<32}{result.samples_per_second:>10.1f}   samples/s")
     lines.append(f"{'training and validation':<32}{format_duration(result.seconds):>10}   {result.steps} steps")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.files import recover
 from utils.runs.logger import Resumed
 from utils.steps import Step
@@ -48,13 +47,16 @@ class Start:
         init_from: str | None,
         found: Checkpoint | None = None,
         overridden: bool = False,
+        is_elsewhere: bool = False,
     ) -> None:
         """Starts from the checkpoint `found`; without one, from the weights `init_from` or from scratch.
 
         `overridden`: `init_from` has no effect because --resume found a checkpoint.
+        `is_elsewhere`: the checkpoint is that of a run in another directory.
         Raises UserError if the checkpoint's training saw other samples.
         """
         self._init_from, self._checkpoint, self._overridden = init_from, found, overridden
+        self.is_elsewhere = is_elsewhere
         self._path = found.path if found else None
         self._state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
@@ -63,8 +65,14 @@ class Start:
         self.is_complete = found is not None and found.state.epoch >= config["num_epochs"]
         # Without a checkpoint the training starts from scratch or from weights.
         self.resumed = Resumed(found.state.step, found.state.batch > 0, self.is_complete) if found else None
-        # The checkpoint is not the last one of its training.
-        self.was_interrupted = found is not None and found.state.epoch < found.weights["config"]["num_epochs"]
+        # All epochs of the training in this directory are trained, but a kill may have prevented its summary.
+        self.may_lack_summary = (
+            found is not None
+            and self.is_complete
+            and not self.is_elsewhere
+            and found.state.epoch >= found.weights["config"]["num_epochs"]
+        )
+        self._num_epochs = config["num_epochs"] if found else 0
         # The network that the first validation measures.
         self.initial_network = "weights of --init_from" if init_from and not found else "untrained network"
 
@@ -93,12 +101,15 @@ class Start:
             lines.append(f"Changed config keys: {', '.join(self._changes)}; the learning rate follows the new schedule")
         if self._overridden:
             lines.append("--init_from has no effect, because --resume has found a checkpoint; omit --resume")
-        if self.is_complete:
-            lines.append(
-                "This training is complete; raise num_epochs to extend it, or omit --resume to train again in a new "
-                "directory"
-            )
         return lines
+
+    @property
+    def nothing_to_train(self) -> str:
+        """A log line about a complete training."""
+        return (
+            f"Nothing was trained: {self._path} has trained {self._state.epoch} epochs, and num_epochs is "
+            f"{self._num_epochs}; raise num_epochs to extend that training, or omit --resume to start a new one"
+        )
 
 
 def find_start(
@@ -123,18 +134,12 @@ def find_start(
                     f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
                     f"nodes share"
                 ) from None
-    if found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve():
+    elsewhere = found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve()
+    if found is not None and elsewhere:
         found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
     overridden = init_from is not None and resume is not None and found is not None
     with _must_fit(str(found and found.path), REMEDY):
-        return Start(config, init_from, found, overridden)
-
-
-def discard_replaced(directory: Path, resume: str | None, world: World) -> None:
-    """Removes the checkpoints that a training with --resume=no replaces; every rank calls it."""
-    with world.raise_together():
-        if world.is_root and resume == "no":
-            _discard(directory / FOLDER)
+        return Start(config, init_from, found, overridden, elsewhere)
 
 
 def random_states(world: World) -> list[list[torch.Tensor]]:
@@ -215,12 +220,3 @@ def _restore_random(found: Checkpoint, world: World) -> None:
     torch.set_rng_state(host)
     if device:
         torch.cuda.set_rng_state(device[0], world.device)
-
-
-def _discard(folder: Path) -> None:
-    """Removes all checkpoints in a folder, which may be a link to another file system."""
-    remedy = "remove them by hand, or give another --run_num"
-    with os_errors_for_users(f"--resume=no: cannot remove the checkpoints in {folder}", remedy):
-        for step in checkpoint.saved_steps(folder):
-            shutil.rmtree(checkpoint.step_directory(folder, step))
-        (folder / checkpoint.BEST).unlink(missing_ok=True)
