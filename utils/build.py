@@ -52,9 +52,10 @@ from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
 from utils.training.checkpointer import build_checkpointer
+from utils.training.options import TrainerOptions
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
-from utils.training.trainer import Trainer, TrainerOptions
+from utils.training.trainer import Trainer
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 
@@ -278,7 +279,6 @@ def _evaluation(
         target,
         lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
         every_epochs=config.evaluation.every_epochs,
-        num_epochs=config.num_epochs,
         folder=directory / results.FOLDER,
         logger=logger,
         metadata={"input": volume.path, "run": str(directory)},

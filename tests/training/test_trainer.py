@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,7 +18,7 @@ from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
 
-from utils.config.schema import CheckpointConfig
+from utils.config.schema import CheckpointConfig, EarlyStoppingConfig
 from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
@@ -29,11 +30,12 @@ from utils.steps import Step
 from utils.training import checkpointer as checkpointers
 from utils.training import metrics
 from utils.training import trainer as trainers
-from utils.training.callbacks import Callbacks
+from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpointer import NullCheckpointer
 from utils.training.metrics import LossRecorder
+from utils.training.options import TrainerOptions
 from utils.training.state import TrainState
-from utils.training.trainer import Trainer, TrainerOptions
+from utils.training.trainer import FitResult, Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
@@ -164,7 +166,11 @@ def make(
     loaders = Loaders(CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), valid)
     logger = RecordedLogger()
     checkpointer = RecordedCheckpointer(logger)
-    options = {"checkpoint": CheckpointConfig(every_minutes=None), **options}
+    options = {
+        "checkpoint": CheckpointConfig(every_minutes=None),
+        "early_stopping": EarlyStoppingConfig(),
+        **options,
+    }
     trainer = Trainer(
         step,
         loaders,
@@ -289,10 +295,10 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
         assert logger.curve(name) == plain.curve(name), "saves do not change the log"
 
 
-def validated(*losses: float) -> tuple[Trainer, RecordedCheckpointer]:
-    """A training with these validation losses: untrained, and after each epoch."""
-    values = iter(losses)
-    trainer, _, checkpointer, loaders = make(RecordedStep(), validation=[batch(0.0)])
+def validated(*losses: float, state: TrainState | None = None, **options: Any) -> tuple[Trainer, RecordedCheckpointer]:
+    """A training with these validation losses: untrained, unless it resumes from `state`, and after each epoch."""
+    values, step = iter(losses), RecordedStep(done=state.step if state else 0)
+    trainer, _, checkpointer, loaders = make(step, validation=[batch(0.0)], state=state, **options)
     loaders.valid.epoch = lambda epoch, first_batch=0: (batch(value) for value in [next(values)])
     return trainer, checkpointer
 
@@ -314,6 +320,64 @@ def test_training_ends_at_a_non_finite_validation_loss(value: float) -> None:
     ):
         trainer.fit()
     assert checkpointer.steps == [5], "the last checkpoint is that of the epoch before"
+
+
+# --- early stopping --------------------------------------------------------------------------------------------------
+
+
+class RecordedEvaluation(NullEvaluation):
+    """Records which epochs were announced as the last one."""
+
+    def __init__(self) -> None:
+        self.last: list[bool] = []
+
+    def after_epoch(self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]) -> dict:
+        self.last.append(is_last)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "epochs", "reason"),
+    [
+        ((5.0, 3.0, 3.0), {"patience": 1}, 2, " for 1 epoch; the best was 3.000000 after step 5"),
+        ((5.0, 6.0, 5.5), {"patience": 2}, 2, " for 2 epochs; the best was 5.000000 after step 0"),
+        ((5.0, 4.0, 3.5), {"patience": 1, "min_delta": 1}, 1, " by more than 1 for 1 epoch; the best was 4.000000"),
+        ((5.0, 6.0, 4.0, 4.5), {"patience": 2}, 3, None),
+        ((5.0, 4.5, 3.5, 3.0), {"patience": 2, "min_delta": 1}, 3, None),
+        ((5.0, 6.0, 6.0, 6.0), {"patience": 3}, 3, None),
+        ((5.0, 6.0, 6.0, 6.0), {}, 3, None),
+    ],
+    ids=str,
+)
+def test_early_stopping_ends_a_training_also_if_it_was_resumed(
+    losses: tuple[float, ...], settings: dict[str, Any], epochs: int, reason: str | None
+) -> None:
+    """After any epoch. The learning rates of the epochs that are trained are those of a complete training."""
+    options = {"early_stopping": EarlyStoppingConfig.model_validate(settings)}
+
+    def end(*values: float, state: TrainState | None = None) -> tuple[Trainer, RecordedCheckpointer, FitResult]:
+        trainer, checkpointer = validated(*values, state=state, **options)
+        trainer.evaluation = RecordedEvaluation()
+        return trainer, checkpointer, trainer.fit()
+
+    trainer, checkpointer, result = end(*losses)
+    assert result.steps == epochs * STEPS
+    assert trainer.evaluation.last == [False] * (epochs - 1) + [True]
+    assert checkpointer.waits == [epochs * STEPS]
+    assert trainer.step.lrs == [trainer.schedule(number) for number in range(epochs * STEPS)]
+    line = f"Early stopping after epoch {epochs}: the validation loss has not improved{reason}"
+    assert sum(text.startswith(line) for text in trainer.logger.lines) == (reason is not None)
+    assert (result.early_stop is None) == (reason is None)
+    clocks = {"seconds", "samples_per_second"}
+    for number, state in enumerate(checkpointer.states, start=1):
+        _, saved, resumed = end(*losses[number + 1 :], state=TrainState(**dataclasses.asdict(state)))
+        assert dataclasses.replace(resumed, **{name: getattr(result, name) for name in clocks}) == result
+        assert [each.step for each in saved.states] == [STEPS * epoch for epoch in range(number + 1, epochs + 1)]
+
+
+def test_a_lower_patience_takes_effect_at_the_end_of_an_epoch() -> None:
+    assert not TrainState(batch=2, epochs_without_improvement=5).stops_early(1)
+    assert TrainState(batch=0, epochs_without_improvement=5).stops_early(1)
 
 
 # --- stopping and resuming -------------------------------------------------------------------------------------------

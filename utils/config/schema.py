@@ -136,6 +136,13 @@ class CheckpointConfig(Section):
     keep_last: Positive = 2  # checkpoints to keep in addition to the best one
 
 
+class EarlyStoppingConfig(Section):
+    """Ends a training whose validation loss no longer improves. The learning-rate schedule stays that of all epochs."""
+
+    patience: Positive | None = None  # epochs without improvement after which training ends; None: never
+    min_delta: Rate = 0.0  # an improvement lowers the validation loss by more than this
+
+
 class Config(Section):
     """All keys of a config."""
 
@@ -179,7 +186,7 @@ class Config(Section):
     N_in_channels: Channels = 4
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
-    loss: str = "l1"  # a name of LOSSES in networks
+    loss: str = "l1"  # a name of LOSSES in networks: l1, mse, huber; for classes cross_entropy
     metrics: list[str] = []  # names of METRICS in networks, computed along with the validation loss
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -208,6 +215,7 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     profile: ProfileConfig = ProfileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     # In addition to SIGTERM: save a checkpoint and exit with code 75.
     stop_signal: Literal["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM"] = "SIGUSR1"

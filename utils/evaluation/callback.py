@@ -35,19 +35,20 @@ class VolumeEvaluation:
         new_statistics: Callable[[], VolumeStatistics],
         *,
         every_epochs: int,
-        num_epochs: int,
         folder: Path,
         logger: Logger,
         metadata: dict[str, Any],
     ) -> None:
         """`target(start, stop)` returns planes [C, stop - start, Y, Z] of the true fields."""
         self._predictor, self._target, self._new_statistics = predictor, target, new_statistics
-        self._every_epochs, self._num_epochs = every_epochs, num_epochs
+        self._every_epochs = every_epochs
         self._folder, self._logger, self._metadata = folder, logger, metadata
 
-    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+    def after_epoch(
+        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
+    ) -> dict[str, float]:
         """Scalars of the evaluation after an epoch, none if it is not due; every rank calls it."""
-        if epoch % self._every_epochs and epoch < self._num_epochs:
+        if epoch % self._every_epochs and not is_last:
             return {}
         started = time.perf_counter()
         predictor, statistics = self._predictor, self._new_statistics()

@@ -14,18 +14,23 @@ from utils.training.checkpointer import Checkpointer, NullCheckpointer
 class Evaluation(Protocol):
     """An evaluation that runs during training, after the validation of each epoch."""
 
-    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+    def after_epoch(
+        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
+    ) -> dict[str, float]:
         """Evaluates the network and returns scalars to log; every rank calls it.
 
-        `epoch` is the number of the epoch that ends, counted from 1. A long evaluation calls `stop_if_requested` from
-        time to time, on every rank at the same points; it raises Stopped after a stop signal.
+        `epoch` is the number of the epoch that ends, counted from 1; `is_last`: no other follows. A long evaluation
+        calls `stop_if_requested` from time to time, on every rank at the same points; it raises Stopped after a stop
+        signal.
         """
 
 
 class NullEvaluation:
     """Evaluates nothing."""
 
-    def after_epoch(self, epoch: int, step: int, stop_if_requested: Callable[[], None]) -> dict[str, float]:
+    def after_epoch(
+        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
+    ) -> dict[str, float]:
         return {}
 
 

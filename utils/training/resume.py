@@ -62,7 +62,7 @@ class Start:
         self._changes = _changes(found, config) if found else []
         self.best_step = self._state.best_step  # of the best checkpoint in the run directory; 0: none
         # No epoch is left to train.
-        self.is_complete = found is not None and found.state.epoch >= config["num_epochs"]
+        self.is_complete = found is not None and _is_complete(found.state, config)
         # Without a checkpoint the training starts from scratch or from weights.
         self.resumed = Resumed(found.state.step, found.state.batch > 0, self.is_complete) if found else None
         # All epochs of the training in this directory are trained, but a kill may have prevented its summary.
@@ -70,7 +70,7 @@ class Start:
             found is not None
             and self.is_complete
             and not self.is_elsewhere
-            and found.state.epoch >= found.weights["config"]["num_epochs"]
+            and _is_complete(found.state, found.weights["config"])
         )
         self._num_epochs = config["num_epochs"] if found else 0
         # The network that the first validation measures.
@@ -106,9 +106,12 @@ class Start:
     @property
     def nothing_to_train(self) -> str:
         """A log line about a complete training."""
+        epochs, reason, key = self._state.epoch, f"num_epochs is {self._num_epochs}", "num_epochs"
+        if epochs < self._num_epochs:
+            reason, key = "early_stopping ended it", "early_stopping.patience"
         return (
-            f"Nothing was trained: {self._path} has trained {self._state.epoch} epochs, and num_epochs is "
-            f"{self._num_epochs}; raise num_epochs to extend that training, or omit --resume to start a new one"
+            f"Nothing was trained: {self._path} has trained {epochs} epochs, and {reason}; raise {key} to extend that "
+            f"training, or omit --resume to start a new one"
         )
 
 
@@ -209,6 +212,11 @@ def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
                 f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
     return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]
+
+
+def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
+    """True if this config leaves no epoch to train; configs of earlier versions have no early stopping."""
+    return state.is_complete(config["num_epochs"], config.get("early_stopping", {}).get("patience"))
 
 
 def _restore_random(found: Checkpoint, world: World) -> None:

@@ -23,6 +23,27 @@ class TrainState:
     final_loss: float = float("nan")
     best_loss: float = float("inf")
     best_step: int = 0
+    # For early stopping; an improvement lowers the loss by more than min_delta.
+    loss_to_beat: float = float("inf")  # validation loss of the last improvement
+    epochs_without_improvement: int = 0
     samples_per_second: float = 0.0  # in the last epoch
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
     seconds: float = 0.0  # time since the training started, summed over all its processes
+
+    def finish_epoch(self, validation_loss: float, min_delta: float) -> None:
+        """Advances to the next epoch."""
+        self.final_loss = validation_loss
+        if validation_loss < self.best_loss:
+            self.best_loss, self.best_step = validation_loss, self.step
+        self.epochs_without_improvement += 1
+        if validation_loss < self.loss_to_beat - min_delta:
+            self.loss_to_beat, self.epochs_without_improvement = validation_loss, 0
+        self.epoch, self.batch, self.losses, self.epoch_seconds = self.epoch + 1, 0, [], 0.0
+
+    def stops_early(self, patience: int | None) -> bool:
+        """True at the end of an epoch after which the loss has not improved for `patience` epochs; None: never."""
+        return patience is not None and self.batch == 0 and self.epochs_without_improvement >= patience
+
+    def is_complete(self, num_epochs: int, patience: int | None) -> bool:
+        """True if no epoch is left to train."""
+        return self.epoch >= num_epochs or self.stops_early(patience)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from utils.data import Batch, Loaders
 from utils.distributed.signals import Request, Signals, StopCoordinator
@@ -22,32 +23,11 @@ from utils.training.callbacks import Callbacks
 from utils.training.checkpointer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
+from utils.training.options import TrainerOptions
 from utils.training.resume import random_states
 from utils.training.state import TrainState
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
-
-
-class CheckpointOptions(Protocol):
-    """When to save in addition to the end of each epoch; None: never."""
-
-    @property
-    def every_steps(self) -> int | None: ...
-
-    @property
-    def every_minutes(self) -> float | None: ...
-
-
-@dataclass(frozen=True)
-class TrainerOptions:
-    """Options of the training loop; the names are the config's."""
-
-    num_epochs: int
-    global_batch_size: int
-    log_interval: int
-    checkpoint: CheckpointOptions
-    max_consecutive_skips: int = 10
-    metrics: Sequence[str] = ()  # names of the values that Step.evaluate returns after the loss
 
 
 @dataclass(frozen=True)
@@ -62,6 +42,7 @@ class FitResult:
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
     noise_scale: str | None = None  # one sentence, if it was measured
+    early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
 
 
 class Validation(NamedTuple):
@@ -95,7 +76,7 @@ class Trainer:
         self.profiler, self.evaluation = callbacks.profiler, callbacks.evaluation
         batch, probe = options.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
-        self._recorder = LossRecorder(options.log_interval, world)
+        self._recorder = LossRecorder(min(options.log_interval, len(loaders.train)), world)
         self._coordinator = StopCoordinator(world)
         self._save_timer = SaveTimer(options.checkpoint.every_minutes, world)
         self._teraflop_per_sample = 0.0
@@ -115,7 +96,10 @@ class Trainer:
                 self._train_epoch()
                 validation = self._validate()
                 self._log_epoch(validation)
-                scores = self.evaluation.after_epoch(self.state.epoch + 1, self.state.step, self.stop_if_requested)
+                is_last = self._is_complete(self._after_epoch(validation))
+                scores = self.evaluation.after_epoch(
+                    self.state.epoch + 1, self.state.step, is_last, self.stop_if_requested
+                )
                 self._record_epoch(validation, scores)
                 self._finish_epoch(validation)
                 self._save(wait=self._is_complete())
@@ -126,8 +110,8 @@ class Trainer:
         """Raises Stopped, after saving, if a rank received a stop signal; every rank calls it at the same points."""
         self._save_and_stop_if_requested()
 
-    def _is_complete(self) -> bool:
-        return self.state.epoch >= self.options.num_epochs
+    def _is_complete(self, state: TrainState | None = None) -> bool:
+        return (state or self.state).is_complete(self.options.num_epochs, self.options.early_stopping.patience)
 
     # --- before the first epoch --------------------------------------------------------------------------------------
 
@@ -153,7 +137,7 @@ class Trainer:
         self.logger.info("Before training:")
         validation, state = self._validate(), self.state
         self._log_validation(validation)
-        state.initial_loss = state.final_loss = state.best_loss = validation.loss
+        state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
         losses = {tags.TRAIN_LOSS: train.results()[0], **validation.scalars()}
         self.logger.scalars({**losses, tags.LEARNING_RATE: self.schedule(0)}, 0)
 
@@ -215,13 +199,30 @@ class Trainer:
         self.state.metrics = dict(zip(self.options.metrics, metrics, strict=True))
         return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
+    def _after_epoch(self, validation: Validation) -> TrainState:
+        """The state at the end of the epoch. The present one stays: a stop during an evaluation repeats both."""
+        ended = copy.copy(self.state)
+        ended.finish_epoch(validation.loss, self.options.early_stopping.min_delta)
+        return ended
+
     def _finish_epoch(self, validation: Validation) -> None:
         """Advances the state to the next epoch."""
-        state = self.state
-        state.final_loss = validation.loss
-        if validation.loss < state.best_loss:
-            state.best_loss, state.best_step = validation.loss, state.step
-        state.epoch, state.batch, state.losses, state.epoch_seconds = state.epoch + 1, 0, [], 0.0
+        self.state = self._after_epoch(validation)
+        reason = self._early_stop()
+        if reason is not None:
+            self.logger.info(f"Early stopping after epoch {self.state.epoch}: {reason}")
+
+    def _early_stop(self) -> str | None:
+        """The reason why no further epoch is trained; None if the training was not stopped early."""
+        state, options = self.state, self.options.early_stopping
+        if state.epoch >= self.options.num_epochs or not state.stops_early(options.patience):
+            return None
+        margin = f" by more than {options.min_delta:g}" if options.min_delta else ""
+        count = state.epochs_without_improvement
+        return (
+            f"the validation loss has not improved{margin} for {count} {'epoch' if count == 1 else 'epochs'}; "
+            f"the best was {state.best_loss:.6f} after step {state.best_step}"
+        )
 
     # --- logging -----------------------------------------------------------------------------------------------------
 
@@ -376,6 +377,7 @@ class Trainer:
             seconds=self._seconds(),
             metrics=dict(state.metrics),
             noise_scale=self._noise.sentence() if self._noise else None,
+            early_stop=self._early_stop(),
         )
 
 
