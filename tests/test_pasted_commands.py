@@ -1,0 +1,112 @@
+"""The shell blocks of README.md and docs/ run as they are pasted, in order, and leave nothing that git would add.
+
+A comment on the line above a block tells when it runs; without one it runs in `make test`:
+
+    <!-- long -->                  it runs in `make test-slow`
+    <!-- not run: needs Slurm -->  it never runs, for this reason
+
+The blocks of one page run in one shell, in a copy of the repository, first those of the README. In the copy the volumes
+and the demo's training are smaller (SMALLER); the commands are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import TOP
+
+PAGES = ["README.md", *sorted(str(path.relative_to(TOP)) for path in (TOP / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?^```(?:bash|sh|shell)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+SMALLER = {
+    "Makefile": {"--grid 128": "--grid 64"},
+    "config/UNet.yaml": {
+        "{name: 'unet', width: 16, scales: 4}": "{name: 'unet', width: 4, scales: 2}",
+        "box_size: [128, 128]": "box_size: [64, 64]",
+        "Nsamples: 1600": "Nsamples: 64",
+        "Nsamples_val: 128": "Nsamples_val: 16",
+        "log_interval: 50": "log_interval: 4",
+    },
+}
+SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32"}  # in the pages' commands
+# Names of the launchers' variables: the tests may themselves run in a job.
+OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GIT_")
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The marks and the texts of the page's shell blocks."""
+    return [(found["mark"] or "", found["text"]) for found in BLOCK.finditer((TOP / page).read_text(encoding="utf-8"))]
+
+
+def script_of(page: str, marks: set[str]) -> str:
+    text = "".join(text for mark, text in blocks(page) if mark in marks)
+    text = re.sub(r"^make test\b.*\n", "", text, flags=re.MULTILINE)  # this suite
+    for size, smaller in SMALLER_GRIDS.items():
+        text = text.replace(size, smaller)
+    return text
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the repository as a git checkout of its own, with this environment as .venv."""
+    environment = Path(sys.prefix)
+    if not (environment / "bin/activate").exists() or not (environment / ".ready").exists():
+        pytest.skip("the tests do not run in a virtual environment that make has created")
+    listed = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], cwd=TOP, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    top = tmp_path / "checkout"
+    for name in filter(None, listed.stdout.split("\0")):
+        if (TOP / name).is_file():
+            (top / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(TOP / name, top / name)
+    os.utime(top / "pyproject.toml", (0, 0))  # older than .ready: make does not install anything
+    for name, sizes in SMALLER.items():
+        text = (top / name).read_text(encoding="utf-8")
+        for size, smaller in sizes.items():
+            assert size in text, f"{name} no longer contains {size}"
+            text = text.replace(size, smaller)
+        (top / name).write_text(text, encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=top, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=top, check=True)
+    (top / ".venv").symlink_to(environment)
+    return top
+
+
+def run_pages(checkout: Path, marks: set[str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    for page in PAGES:
+        script = script_of(page, marks)
+        if not script:
+            continue
+        script = f"set -eE -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\nsource .venv/bin/activate\n{script}"
+        ended = subprocess.run(
+            ["bash", "-c", script], cwd=checkout, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        assert ended.returncode == 0, f"{page}:\n{ended.stdout[-8000:]}"
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True)
+    new = [line for line in status.stdout.splitlines() if not line.startswith("A ")]
+    assert new == [], "files that .gitignore does not list, or files of the repository that have changed"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_mark_is_known(page: str) -> None:
+    for mark, text in blocks(page):
+        assert mark in ("", "long") or mark.startswith("not run: "), f"{mark}\n{text}"
+
+
+def test_short_blocks_run_as_pasted(checkout: Path) -> None:
+    run_pages(checkout, {""})
+
+
+@pytest.mark.slow
+def test_all_blocks_run_as_pasted(checkout: Path) -> None:
+    run_pages(checkout, {"", "long"})
