@@ -25,6 +25,7 @@ __all__ = (
     "Config",
     "Section",
     "Verbatim",
+    "changes_result",
     "default_name",
     "differences",
     "flatten",
@@ -75,8 +76,8 @@ def validate_section(
         raise UserError(f"{name}: {describe(section, error)}") from None
 
 
-def flatten(config: Config) -> dict[str, Any]:
-    """The config as a flat mapping from dotted keys, as --set takes them, to plain values."""
+def flatten(config: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """A config, or its plain values, as a flat mapping from dotted keys, as --set takes them."""
 
     def walk(prefix: str, values: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
         for key, value in values.items():
@@ -85,7 +86,7 @@ def flatten(config: Config) -> dict[str, Any]:
             else:
                 yield prefix + key, value
 
-    return dict(walk("", config.model_dump()))
+    return dict(walk("", config.model_dump() if isinstance(config, Config) else config))
 
 
 def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
@@ -94,11 +95,16 @@ def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if value != before[key]}
 
 
+def changes_result(key: str) -> bool:
+    """False for a dotted key that only says where files are, how they are read, or what is logged and saved."""
+    return not {key, key.split(".")[0]} & NEUTRAL_KEYS
+
+
 def result_changes(before: Config, now: Config) -> list[str]:
     """The dotted keys with different values, without those that change no result."""
 
     def values(config: Config) -> dict[str, Any]:
-        kept = {key: value for key, value in flatten(config).items() if not {key, key.split(".")[0]} & NEUTRAL_KEYS}
+        kept = {key: value for key, value in flatten(config).items() if changes_result(key)}
         # Only the synthetic loader gives other samples, and the resident one if it rounds them.
         matters = config.data_loader_config == "synthetic" or config.resident_dtype != "float32"
         return {**kept, "data_loader_config": config.data_loader_config if matters else None}
