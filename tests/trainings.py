@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from utils.runs import logger as logs
-from utils.runs import tags
+from utils.runs import tags, tensorboard
 from utils.training import checkpoint
 from utils.training.checkpoint import BEST, FOLDER
 
@@ -44,7 +43,7 @@ class NoWaiting:
     def install(self, set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
         from tensorboard.summary.writer import event_file_writer
 
-        for module in (logs, event_file_writer):
+        for module in (tensorboard, event_file_writer):
             set_attribute(module, "time", self)
 
 

@@ -46,6 +46,7 @@ from utils.profiling.profiler import Profiler
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
+from utils.runs.loggers import check_loggers
 from utils.steps.backends import backends as backends
 from utils.steps.eager import EagerStep, Metric, StepOptions
 from utils.training.callbacks import Callbacks, NullEvaluation
@@ -200,6 +201,7 @@ def claim_directory(config: Config, options: cli.Options, world: World) -> conte
     path = run_directory(config, options.config, options.run_num, world.size)
     if config.enable_benchy:
         return contextlib.nullcontext(Choice(path, "no"))
+    check_loggers(config.loggers, world)
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarted = (
         tuple(sorted({job for found in part for job in found})) for part in zip(*everywhere, strict=True)
@@ -305,7 +307,9 @@ def run_preflight(options: cli.Options, config: Config, step_class: type[EagerSt
         if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
             step_class.check(World(Launch("preflight"), choose_device(config.device, 0)), config.noddp)
         loss(config)
-        evaluation_volume(config, World(Launch("preflight"), torch.device("cpu")))
+        alone = World(Launch("preflight"), torch.device("cpu"))
+        evaluation_volume(config, alone)
+        check_loggers(config.loggers, alone)
 
     preflight.run(options, config, network, check)
 

@@ -21,7 +21,8 @@ from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.runs import directory
 from utils.runs.choice import Choice
-from utils.runs.logger import Logger, Resumed, RunLogger
+from utils.runs.logger import LoggedRun, Logger, Resumed, RunLogger
+from utils.runs.tensorboard import TensorBoardLogger
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -95,7 +96,8 @@ def assert_records(run: Path, steps: Any) -> None:
 
 
 def start(path: Path, resumed: int | None = None) -> RunLogger:
-    return RunLogger(path, None if resumed is None else Resumed(resumed))
+    run = LoggedRun(path) if resumed is None else LoggedRun(path, Resumed(resumed))
+    return RunLogger(run, [TensorBoardLogger(run)])
 
 
 def test_a_new_training_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:

@@ -223,6 +223,8 @@ class Config(Section):
     max_consecutive_skips: Positive = 10
     timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
+    # Names of LOGGERS in utils/runs/loggers.py. out.log and metrics.jsonl are always written.
+    loggers: list[str] = ["tensorboard"]
     report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations, if matplotlib is installed
 
     @property
@@ -371,6 +373,7 @@ NEUTRAL_KEYS = frozenset(
         "expdir",
         "local_batch_size",  # global_batch_size counts
         "log_interval",
+        "loggers",
         "num_data_workers",
         "profile",
         "report_baselines",

@@ -19,7 +19,8 @@ from utils.distributed.world import World
 from utils.files import atomic_write
 from utils.runs.choice import LOCK, Choice, is_free, run_directory_errors
 from utils.runs.data_record import data_changes, data_record
-from utils.runs.logger import ConsoleLogger, Logger, NullLogger, Resumed, RunLogger
+from utils.runs.logger import FROM_SCRATCH, ConsoleLogger, LoggedRun, Logger, NullLogger, Resumed, RunLogger
+from utils.runs.loggers import build_loggers
 from utils.runs.provenance import provenance, read_provenance
 
 CONFIG_LINES, LONGEST_VALUE = 15, 80  # of the configuration in the log; a value's length in characters
@@ -134,7 +135,8 @@ def open_run(config: Config, name: str, chosen: Choice, world: World, resumed: R
             changes = []
             if resumed is None or not resumed.complete:
                 changes = _write_records(config, name, directory, record, resumed is not None)
-            logger = RunLogger(directory, resumed)
+            run = LoggedRun(directory, resumed or FROM_SCRATCH, config.model_dump(), record)
+            logger = RunLogger(run, build_loggers(config.loggers, run))
         for line in changes:
             logger.warning(line)
         return logger

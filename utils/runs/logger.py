@@ -1,4 +1,4 @@
-"""Log lines on stderr and in out.log, scalars in TensorBoard and metrics.jsonl."""
+"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/runs/loggers.py."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-from utils import config as configs
 from utils.config import Config
 from utils.files import GIB, atomic_write, open_regular, parse_json, read_text
 from utils.runs import tags
 
+METRICS = "metrics.jsonl"
 LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn
 LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
@@ -32,8 +32,33 @@ class Resumed(NamedTuple):
     complete: bool = False  # no epoch is left to train
 
 
+FROM_SCRATCH = Resumed(-1)
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger records, its config and provenance, and where it resumes."""
+
+    directory: Path
+    resumed: Resumed = FROM_SCRATCH
+    config: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def keeps(self, record: Mapping[str, float]) -> bool:
+        """False for records after the resumption, and for those of the end of an epoch that ends again."""
+        step, in_epoch, _ = self.resumed
+        return record.get("step", math.inf) < step + (0 if in_epoch and tags.ends_epoch(record) else 1)
+
+    def kept_records(self) -> list[dict[str, Any]]:
+        """The records of earlier processes up to the resumption; the caller may already have written later ones."""
+        return [record for record in read_records(self.directory / METRICS) if self.keeps(record)]
+
+
 class Logger(Protocol):
-    """Records a run; a context manager that closes the records. The methods do nothing unless they are overridden."""
+    """Records a run; a context manager that closes the records. The methods do nothing unless they are overridden.
+
+    The loggers of a RunLogger report a fault as an OSError with a one-line reason.
+    """
 
     def info(self, text: str) -> None:
         """Logs one line."""
@@ -62,15 +87,15 @@ class Logger(Protocol):
         """Ensures that a kill loses nothing recorded so far."""
         return None
 
-    def close(self) -> None:
-        """Closes all files."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes all files; `error` is the exception that ends the run."""
         return None
 
     def __enter__(self) -> Logger:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
 
 class NullLogger(Logger):
@@ -88,106 +113,71 @@ class ConsoleLogger(Logger):
 
 
 class RunLogger(ConsoleLogger):
-    """out.log, logs/ (TensorBoard) and metrics.jsonl in the run directory.
+    """out.log and metrics.jsonl in the run directory, and the loggers of the config.
 
-    TensorBoard and metrics.jsonl continue where the training resumes, and later points are dropped; None replaces those
-    of an earlier training. They are opened with the first scalar, so that a run that fails before it trains does not
-    touch those of an earlier training.
+    metrics.jsonl continues where the training resumes, and later records are dropped; a training from scratch replaces
+    the file. It is opened with the first scalars, so that a run that fails before it trains does not touch it.
     """
 
-    def __init__(self, directory: Path, resumed: Resumed | None = None) -> None:
-        self._directory, self._resumed = directory, resumed or Resumed(-1)
-        self._handler = _LogFile(directory / "out.log")
+    def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
+        self._run, self._loggers = run, loggers
+        self._handler = _LogFile(run.directory / "out.log")
         self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
         logging.getLogger().addHandler(self._handler)
         self._started = time.time()
-        self._failed = False
-
-    @cached_property
-    def _writer(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = self._directory / "logs"
-        _wait_for_a_later_second(folder)
-        step, in_epoch, _ = self._resumed
-        # purge_step: points of an earlier process from there on are hidden.
-        writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
-        if in_epoch:
-            for record in read_records(self._directory / "metrics.jsonl"):
-                if record["step"] == step and self._is_kept(record):
-                    for name in record.keys() - {"step", "seconds"}:
-                        writer.add_scalar(name, record[name], step)
-        return writer
+        self._warned: set[str] = set()
 
     @cached_property
     def _metrics(self) -> IO[str]:
-        path = self._directory / "metrics.jsonl"
+        path = self._run.directory / METRICS
         try:
             lines = read_text(path, GIB).splitlines(keepends=True)
         except FileNotFoundError:
             lines = []
-        kept = [line for line in lines if line.endswith("\n") and self._is_kept(_record(line))]
+        kept = [line for line in lines if line.endswith("\n") and self._run.keeps(_record(line))]
         with atomic_write([path]) as (partial,):
             partial.write_text("".join(kept), encoding="utf-8")
         return open(path, "a", buffering=1, encoding="utf-8")
 
-    def _is_kept(self, record: Mapping[str, float]) -> bool:
-        """False for points after the resumption, and for those of the end of an epoch that ends again."""
-        step, in_epoch, _ = self._resumed
-        ends_epoch = tags.STEP_LEARNING_RATE not in record
-        return record.get("step", math.inf) < step + (0 if in_epoch and ends_epoch else 1)
-
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         record = {"step": step, "seconds": round(time.time() - self._started, 3), **finite}
-        with self._ignoring_full_disks():
+        with self._warning_of_faults():
             self._metrics.write(json.dumps(record) + "\n")
-        with self._ignoring_full_disks():  # separately: TensorBoard's writer fails for good after one error
-            for name, value in finite.items():
-                self._writer.add_scalar(name, value, step)
+        self._all(lambda logger: logger.scalars(finite, step))
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        self._all(lambda logger: logger.figure(name, figure, step))
+
+    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
+        self._all(lambda logger: logger.hparams(config, results, step))
 
     def flush(self) -> None:
-        with self._ignoring_full_disks():
-            if "_writer" in vars(self):
-                self._writer.flush()
+        self._all(lambda logger: logger.flush())
+
+    def close(self, error: BaseException | None = None) -> None:
+        self._all(lambda logger: logger.close(error))
+        if "_metrics" in vars(self):  # a cached property that was never used has opened nothing
+            with self._warning_of_faults():
+                self._metrics.close()
+        logging.getLogger().removeHandler(self._handler)
+        self._handler.close()
+
+    def _all(self, call: Callable[[Logger], None]) -> None:
+        for logger in self._loggers:
+            with self._warning_of_faults():
+                call(logger)
 
     @contextlib.contextmanager
-    def _ignoring_full_disks(self) -> Iterator[None]:
-        """Warns once if points cannot be written; a training does not end because of its curves."""
+    def _warning_of_faults(self) -> Iterator[None]:
+        """Warns once if records cannot be written; a training does not end because of its curves."""
         try:
             yield
         except OSError as error:
-            if not self._failed:
-                reason = error.strerror or error
-                self.warning(f"Cannot record scalars in {self._directory}: {reason}; training continues")
-            self._failed = True
-
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        with self._ignoring_full_disks():
-            self._writer.add_figure(name, figure, step)
-
-    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        plain = {
-            key: value if isinstance(value, bool | int | float | str) else str(value)
-            for key, value in configs.flatten(config).items()
-        }
-        with self._ignoring_full_disks():
-            # add_hparams would create a second run next to this one; the summaries belong to this one.
-            file_writer = self._writer._get_file_writer()
-            for summary in hparams(plain, dict(results)):
-                file_writer.add_summary(summary)
-            for name, value in results.items():
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        for opened in ("_writer", "_metrics"):
-            if opened in vars(self):  # a cached property that was never used has opened nothing
-                with self._ignoring_full_disks():
-                    getattr(self, opened).close()
-        logging.getLogger().removeHandler(self._handler)
-        self._handler.close()
+            line = f"Cannot record scalars in {self._run.directory}: {error.strerror or error}; training continues"
+            if line not in self._warned:
+                self.warning(line)
+            self._warned.add(line)
 
 
 def configure_logging(rank: int) -> None:
@@ -222,13 +212,6 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
-
-
-def _wait_for_a_later_second(folder: Path) -> None:
-    """TensorBoard reads a run's files in the order of the second in their names; the new file must come last."""
-    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
-    last = max((int(found[1]) for found in seconds if found), default=0)
-    time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # not for a clock far behind that of another node
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

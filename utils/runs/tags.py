@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 # Per epoch, and once before training.
 TRAIN_LOSS = "Loss/train"
 VALID_LOSS = "Loss/valid"
@@ -22,6 +24,11 @@ NOISE_PROGRESS = "Noise/relative progress per step"
 
 # Figures.
 SLICES = "Slices"
+
+
+def ends_epoch(record: Collection[str]) -> bool:
+    """True for a record of the end of an epoch, False for one of a logging interval."""
+    return STEP_LEARNING_RATE not in record
 
 
 def valid_metric(name: str) -> str:

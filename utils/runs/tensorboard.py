@@ -1,0 +1,83 @@
+"""The logger `tensorboard`: scalars, figures and hyperparameters in logs/ in the run directory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from utils import config as configs
+from utils.config import Config
+from utils.runs.logger import LoggedRun, Logger
+
+FOLDER, HPARAMS = "logs", ".hparams"
+COLUMNS = ("global_batch_size", "lr_schedule.start_lr")  # hyperparameters that are shown even if they are the defaults
+
+
+class TensorBoardLogger(Logger):
+    """TensorBoard's curves continue where the training resumes, and later points are hidden.
+
+    The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened with the first scalar or figure. After a full disk, TensorBoard's writer fails for good.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._run = run
+
+    @cached_property
+    def _writer(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._run.directory / FOLDER
+        _wait_for_a_later_second(folder)
+        step, in_epoch, _ = self._run.resumed
+        # purge_step: points of an earlier process from there on are hidden.
+        writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
+        if in_epoch:
+            for record in self._run.kept_records():
+                if record["step"] == step:
+                    for name in record.keys() - {"step", "seconds"}:
+                        writer.add_scalar(name, record[name], step)
+        return writer
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        self._writer.add_figure(name, figure, step)
+
+    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        changed = [key for key in configs.differences(config) if configs.changes_result(key)]
+        plain = {
+            key: value if isinstance(value, bool | int | float | str) else str(value)
+            for key, value in configs.flatten(config).items()
+            if key in (*COLUMNS, *changed)
+        }
+        self.scalars(results, step)
+        # In a file of their own, because TensorBoard shows the first ones of a run. add_hparams would create a run.
+        for earlier in (self._run.directory / FOLDER).glob(f"*{HPARAMS}"):
+            earlier.unlink()
+        with SummaryWriter(str(self._run.directory / FOLDER), filename_suffix=HPARAMS) as writer:
+            for summary in hparams(plain, dict(results)):
+                writer._get_file_writer().add_summary(summary)
+
+    def flush(self) -> None:
+        if "_writer" in vars(self):  # a cached property that was never used has opened nothing
+            self._writer.flush()
+
+    def close(self, error: BaseException | None = None) -> None:
+        if "_writer" in vars(self):
+            self._writer.close()
+
+
+def _wait_for_a_later_second(folder: Path) -> None:
+    """TensorBoard reads a run's files in the order of the second in their names; the new file must come last."""
+    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
+    last = max((int(found[1]) for found in seconds if found), default=0)
+    time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # not for a clock far behind that of another node

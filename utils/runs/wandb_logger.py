@@ -1,0 +1,169 @@
+"""The logger `wandb`: scalars, figures, config and final results on Weights & Biases; see docs/logging.md.
+
+One run across restarts: wandb/id in the run directory holds its id. W&B appends rows of increasing numbers and never
+replaces one. Here the number follows from the record: 2 × step for a logging interval, one more for the end of an
+epoch. So a training that resumes after a kill skips the rows that W&B has received, and first adds those that it lacks
+from metrics.jsonl. Offline it starts from none, so the newest directory in wandb/ holds the run from its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from utils.config import Config
+from utils.errors import EXIT_RESUMABLE, Stopped, UserError
+from utils.files import atomic_write, read_text
+from utils.runs import tags
+from utils.runs.logger import LoggedRun, Logger
+
+log = logging.getLogger(__name__)
+
+MINIMUM = (0, 31)  # its login() does not have to ask; pyproject.toml requires the same
+INIT_SECONDS, FINISH_SECONDS = 30.0, 30.0
+PROJECT = "nbody-unet"
+PROVENANCE = ("command", "git_commit", "device", "world_size", "launcher", "versions")
+# Only what this module logs is uploaded. The console and the exit codes stay the training's own.
+SETTINGS: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "save_code": False,
+    "disable_code": True,
+    "disable_git": True,
+    "disable_job_creation": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+    "init_timeout": INIT_SECONDS,
+    "finish_timeout": FINISH_SECONDS,
+    "finish_timeout_raises": True,
+}
+
+
+def check_wandb() -> None:
+    """Raises UserError if the package or an API key is missing; asks for none and does not connect."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors inside wandb, to its developers
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("the logger wandb needs the package wandb; pip install -e '.[wandb]'") from None
+    version = tuple(int(part) for part in wandb.__version__.split(".")[:2])
+    if version < MINIMUM:
+        raise UserError(f"wandb {wandb.__version__} is too old; pip install -e '.[wandb]' installs a later one")
+    if _is_online(wandb) and not wandb.login(prompt=False, verify=False):
+        raise UserError(
+            "the logger wandb has no API key; run `wandb login`, or set WANDB_API_KEY, or record offline with "
+            "WANDB_MODE=offline"
+        )
+
+
+def _is_online(wandb: Any) -> bool:
+    """True unless WANDB_MODE or wandb's settings file says otherwise; sets wandb up, for otherwise it is not silent."""
+    return wandb.setup(wandb.Settings(**SETTINGS)).settings.mode == "online"
+
+
+class WandbLogger(Logger):
+    """A run of W&B, opened with the first scalar or figure. After its first fault it records nothing more."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self._logged, self._failed, self._first_row = run, False, 0
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._use(lambda run: self._add(run, values, step, tags.ends_epoch(values)))
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        import wandb
+
+        self._use(lambda run: self._add(run, {name: wandb.Image(figure)}, step, True))
+
+    def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
+        self._use(lambda run: run.summary.update(dict(results)))
+
+    def close(self, error: BaseException | None = None) -> None:
+        if "_run" in vars(self):  # a cached property that was never used has opened nothing
+            self._use(lambda run: self._finish(run, error))
+            self._stop_service()
+
+    @cached_property
+    def _run(self) -> Any:
+        import wandb
+
+        directory = self._logged.directory.absolute()
+        config, ranks, run_num = directory.parts[-3:]
+        folder = directory / "wandb"
+        folder.mkdir(exist_ok=True)
+        provenance = {name: self._logged.provenance.get(name) for name in PROVENANCE}
+        run = wandb.init(
+            id=self._id(),
+            resume="allow" if _is_online(wandb) else None,  # `wandb sync` would append it to the earlier directories
+            dir=str(directory),
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=os.environ.get("WANDB_RUN_GROUP", config)[:128],
+            name=f"{config}/{ranks}/{run_num}"[-128:],
+            tags=None if "WANDB_TAGS" in os.environ else [config[:64], ranks[:64]],
+            config={**self._logged.config, "provenance": provenance},
+            settings=wandb.Settings(**SETTINGS),
+        )
+        run.define_metric("step", hidden=True)
+        run.define_metric("*", step_metric="step")
+        self._first_row = run.starting_step
+        for record in self._logged.kept_records():
+            values = {name: record[name] for name in record.keys() - {"step", "seconds"}}
+            self._add(run, values, record["step"], tags.ends_epoch(record))
+        if not run.disabled:  # WANDB_MODE=disabled
+            log.info("Weights & Biases: %s", run.url or f"offline; upload with: wandb sync {run.sync_dir}")
+        return run
+
+    def _id(self) -> str:
+        """The id of the W&B run that resumes, or a new one for a training from scratch."""
+        path = self._logged.directory / "wandb" / "id"
+        if self._logged.resumed.step >= 0 and path.exists():
+            found = read_text(path).strip()
+            if re.fullmatch(r"[0-9a-z]{16}", found):
+                return found
+        new = secrets.token_hex(8)
+        with atomic_write([path]) as (partial,):
+            partial.write_text(new + "\n")
+        return new
+
+    def _add(self, run: Any, values: Mapping[str, Any], step: int, ends_epoch: bool) -> None:
+        """Adds values to the row of a step, unless W&B has received the row from an earlier process."""
+        row = 2 * step + ends_epoch
+        if row >= self._first_row:
+            run.log({**values, "step": step}, step=row)
+
+    def _finish(self, run: Any, error: BaseException | None) -> None:
+        if isinstance(error, Stopped):
+            run.mark_preempting()
+        codes = {type(None): 0, Stopped: EXIT_RESUMABLE}
+        try:
+            run.finish(exit_code=codes.get(type(error), 1))
+        except TimeoutError:
+            command = f"wandb sync --include-online {run.sync_dir}"
+            raise OSError(f"no answer within {FINISH_SECONDS:.0f} s; upload the rest with: {command}") from None
+
+    def _stop_service(self) -> None:
+        """Ends wandb's process, which would otherwise be ended at exit, with a traceback if it has failed."""
+        import wandb
+
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown()
+
+    def _use(self, call: Callable[[Any], object]) -> None:
+        """Calls `call(run)`; an error, of which W&B has many kinds, becomes an OSError and ends the logging."""
+        if self._failed:
+            return
+        try:
+            call(self._run)
+        except Exception as error:
+            self._failed = True
+            self._stop_service()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise OSError(f"Weights & Biases: {reason}") from error
