@@ -89,7 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} [C, X, Y, Z]")
-    parser.add_argument("--output", required=True, help=f"HDF5 file to write, with {OUTPUT} [5, X, Y, Z]")
+    parser.add_argument("--output", required=True, type=cli.hdf5_output, help=f"HDF5 file for {OUTPUT} [5, X, Y, Z]")
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add_inference_options(parser)

@@ -318,6 +318,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"Best: {', '.join(f'{layer} {best[layer]}' for layer in order if layer in best)}.",
         f"Matmul peaks in TFLOP/s: {known or 'none measured'}. cuDNN {result['cudnn']}.",
     ]
+    parts += filter(None, [timing.peak_caveat(*(row.get("share_of_peak") for row in result["rows"]))])
     if any(row.get("format_kept") is False for row in result["rows"]):
         parts.append("\\* The result was returned in the other memory format.")
     if result["missing"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import bars, plot, ranged, table
+from utils.profiling.timing import peak_caveat
 
 LOSS_STEPS = 10  # after which losses are compared
 
@@ -25,13 +26,19 @@ def markdown(results: Sequence[Mapping[str, Any]], peak: Mapping[str, float]) ->
         cells = [entry["name"], *_measured(entry, peak)]
         cells += [""] * (len(heads) - 1 - len(cells))
         rows.append([*cells, entry.get("predicted for an H200", "")])
-    return table(heads, rows)
+    shares = [entry["TFLOP/s"] / bound for entry in results if (bound := _bound(entry, peak)) is not None]
+    return "\n\n".join(filter(None, (table(heads, rows), peak_caveat(*shares))))
+
+
+def _bound(entry: Mapping[str, Any], peak: Mapping[str, float]) -> float | None:
+    """The matmul peak in the precision of a measured step."""
+    return peak_of(entry["state"]["changes"], peak) if "SYNTHETIC" in entry else None
 
 
 def _measured(entry: Mapping[str, Any], peak: Mapping[str, float]) -> list[str]:
     if "SYNTHETIC" not in entry:
         return [entry.get("skipped") or f"failed: {entry['failed']}"]
-    bound = peak_of(entry["state"]["changes"], peak)
+    bound = _bound(entry, peak)
     finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
     return [
         *(ranged(entry[name]) for name in ("SYNTHETIC", "FULL")),

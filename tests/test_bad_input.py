@@ -100,6 +100,16 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--set=network.name=unett"], "network.name: unknown network unett; known: unet; did you mean unet?"),
         (["--set=optimizer.name=adm"], "optimizer.name: unknown optimizer adm; known: adam, "),
         (["--set=loss=l7"], "loss: unknown loss l7; known: l1"),
+        (["--set=Nsamples=100000000000000"], "Nsamples: expected a value of at most 100000000, got 100000000000000"),
+        (["--set=network.width=100000000000"], "network.width: expected a value of at most 4096, got 100000000000"),
+        (
+            ["--set=train_path=data/demo_none.h5"],
+            "no such file: data/demo_none.h5; run make demo, which simulates it, or",
+        ),
+        (
+            ["--set=val_path=/no/val.h5"],
+            "simulate one with python -m utils.simulation --output /no/val.h5 --grid 16 --seed 2, or set val_path",
+        ),
     ],
 )
 def test_invalid_flag_is_refused_in_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:

@@ -359,7 +359,7 @@ CLASSIFIER = {
         (
             {"network": {"name": "unet", "width": 8, "scales": 2}},
             (),
-            "changed.pt does not match the network in its config: size mismatch for down1.weight",
+            "changed.pt does not match the network in its config: down1.weight has the shape [",
         ),
         ({"num_epoch": 1}, (), "changed.pt': unknown key num_epoch; did you mean num_epochs?"),
         ({"network": {"name": "vnet"}}, (), "network.name: unknown network vnet; known: unet"),
@@ -387,6 +387,7 @@ def test_an_unsuitable_config_or_flag_is_a_one_line_error(
 def test_a_damaged_or_missing_checkpoint_is_a_one_line_error(refuse: Any, run: Path, tmp_path: Path) -> None:
     """tests/training/test_checkpoint.py tests every kind of damage."""
     refuse(f"no such file: {tmp_path / 'nowhere'}", checkpoint=tmp_path / "nowhere")
+    refuse("x.npy' would be an HDF5 file, not a file of numpy; name it *.h5", output=tmp_path / "x.npy")
     content = read_weights(run)
     del content["config"]
     torch.save(content, tmp_path / "changed.pt")

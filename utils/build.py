@@ -19,6 +19,7 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils import cli
 from utils import config as configs
 from utils.config import Config
+from utils.config.schema import ProfileConfig
 from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.hdf5 import FieldReader, Volume
@@ -48,7 +49,7 @@ from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
 from utils.runs.loggers import check_loggers
 from utils.steps.backends import backends as backends
-from utils.steps.eager import EagerStep, Metric, StepOptions
+from utils.steps.eager import EagerStep, Metric, StepOptions, weights_difference
 from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
@@ -179,6 +180,8 @@ def options_without_effect(config: Config, world: World) -> list[str]:
             notes.append(f"fused_pointwise has no effect: {why}")
     if config.deterministic and world.device.type == "cpu":
         notes.append("deterministic has no effect on a CPU, where training always is")
+    if config.profile != ProfileConfig() and not config.enable_manual_profiling:
+        notes.append("the section profile (--profiler) has no effect: enable_manual_profiling is false")
     if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
         notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
     if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
@@ -351,7 +354,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
     try:
         module.load_state_dict(content["network"])
     except (RuntimeError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).splitlines()[1:2]).strip() or str(error)
+        reason = weights_difference(module, content["network"]) or " ".join(str(error).split())
         raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
     record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
     return TrainedNetwork(module.to(device).eval(), config, record)

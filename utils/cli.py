@@ -83,6 +83,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def hdf5_output(text: str) -> str:
+    """Converts the name of an HDF5 file to write, for argparse; refuses names of numpy's files."""
+    if text.endswith((".npy", ".npz")):
+        raise argparse.ArgumentTypeError(f"{text!r} would be an HDF5 file, not a file of numpy; name it *.h5")
+    return os.path.expanduser(text)
+
+
 def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
     """Adds --checkpoint, the trained network to load, to a parser or a group."""
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
@@ -133,8 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="?",
         const="auto",
         metavar="auto|no|DIR",
-        help="auto: continue the newest run of this run_num, also if it is finished; no: delete the checkpoints of the "
-        "run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; without "
+        help="auto: continue the newest run of this run_num, also if it is finished; no: remove the earlier run from "
+        "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; without "
         "it, continue an interrupted run with the same config, otherwise start in a new directory",
     )
     parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")

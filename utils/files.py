@@ -141,7 +141,7 @@ def open_regular(path: str | Path) -> IO[bytes]:
 
 
 def read_text(path: str | Path, limit: int = LARGEST_TEXT, errors: str = "replace") -> str:
-    """The text of a regular file; raises OSError if it has more than `limit` bytes. `errors` is that of bytes.decode."""
+    """The text of a regular file, decoded with `errors`; raises OSError if it has more than `limit` bytes."""
     with open_regular(path) as file:
         content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates the whole limit
     if len(content) > limit:

@@ -362,13 +362,11 @@ def test_state_that_does_not_fit_is_refused() -> None:
     step, other = make_step("adam"), make_step("sgd")
     state = make_step("adam").state()
     name = next(iter(state["network"]))
-    with pytest.raises(
-        ValueError, match=rf"^size mismatch for {name}: .* shape torch.Size\(\[1\]\) from checkpoint, .*[^.]$"
-    ):
+    with pytest.raises(ValueError, match=rf"^{name} has the shape \[1\], but \[.*\] in this network$"):
         step.load_state({**state, "network": {**state["network"], name: torch.zeros(1)}})
-    with pytest.raises(ValueError, match=rf'^Missing key\(s\) in state_dict: "{name}"$'):
+    with pytest.raises(ValueError, match=rf"^it lacks {name} \[.*\], which this network has$"):
         step.load_weights({key: value for key, value in state["network"].items() if key != name})
-    with pytest.raises(ValueError, match=r'^Unexpected key\(s\) in state_dict: "extra"$'):
+    with pytest.raises(ValueError, match=r"^it has extra \[2\], which this network lacks$"):
         step.load_weights({**state["network"], "extra": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"^its optimizer is SGD, this training's is Adam"):
         step.load_state(other.state())

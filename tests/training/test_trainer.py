@@ -295,6 +295,14 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
         assert logger.curve(name) == plain.curve(name), "saves do not change the log"
 
 
+def test_memory_for_losses_is_that_of_an_epoch_whatever_the_logging_interval() -> None:
+    """Fixed bug: log_interval 10**9 allocated 12 GB."""
+    trainer, logger, _, _ = make(RecordedStep(), log_interval=10**9)
+    assert len(trainer._recorder._values) == STEPS
+    trainer.fit()
+    assert len(logger.curve("Step/loss")) == EPOCHS
+
+
 def validated(*losses: float, state: TrainState | None = None, **options: Any) -> tuple[Trainer, RecordedCheckpointer]:
     """A training with these validation losses: untrained, unless it resumes from `state`, and after each epoch."""
     values, step = iter(losses), RecordedStep(done=state.step if state else 0)

@@ -38,7 +38,7 @@ def expand(path: str) -> str:
 def _read(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or not value:
         hint = "YAML reads an empty value or a bare ~ as None" if value is None else ". is the current directory"
-        raise ValueError(f"expected a path, got {repr(value):.200} ({hint})")
+        raise ValueError(f"expected a path, got {value!r:.200} ({hint})")
     if isinstance(value, Verbatim):
         return value
     return expand(value) if info.context == EXPAND else value

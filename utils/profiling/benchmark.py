@@ -27,7 +27,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, read_text
 from utils.profiling.flops import training_flops
-from utils.profiling.timing import matmul_tflops, summary, synchronize
+from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
 from utils.progress import Progress
 from utils.runs.logger import Logger
 from utils.runs.provenance import provenance
@@ -196,8 +196,9 @@ class Benchmark:
             self._logger.info(f"{line} average trial throughput: {result['mean']:.3f} +/- {result['stdev']:.3f}")
             text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
             if "TFLOP/s per rank" in result:
-                share = 100 * result["share of matmul peak"]
-                text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank, {share:.1f} % of the matmul peak"
+                share, teraflops = result["share of matmul peak"], result["TFLOP/s per rank"]
+                text += f"; {teraflops:.3g} TFLOP/s per rank, {100 * share:.1f} % of the matmul peak"
+                text += f" ({peak_caveat(share)})" if share > 1 else ""
             self._logger.info(f"{line} {text}")
         if "NO-COMM" in names:
             lost = 100 * results["communication overhead"]

@@ -82,3 +82,8 @@ def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         reason = str(error).split(". ")[0].strip()
         raise LocalError(f"no device memory left ({reason}); {remedy}") from error
+    except (MemoryError, RuntimeError) as error:  # of numpy, and of torch on the CPU
+        _, _, reason = str(error).partition("DefaultCPUAllocator: ")
+        if not reason and not isinstance(error, MemoryError):
+            raise
+        raise LocalError(f"no memory left ({(reason or str(error)).split('. ')[0].strip()}); {remedy}") from error

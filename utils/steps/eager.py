@@ -32,6 +32,22 @@ _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
 
 
+def weights_difference(network: nn.Module, weights: Any) -> str:
+    """The first weight that differs from the network's in shape or presence; empty if there is none."""
+    if not isinstance(weights, Mapping):
+        return "it holds no weights"
+    tensors = (network.state_dict(), weights)
+    own, given = ({name: list(getattr(value, "shape", ())) for name, value in found.items()} for found in tensors)
+    for name in [*own, *given]:
+        if name not in given:
+            return f"it lacks {name} {own[name]}, which this network has"
+        if name not in own:
+            return f"it has {name} {given[name]}, which this network lacks"
+        if own[name] != given[name]:
+            return f"{name} has the shape {given[name]}, but {own[name]} in this network"
+    return ""
+
+
 Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -175,8 +191,10 @@ class EagerStep:
         """Loads the network's weights alone; ValueError if they belong to another network."""
         try:
             self._trained.network.load_state_dict(weights)
-        except RuntimeError as error:  # the first line of the message names the class, each further one a difference
-            raise ValueError(str(error).splitlines()[-1].strip("\t. ")) from None
+        except RuntimeError as error:
+            raise ValueError(
+                weights_difference(self._trained.network, weights) or " ".join(str(error).split())
+            ) from None
         self._average.restart()
 
     @property

@@ -127,7 +127,7 @@ def open_volume(
 ) -> Volume:
     """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
     path = str(path)
-    remedy = "give another path" if key is None else f"simulate one with python -m utils.simulation, or set {key}"
+    remedy = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
     with reading(path):
         file = open_file(path, remedy)
         counts = zip(DATASETS, channels, strict=True)
@@ -140,6 +140,15 @@ def open_volume(
     # A dataset may be a link into another file.
     files = dict.fromkeys(str(dataset.file.filename) for dataset in datasets)
     return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1], path))
+
+
+def _simulation(path: str, box: int | None) -> str:
+    """The command that makes a file with this name, as a remedy."""
+    name = os.path.basename(path)
+    if name.startswith("demo_"):
+        return "run make demo, which simulates it"
+    seed = 2 if "val" in name else 1  # different volumes for training and validation
+    return f"simulate one with python -m utils.simulation --output {path} --grid {box or 128} --seed {seed}"
 
 
 def open_file(path: str, remedy: str = "give another path") -> h5py.File:
