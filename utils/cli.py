@@ -141,8 +141,8 @@ def build_parser() -> argparse.ArgumentParser:
         const="auto",
         metavar="auto|no|DIR",
         help="auto: continue the newest run of this run_num, also if it is finished; no: remove the earlier run from "
-        "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; without "
-        "it, continue an interrupted run with the same config, otherwise start in a new directory",
+        "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
+        "without it, continue an interrupted run with the same config, otherwise start in a new directory",
     )
     parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
     for name, text in SWITCHES.items():

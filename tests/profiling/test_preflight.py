@@ -120,7 +120,7 @@ def test_existing_run_directory_is_reported_and_kept(
 
     assert report() == f"{directory}-2 (00 is finished; --resume would continue it) is new"
     assert report("--resume") == f"{directory} exists: training resumes from its newest checkpoint"
-    assert report("--resume=no") == f"{directory} exists: its logs and checkpoints will be replaced"
+    assert report("--resume=no") == f"{directory} exists: the run in it will be removed"
     assert report("--run_num=01") == f"{directory.with_name('01')} is new"
     assert report("--enable_benchy") == "", "a benchmark has none"
     assert weights.read_text() == "precious"

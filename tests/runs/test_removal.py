@@ -7,14 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from trainings import YAML, NoWaiting, directory
 
 import train
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.errors import UserError
 from utils.runs import removal
 from utils.runs.removal import is_incomplete, remove_run
+from utils.runs.summary import begin_run
 from utils.training.checkpoint import BEST, FOLDER
+from utils.training.resume import Start
 
+ALONE = World(Launch("test"), torch.device("cpu"))
 OWN = ["checkpoints/mine.pt", "evaluation/plot.pdf", "logs/mine.txt", "notes.txt", "trace_mine.json.gz"]
 
 
@@ -93,6 +99,22 @@ def test_a_removal_that_was_interrupted_leaves_no_training_with_a_part_of_its_re
         remove_run(copy)
         assert names(copy) == set(OWN)
     assert count > 15, "killed before each removal"
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "no"])
+def test_a_start_from_scratch_removes_what_an_interrupted_removal_has_left(run: Path, resume: str | None) -> None:
+    """A run that was stopped before its first checkpoint keeps its records, which tell why, unless --resume=no."""
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / FOLDER)
+    before = names(run)
+    evaluations = {name for name in before if name.endswith(".npz")}
+    if resume != "no":
+        assert begin_run(run, resume, Start({}, None), ALONE) == []
+        assert names(run) == before - evaluations
+        (run / "config.yaml").unlink()
+    (line,) = begin_run(run, resume, Start({}, None), ALONE)
+    assert line.startswith("Removed the earlier run: ")
+    assert names(run) == {name for name in OWN if not name.startswith(FOLDER)}
 
 
 def test_a_directory_with_the_name_of_a_file_is_refused_before_anything_is_removed(run: Path) -> None:

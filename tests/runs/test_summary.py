@@ -58,6 +58,16 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: points for tag, points in curves(run).items() if tag not in CLOCKS}
 
 
+def hyperparameters(run: Path) -> dict[str, Any]:
+    """Those of TensorBoard's HPARAMS page."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = EventAccumulator(str(run / "logs")).Reload().PluginTagToContent("hparams")
+    found = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    return {key: value.number_value for key, value in found.items() if value.HasField("number_value")}
+
+
 def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
@@ -170,6 +180,7 @@ def test_more_epochs_replace_the_summary(start: Any) -> None:
     found = scalars(run)
     assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 24
     assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"
+    assert hyperparameters(run)["num_epochs"] == 3, "those of the shorter training were shown with the new loss"
 
 
 def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

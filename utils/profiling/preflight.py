@@ -148,7 +148,8 @@ def _run_directory(request: Request) -> Iterator[str]:
         elif choice.resume != "no" and any(saved_steps(directory / FOLDER)):
             yield f"{shown} exists: training resumes from its newest checkpoint"
         else:
-            yield f"{shown} exists: its logs and checkpoints will be replaced"
+            removed = "the run in it will be removed" if choice.resume == "no" else "its logs will be replaced"
+            yield f"{shown} exists: {removed}"
 
 
 def _data(config: Config) -> Iterator[str]:
