@@ -1,0 +1,102 @@
+"""The table that compares runs: what differs, what came out, and one line for directories that it cannot compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import TOP
+
+from utils.config import Config, to_yaml
+from utils.runs import compare
+
+DEMO = TOP / "example_logs" / "demo"
+
+
+def make_run(run: Path, summary: dict[str, Any] | None = None, **values: Any) -> Path:
+    """A run of 20 steps of an epoch of 10; another process resumed it after the first epoch."""
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(Config(**values), "small"))
+    records: list[dict[str, float]] = [
+        {"step": 0, "seconds": 1.0, "Loss/valid": 0.5},
+        {"step": 10, "seconds": 30.0, "Loss/valid": 0.25},
+        {"step": 10, "seconds": 30.5, "Avg iters per sec": 2.0},
+        {"step": 15, "seconds": 4.0, "Step/loss": 0.1},
+        {"step": 20, "seconds": 9.5, "Loss/valid": 0.375},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 2')
+    (run / "provenance.json").write_text(json.dumps({"git_commit": "0123456789abcdef-dirty", "world_size": 4}))
+    if summary is not None:
+        (run / "summary.json").write_text(json.dumps(summary))
+    return run
+
+
+def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, list[str]]:
+    """The cells of each line by its first one."""
+    compare.main([str(run) for run in runs])
+    lines = capsys.readouterr().out.splitlines()
+    starts = [lines[0].index(str(run)) for run in runs]
+    ends = [*starts[1:], None]
+    return {
+        line[: starts[0]].strip(): [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+        for line in lines
+        if line
+    }
+
+
+def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a run that stopped early, one that is not finished, and one of an earlier version without some keys."""
+    first = make_run(tmp_path / "first", {"steps": 20, "early_stop": "the loss …"}, seed=1, local_batch_size=3)
+    second = make_run(tmp_path / "second", seed=2, channel_weights=[1.0, 2.0, 1.0, 1.0, 1.0])
+    cells = compared(capsys, first, second)
+    assert list(cells)[1:4] == ["seed", "channel_weights", "state"]
+    assert cells["seed"] == ["1", "2"]
+    assert cells["channel_weights"] == ["null", "[1.0, 2.0, 1.0, 1.0, 1.0]"]
+    assert cells["state"] == ["stopped early", "no summary"]
+    same = {
+        "steps": "20",
+        "final validation loss": "0.375000",
+        "best validation loss": "0.250000 after step 10",
+        "samples/s": "128.0",
+        "time": "0:40",
+        "ranks": "4",
+        "device": "-",
+        "commit": "0123456789ab-dirty",
+    }
+    assert {key: cells[key] for key in same} == {key: [value] * 2 for key, value in same.items()}
+    config = (second / "config.yaml").read_text().replace("deterministic: false", "compiler: inductor")
+    (second / "config.yaml").write_text(config)
+    cells = compared(capsys, second, DEMO)
+    assert cells["config"] == ["small", "demo"]
+    assert cells["compiler"] == ["inductor", "-"], "a key of an earlier version"
+    assert "deterministic" not in cells, "both have the default"
+    assert cells["final validation loss"] == ["0.375000", "0.011504"]
+    assert cells["time"] == ["0:40", "1:11"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.yaml", None, "is not a run's directory, it has no config.yaml; give one such as "),
+        ("config.yaml", "a: {}\nb: {}\n", "holds 2 configs, a run's has one; leave this run out"),
+        ("summary.json", "[]", "summary.json: it does not hold a mapping; leave this run out"),
+        ("provenance.json", "{", "provenance.json: Expecting property name"),
+        ("metrics.jsonl", Path, "metrics.jsonl: "),
+    ],
+)
+def test_a_run_that_cannot_be_read_is_refused_in_one_line(
+    name: str, content: str | type[Path] | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / name).unlink(missing_ok=True)
+    if isinstance(content, str):
+        (run / name).write_text(content)
+    elif content is not None:
+        (run / name).mkdir()
+    with pytest.raises(SystemExit) as ended:
+        compare.main([str(DEMO), str(run)])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
