@@ -20,7 +20,8 @@ COLUMNS = ("global_batch_size", "lr_schedule.start_lr")  # hyperparameters that 
 class TensorBoardLogger(Logger):
     """TensorBoard's curves continue where the training resumes, and later points are hidden.
 
-    The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened with the first scalar or figure. After a full disk, TensorBoard's writer fails for good.
+    The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened
+    with the first scalar or figure. After a full disk, TensorBoard's writer fails for good.
     """
 
     def __init__(self, run: LoggedRun) -> None:
