@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import predict
 import train
-from utils import cli
+from utils import __version__, cli
 from utils.config import Config, flatten, load, to_yaml
 from utils.config.schema import ProfileConfig
 from utils.data import LOADERS, get_loader
@@ -154,6 +156,18 @@ def test_defaults_and_flags_with_optional_values() -> None:
     assert (eight.preflight, eight.config) == (8, "short")
 
 
+def test_version_is_one_line_of_every_script_and_the_same_in_all_files(capsys: pytest.CaptureFixture[str]) -> None:
+    for script in (train, predict):
+        with pytest.raises(SystemExit) as stop:
+            script.main(["--version"])
+        assert stop.value.code == 0
+        expected = rf"nbody-unet {re.escape(__version__)}, commit (unknown|[0-9a-f]+)\S*, torch \S+, Python \S+\n"
+        assert re.fullmatch(expected, capsys.readouterr().out)
+    top = Path(train.__file__).parent
+    assert f'\nversion = "{__version__}"\n' in (top / "pyproject.toml").read_text()
+    assert f'\nversion: "{__version__}"\n' in (top / "CITATION.cff").read_text()
+
+
 def test_help_lists_every_flag_and_every_loader_and_is_printed_only_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +179,7 @@ def test_help_lists_every_flag_and_every_loader_and_is_printed_only_by_rank_0(
         assert stop.value.code == 0
         outputs.append(capsys.readouterr())
     assert outputs[0].out + outputs[0].err + outputs[1].err == ""
-    flags = ("yaml_config", "config", "run_num", "resume", "init_from", "set", "preflight", *cli.SWITCHES, *cli.VALUES)
+    flags = ("yaml_config", "config", "run_num", "resume", "init_from", "set", "preflight", "version", "print_config")
+    flags += (*cli.SWITCHES, *cli.VALUES)
     assert [flag for flag in flags if f"--{flag}" not in outputs[1].out] == []
     assert [name for name in LOADERS if name not in outputs[1].out] == []

@@ -116,8 +116,9 @@ VALUES: dict[str, tuple[type, str]] = {
     "profiler": (str, "profiler of --enable_manual_profiling: auto, nsys or torch"),
 }
 SETTERS = {
-    "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated",
-    "--set_string": "like --set, but VALUE is not read as YAML, and no ~ or $VAR in it is expanded: for a path with "
+    "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated; ~ "
+    "and $VAR in paths are expanded",
+    "--set_string": "like --set, but VALUE is not read as YAML, and nothing in it is expanded: for a path with "
     "characters such as # or :",
 }
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name

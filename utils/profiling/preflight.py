@@ -119,7 +119,8 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("--plot needs matplotlib: pip install matplotlib, or remove --plot") from None
-    schedule, steps, options = build_schedule(config), range(config.total_steps), config.lr_schedule
+    schedule, options = build_schedule(config), config.lr_schedule
+    steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
     axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
