@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from triton_interpreter import interpreted
 
 import networks
 from networks import build_loss, build_network, initialise
@@ -57,16 +58,15 @@ def import_kernels_again() -> None:
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
     """Kernels run in Triton's interpreter, with several tiles and few programs."""
-    language = pytest.importorskip("triton.language")  # imported first, without the interpreter
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # `sum` is written in Triton itself and was built for the compiler when triton was imported.
-    monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-    monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
-    monkeypatch.setattr(pointwise, "LANES", 64)
-    monkeypatch.setattr(pointwise, "TILE", 256)
-    monkeypatch.setattr(pointwise, "PROGRAMS", 3)
-    import_kernels_again()
-    yield launched
+    with interpreted(monkeypatch) as language:
+        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
+        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+        monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
+        monkeypatch.setattr(pointwise, "LANES", 64)
+        monkeypatch.setattr(pointwise, "TILE", 256)
+        monkeypatch.setattr(pointwise, "PROGRAMS", 3)
+        import_kernels_again()
+        yield launched
     import_kernels_again()
 
 

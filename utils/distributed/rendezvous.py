@@ -78,14 +78,17 @@ def open_store(launch: Launch, seconds: float) -> dist.Store:
         if holds_store:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, launch.master_port), family=family).detach()
-    return dist.TCPStore(
-        address,
-        launch.master_port,
-        is_master=holds_store,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,  # store_of_this_start waits for them
-        master_listen_fd=listener,
-    )
+    try:
+        return dist.TCPStore(
+            address,
+            launch.master_port,
+            is_master=holds_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,  # store_of_this_start waits for them
+            master_listen_fd=listener,
+        )
+    except RuntimeError as error:  # PyTorch 2.8 raises no DistError if another program answers
+        raise ConnectionError(str(error)) from None
 
 
 def is_loopback(address: str) -> bool:

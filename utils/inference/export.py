@@ -101,7 +101,6 @@ class ExportedNetwork:
             self.module,
             (example,),
             dynamic_shapes=({0: Dim("batch", min=1), **sizes},),
-            prefer_deferred_runtime_asserts_over_guards=True,
         )
         # Removes assumptions that no operator here depends on: that no size is 1 (largest_difference has such sizes),
         # and that all tensors are on a CPU. The sizes above are checked separately.

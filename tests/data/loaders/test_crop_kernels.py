@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton_interpreter import interpreted
 
 from utils.data import symmetry
 from utils.data.loader import memory_format
@@ -70,11 +71,10 @@ def gathered(
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels compiled in the test run in Triton's interpreter; triton is imported first, outside interpreter mode."""
-    pytest.importorskip("triton.language")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    crop_kernels._kernel.cache_clear()
-    yield
+    """Kernels compiled in the test run in Triton's interpreter."""
+    with interpreted(monkeypatch):
+        crop_kernels._kernel.cache_clear()
+        yield
     crop_kernels._kernel.cache_clear()
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
+from triton_interpreter import interpreted
 
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
@@ -76,12 +77,11 @@ class ImmediatePrefetcher:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Runs the device's code on CPU tensors: the kernel in Triton's interpreter, without streams."""
-    pytest.importorskip("triton.language")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(gpu_resident, "CudaPrefetcher", ImmediatePrefetcher)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    crop_kernels._kernel.cache_clear()
-    yield torch.device("cuda")
+    with interpreted(monkeypatch):
+        monkeypatch.setattr(gpu_resident, "CudaPrefetcher", ImmediatePrefetcher)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        crop_kernels._kernel.cache_clear()
+        yield torch.device("cuda")
     crop_kernels._kernel.cache_clear()
 
 
