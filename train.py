@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         with signals, connect(config.device, config.timeouts, build.identity(config, options)) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
-                run(options, config.for_world(world.size), world, step_class, signals)
+                run(options, build.resolve(config, world), world, step_class, signals)
 
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:

@@ -36,6 +36,7 @@ from utils.cli import positive, read_changes
 from utils.config import Config
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
+from utils.data.splits import with_file_transform
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -106,13 +107,12 @@ class Training:
         try:
             made = json.loads((self.directory / "provenance.json").read_text(encoding="utf-8"))
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
+            requested = with_file_transform(self.config)
         except (OSError, ValueError, UserError):
             return False
         same_commit = made.get("git_commit") == provenance(common.this_machine())["git_commit"]
         steps = saved_steps(self.directory / FOLDER)
-        return (
-            same_commit and config.for_world(self.condition.ranks) == self.config and self.config.total_steps in steps
-        )
+        return same_commit and config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
 
     def run(self, limit: float) -> None:
         """Trains; UserError with the reason if that fails."""

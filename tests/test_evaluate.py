@@ -23,7 +23,10 @@ from utils.evaluation import figures, report, results
 def run(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     train.main(
-        ["--config=test", *data_flags, f"--set=expdir={folder}", "--num_epochs=1", "--set=report_pictures=false"]
+        [
+            *("--config=test", *data_flags, f"--set=expdir={folder}", "--num_epochs=1"),
+            *("--set=report_pictures=false", "--set=transform.velocity_scale_km_s=500.0"),
+        ]
     )
     return folder / "test/1ranks/00"
 
@@ -51,7 +54,10 @@ def without_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_agree_with_the_predicted_file(
     run: Path, box: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The results are equal whether the network predicts or its prediction is read from a file."""
+    """The results are equal whether the network predicts or its prediction is read from a file.
+
+    Without a checkpoint, the predicted file states the transform.
+    """
     without_page(monkeypatch)
     gas = tmp_path / "gas.h5"
     predict.main([f"--checkpoint={run}", f"--input={box}", f"--output={gas}", "--device=cpu"])
@@ -63,6 +69,8 @@ def test_results_agree_with_the_predicted_file(
     again = results.load(tmp_path / "again" / "evaluation.npz")
     assert again.scalars() == pytest.approx(found.scalars(), rel=1e-5)
     assert again.metadata["prediction"] == str(gas)
+    assert again.channels == found.channels
+    assert found.channels[1].scale == 500.0
 
 
 def test_the_report_is_complete(written: Path, run: Path) -> None:

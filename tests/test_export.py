@@ -25,6 +25,8 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils import build
 from utils import config as configs
 from utils.config import Config
+from utils.config.schema import TransformConfig
+from utils.data.files.attributes import file_transform
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
 from utils.simulation import gas
@@ -102,7 +104,7 @@ def metadata(path: Path) -> dict[str, Any]:
 
 
 def physical_network(network: nn.Module, floor: float = DENSITY_FLOOR) -> PhysicalNetwork:
-    transform = Config().transform
+    transform = file_transform(TransformConfig(), {"simulated": gas.attributes()})
     return PhysicalNetwork(network, input_channels(4, transform), target_channels(5, transform), floor)
 
 

@@ -48,10 +48,19 @@ def box_file(path: Path, shape: tuple[int, int, int] = BOX, **attributes: Any) -
     return path
 
 
+SIMULATED = {"velocity_scale_km_s": 500.0, "redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.66}
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The directory of a training."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a training, whose data state their transform and their simulation."""
     folder = tmp_path_factory.mktemp("trained")
+    paths = {
+        f"{split}_path": write_volume(folder / f"{split}.h5", seed=seed) for seed, split in ((1, "train"), (2, "val"))
+    }
+    with h5py.File(paths["train_path"], "r+") as file:
+        file.attrs.update({**SIMULATED, "box_size_mpc_h": 8.0})
+    data_flags = [*(f"--set={key}={path}" for key, path in paths.items()), "--set=device=cpu"]
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(TOP)
         flags = ["--set=report_baselines=false", "--set=report_pictures=false", f"--set=expdir={folder}"]
@@ -129,7 +138,8 @@ def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, pe
 def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path, nbody: Path) -> None:
     assert os.listdir(whole.parent) == ["hydro.h5"]
     weights = (run / FOLDER / BEST / WEIGHTS).resolve()
-    channels = target_channels(5, TransformConfig())
+    transform = TransformConfig(velocity_scale_km_s=SIMULATED["velocity_scale_km_s"])
+    channels = target_channels(5, transform)
     with h5py.File(whole) as file:
         assert list(file) == ["Hydro", "Hydro_physical"]
         hydro, physical = file["Hydro"], file["Hydro_physical"]
@@ -145,7 +155,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
         for name in ("box_size_mpc_h", "redshift", "seed", "cosmology"):
             assert attributes[name] == file.attrs[name]
     assert "gas_adiabatic_index" not in attributes, "it describes gas, which the input lacks"
-    assert {key: attributes[key] for key in TransformConfig.model_fields} == TransformConfig().model_dump()
+    assert {key: attributes[key] for key in TransformConfig.model_fields} == transform.model_dump()
     content = read_weights(weights)
     assert attributes["made_by"] == "predict.py: a network's prediction"
     assert attributes["checkpoint"] == str(weights)
@@ -155,7 +165,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     assert "width: 4" in attributes["config"]
     assert (attributes["window"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
-    fields = FieldReader(str(whole), "Hydro", 5, TransformConfig())  # a training or evaluation can read it
+    fields = FieldReader(str(whole), "Hydro", 5, transform)  # a training or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     np.testing.assert_array_equal(fields.planes(3, 7), contents(whole)["Hydro"][:, 3:7])
     fields.close()
@@ -434,6 +444,24 @@ def test_physical_values_in_place_of_channel_values_are_warned_about(command: An
     )
 
 
+def test_an_input_from_another_simulation_than_the_training_data_is_warned_about(
+    command: Any, nbody: Path, tmp_path: Path
+) -> None:
+    """Only attributes that both files have are compared; those of the training data are in the checkpoint."""
+    flags = ("--window=16", "--overwrite")
+    box_file(tmp_path / "unknown.h5", cosmology_Om0=0.3)
+    for same in (nbody, tmp_path / "unknown.h5"):
+        assert "differs from" not in command(f"--input={same}", *flags)[1]
+    about = {"box_size_mpc_h": 24.0, "redshift": 0.5, "cosmology": "WMAP9", "cosmology_H0": 67.67, "cosmology_Om0": 0.3}
+    code, stderr = command(f"--input={box_file(tmp_path / 'other.h5', **about)}", *flags)
+    assert code == 0
+    (line,) = [line for line in stderr.splitlines() if "differs from" in line]
+    assert line.endswith(
+        f"WARNING - {tmp_path / 'other.h5'} differs from the training data: redshift 0.5 instead of 2, cosmology WMAP9 "
+        f"instead of planck18, cell size (Mpc/h) 1 instead of 0.5; check the prediction"
+    )
+
+
 def test_a_non_finite_value_is_located_and_a_read_error_keeps_the_partial_output(
     refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,8 +501,10 @@ def test_training_on_channels_of_another_transform_is_a_one_line_error(
     other = write_volume(tmp_path / "other.h5")
     with h5py.File(other, "r+") as file:
         file.attrs["density_log_scale"] = 10.0
-    with pytest.raises(SystemExit):
-        train.main(["--config=test", *data_flags, f"--set=val_path={other}", f"--set=expdir={tmp_path / 'runs'}"])
     says = f"error: the channels of {other} were computed with density_log_scale 10, the config has 14;"
-    assert says in capsys.readouterr().err
+    for flag in ("--resume=no", "--preflight"):
+        explicit = ["--set=transform.density_log_scale=14.0", f"--set=val_path={other}"]
+        with pytest.raises(SystemExit):
+            train.main(["--config=test", *data_flags, *explicit, f"--set=expdir={tmp_path / 'runs'}", flag])
+        assert says in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

@@ -22,8 +22,9 @@ from utils.config import Config
 from utils.config.schema import ProfileConfig
 from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
+from utils.data.files.attributes import Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import open_box
+from utils.data.splits import open_box, training_simulation, with_file_transform
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
 from utils.distributed.launch import Launch, lasting_jobs
@@ -33,7 +34,7 @@ from utils.errors import UserError, value_errors_for_users
 from utils.evaluation import results
 from utils.evaluation.callback import VolumeEvaluation, plane_readers
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import Channel, check_physical_units, input_channels, target_channels
+from utils.inference.channels import Channel, check_physical_units, volume_channels
 from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
@@ -107,15 +108,13 @@ def loss(config: Config) -> nn.Module:
     return build_loss(config.loss, config.is_classification, **options)
 
 
-def channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-    """The config's input and target channels."""
-    return (
-        input_channels(config.N_in_channels, config.transform),
-        target_channels(config.N_out_channels, config.transform),
-    )
-
-
 # --- training --------------------------------------------------------------------------------------------------------
+
+
+def resolve(config: Config, world: World) -> Config:
+    """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
+    with world.raise_together():
+        return with_file_transform(config.for_world(world.size))
 
 
 class TrainingModules(NamedTuple):
@@ -242,8 +241,8 @@ def callbacks(
     profiler: Profiler,
 ) -> Callbacks:
     """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
-    keep_last, lock = config.checkpoint.keep_last, directory / LOCK
-    checkpointer = build_checkpointer(directory / FOLDER, config.model_dump(), keep_last, world, lock)
+    about = config.model_dump(), training_simulation(config)
+    checkpointer = build_checkpointer(directory / FOLDER, *about, config.checkpoint.keep_last, world, directory / LOCK)
     evaluation = _evaluation(config, volume, train_step, world, directory, logger) if volume else NullEvaluation()
     return Callbacks(logger, checkpointer, profiler, evaluation)
 
@@ -275,7 +274,7 @@ def _evaluation(
     """Predictions of the whole validation volume, and their statistics."""
     assert config.local_batch_size is not None
     grid = _evaluation_grid(config, volume)
-    inputs, targets = channels(config)
+    inputs, targets = volume_channels(config)
     # No more cells at once than in training.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
     read, target = plane_readers(volume)
@@ -327,11 +326,12 @@ class TrainedNetwork:
     network: nn.Module
     config: Config
     record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
+    simulation: Simulation  # of the training data
 
     @property
     def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
         """Input and target channels."""
-        return channels(self.config)
+        return volume_channels(self.config)
 
 
 def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork:
@@ -357,7 +357,7 @@ def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork
         reason = weights_difference(module, content["network"]) or " ".join(str(error).split())
         raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
     record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
-    return TrainedNetwork(module.to(device).eval(), config, record)
+    return TrainedNetwork(module.to(device).eval(), config, record, content.get("simulation", {}))
 
 
 def predictor(
@@ -366,6 +366,8 @@ def predictor(
     """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
     config = trained.config
     window, divisor = options.window or config.data_size, 2**config.scales
+    if world.is_root:
+        warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
     grid = build_window_grid(volume.shape, window, options.overlap, periodic=not options.not_periodic)

@@ -7,12 +7,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 
 from benchmarks import convergence, processes
 from benchmarks.common import YAML
 from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, result_table, summarise
 from utils import config as configs
+from utils.data.splits import with_file_transform
 from utils.errors import UserError
 
 CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two"))
@@ -135,6 +137,24 @@ def test_trainings_run_once_and_are_compared(
     wrong._changes["network.name"] = "unet"
     with pytest.raises(UserError, match="the training one, seed 0, failed: network unet cannot be used with labeled"):
         wrong.run(60)
+
+
+def test_a_training_on_files_that_state_their_transform_runs_once(
+    tmp_path: Path, volume_file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config.yaml has the transform of the files, not the default."""
+    paths = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
+    with h5py.File(paths["train_path"], "r+") as file:
+        file.attrs["velocity_scale_km_s"] = 500.0
+    training = Training("it", Condition("it", "test", 1), 0, tmp_path / "runs", paths)
+    config = with_file_transform(training.config)
+    (training.directory / "checkpoints" / f"step_{config.total_steps:08d}").mkdir(parents=True)
+    (training.directory / "provenance.json").write_text('{"git_commit": "abc"}')
+    monkeypatch.setattr(convergence, "provenance", lambda world: {"git_commit": "abc"})
+    (training.directory / "config.yaml").write_text(configs.to_yaml(config, "test"))
+    assert training.is_complete()
+    (training.directory / "config.yaml").write_text(configs.to_yaml(training.config, "test"))
+    assert not training.is_complete()
 
 
 @pytest.mark.parametrize(

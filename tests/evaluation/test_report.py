@@ -120,8 +120,8 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
     assert rows["all channels"][1] == f"{last.l1.mean():.5f}"
     for number, name in enumerate(("gas velocity x", "gas velocity y", "gas velocity z"), start=1):
         numbers = [f"{last.l1[number]:.5f}", f"{last.r2[number]:.4f}"]
-        assert rows[name][1:] == [*numbers, "km/s", f"{1000 * last.l1[number]:.3f} km/s"]
-    dex = {"gas density": 14 * last.l1[0] / math.log(10), "temperature": 2.5 * last.l1[4]}
+        assert rows[name][1:] == [*numbers, "km/s", f"{900 * last.l1[number]:.3f} km/s"]
+    dex = {"gas density": 14 * last.l1[0] / math.log(10), "temperature": 8 * last.l1[4] / math.log(10)}
     for name, unit in (("gas density", "mean density"), ("temperature", "K")):
         assert rows[name][3:] == [unit, f"{dex[name]:.3f} dex"]
     assert rows["velocity divergence"][2] == f"{last.divergence_r2:.4f}"

@@ -56,6 +56,7 @@ def test_valid_config_passes_and_its_properties_are_printed(preflight, tmp_path:
         "train data: ",
         "valid data: ",
         "16³ cells, 0.00 GiB, all finite, mapped",
+        "channels: ln(value / mean density) / 14; value / (900 km/s); (log10(value / K) - 5.211533783) / 3.474355855\n",
         "differences from base: ",
         "data_size 64 -> 8",
     ):

@@ -16,6 +16,7 @@ from processes import run
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
 from utils.config.schema import TransformConfig
+from utils.data.files.attributes import file_transform
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
@@ -195,11 +196,10 @@ def test_channels_are_of_order_one_differ_between_input_and_target_and_can_be_in
     assert difference[0] > 0.015, "copying the input must not solve the task"
     assert (difference[1:] > 0.005).all()
 
-    for channel, values, expected in zip(target_channels(5, TransformConfig()), hydro, small[1], strict=True):
+    transform = file_transform(TransformConfig(), {"simulated": gas.attributes()})
+    for channel, values, expected in zip(target_channels(5, transform), hydro, small[1], strict=True):
         np.testing.assert_allclose(channel.to_physical(values), expected, rtol=1e-4)
-    for channel, values, expected in zip(
-        input_channels(4, TransformConfig())[1:], nbody[1:], small[0][1:], strict=True
-    ):
+    for channel, values, expected in zip(input_channels(4, transform)[1:], nbody[1:], small[0][1:], strict=True):
         np.testing.assert_allclose(channel.to_physical(values), expected, rtol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -88,12 +89,16 @@ class DatasetConfig(Section):
 
 
 class TransformConfig(Section):
-    """Transforms from physical values to channels x, see utils/inference/channels.py; None: no physical units."""
+    """Transforms from physical values to channels x, see utils/inference/channels.py; None: no physical units.
+
+    Attributes of the data files take precedence over the defaults, which are those of the published data set, stated by
+    scripts of its later users: density / mean = exp(14 x), v = 9e7 x cm/s, T / K = exp(8 (x + 1.5)).
+    """
 
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
-    velocity_scale_km_s: PositiveFloat | None = 1000.0  # x = velocity / scale
-    temperature_log10_center: Finite = 5.0  # x = (log10(T / K) - center) / scale
-    temperature_log10_scale: PositiveFloat | None = 2.5
+    velocity_scale_km_s: PositiveFloat | None = 900.0  # x = velocity / scale
+    temperature_log10_center: Finite = 12.0 / math.log(10.0)  # x = (log10(T / K) - center) / scale
+    temperature_log10_scale: PositiveFloat | None = 8.0 / math.log(10.0)
 
 
 class EvaluationConfig(Section):

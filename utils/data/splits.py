@@ -6,13 +6,14 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
-from utils.data.files.hdf5 import Volume, open_volume, stage
+from utils.data.files.attributes import Simulation, cell_size, file_transform, simulation_of
+from utils.data.files.hdf5 import Volume, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.loader import Loader, Loaders
 from utils.data.loaders.crops import CropOptions
@@ -105,6 +106,27 @@ def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> L
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
+
+
+def with_file_transform(config: Config) -> Config:
+    """The config with the transform of its HDF5 files; UserError if they contradict it or each other."""
+    files = dict(_attributes(config, split) for split in SPLITS)
+    return config.model_copy(update={"transform": file_transform(config.transform, files)})
+
+
+def training_simulation(config: Config) -> Simulation:
+    """Redshift, cosmology and size of a cell of the training file, as far as it states them."""
+    path, attributes = _attributes(config, "train")
+    return simulation_of(attributes, cell_size(attributes, config.box_size[0], path))
+
+
+def _attributes(config: Config, split: str) -> tuple[str, dict[str, Any]]:
+    """Path and attributes of a split's HDF5 file; none if it cannot be read: a loader that needs it reports that."""
+    path = getattr(config, split_settings(config, split).key)
+    if not config.is_classification:
+        with contextlib.suppress(UserError), reading(path), open_file(path) as file:
+            return path, dict(file.attrs)
+    return path, {}
 
 
 def open_split(config: Config, split: str) -> Volume:

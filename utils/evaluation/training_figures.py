@@ -15,7 +15,7 @@ from utils.data import Loader
 from utils.evaluation.figures import PALETTE, draw_slices, encode_png, new_figure
 from utils.evaluation.results import Results
 from utils.files import atomic_write
-from utils.inference.channels import input_channels, target_channels
+from utils.inference.channels import volume_channels
 from utils.runs import tags
 from utils.runs.logger import Logger, read_records
 from utils.steps import Step
@@ -65,8 +65,7 @@ def write_slices(step: Step, loader: Loader, config: Config, directory: Path, lo
     batches.close()
     middle = targets.shape[2] // 2
     figure = draw_slices(
-        input_channels(config.N_in_channels, config.transform),
-        target_channels(config.N_out_channels, config.transform),
+        *volume_channels(config),
         {name: field[0, :, middle].float().cpu().numpy() for name, field in fields.items()},
         cell=None,
     )

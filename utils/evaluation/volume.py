@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from utils.config import Config
+from utils.config.schema import TransformConfig
+from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -48,22 +50,25 @@ class VolumeFields:
     inputs: FieldReader
     target: FieldReader
     prediction: FieldReader | None
+    transform: TransformConfig  # of the channels of all files
 
     @classmethod
     def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
-        """Opens all files; `target` None: the inputs' file. UserError if their shapes differ."""
+        """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ."""
         if prediction is not None and not Path(prediction).exists():
             raise UserError(f"no such file: {prediction}; create it with predict.py")
         fields = cls(
             FieldReader(inputs, INPUT, config.N_in_channels, config.transform),
             FieldReader(target or inputs, OUTPUT, config.N_out_channels, config.transform),
             FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
+            config.transform,
         )
         shape = fields.inputs.shape
         for other in fields.all()[1:]:
             if other.shape != shape:
                 raise UserError(f"{OUTPUT} of {other.path} has {other.shape} cells, but {INPUT} of {inputs} {shape}")
-        return fields
+        attributes = {each.path: each.attributes for each in fields.all()}
+        return replace(fields, transform=file_transform(config.transform, attributes))
 
     def all(self) -> list[FieldReader]:
         return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
@@ -76,8 +81,8 @@ class VolumeFields:
     def statistics(self, config: Config, world: World) -> VolumeStatistics:
         """Empty statistics for this volume."""
         return VolumeStatistics(
-            target_channels(config.N_out_channels, config.transform),
-            input_channels(config.N_in_channels, config.transform),
+            target_channels(config.N_out_channels, self.transform),
+            input_channels(config.N_in_channels, self.transform),
             self.inputs.shape,
             self.inputs.cell,
             world,

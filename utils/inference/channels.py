@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config.schema import TransformConfig
+from utils.config.schema import Config, TransformConfig
 from utils.errors import UserError
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
@@ -46,6 +46,14 @@ class Channel:
             return f"ln(value / {self.unit}) / {self.scale:.10g}"
         ten = math.log(10.0)
         return f"(log10(value / {self.unit}) - {self.center / ten:.10g}) / {self.scale / ten:.10g}"
+
+
+def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+    """The config's input and target channels."""
+    return (
+        input_channels(config.N_in_channels, config.transform),
+        target_channels(config.N_out_channels, config.transform),
+    )
 
 
 def input_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:

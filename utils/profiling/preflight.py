@@ -17,13 +17,14 @@ from utils.data.files.hdf5 import Volume, first_nonfinite
 from utils.data.loaders import auto
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.splits import meta_batch, open_split, open_split_npy
+from utils.data.splits import meta_batch, open_split, open_split_npy, with_file_transform
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
 from utils.files import GIB, atomic_write, check_target
+from utils.inference.channels import volume_channels
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
@@ -60,6 +61,7 @@ def run(
 def _report(
     options: cli.Options, config: Config, ranks: int, build_network: Callable[[Config], nn.Module]
 ) -> Iterator[str]:
+    transformed = with_file_transform(config)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
@@ -77,13 +79,15 @@ def _report(
     if not config.enable_benchy:
         directory = run_directory(config, options.config, options.run_num, ranks)
         jobs, restarted = map(tuple, lasting_jobs())
-        request = Request(config, options.config, directory, options.resume, options.init_from, jobs, restarted)
+        request = Request(transformed, options.config, directory, options.resume, options.init_from, jobs, restarted)
         yield from (f"run directory: {line}" for line in _run_directory(request))
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
         name, reason = auto.choose(config, world, lambda: memory.reserve)
         yield f"data_loader_config auto: {name} on this machine, {reason}"
     yield from _data(config)
+    if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
+        yield f"channels: {'; '.join(dict.fromkeys(each.formula() for each in volume_channels(transformed)[1]))}"
     if "base" in configs.read_file(options.yaml_config):
         yield _differences(configs.load(options.yaml_config, "base"), config)
 

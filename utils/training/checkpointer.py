@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from utils.distributed.world import World
@@ -55,10 +56,12 @@ class NullCheckpointer:
 
 
 def build_checkpointer(
-    folder: Path, config: Mapping[str, Any], keep_last: int, world: World, lock: Path
+    folder: Path, config: Mapping[str, Any], simulation: Mapping[str, Any], keep_last: int, world: World, lock: Path
 ) -> Checkpointer:
     """The checkpointer of this rank: rank 0, which holds the lock, writes; other ranks do nothing."""
-    return AsyncCheckpointer(folder, stored_config(config), keep_last, lock) if world.is_root else NullCheckpointer()
+    if not world.is_root:
+        return NullCheckpointer()
+    return AsyncCheckpointer(folder, stored_config(config), keep_last, lock, simulation)
 
 
 class AsyncCheckpointer:
@@ -74,8 +77,17 @@ class AsyncCheckpointer:
     BEST_WAIT_SECONDS = 60.0  # additional limit for the best checkpoint, which cannot be saved later
     CLOSE_SECONDS = 300.0
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], keep_last: int, lock: Path | None = None) -> None:
-        self._folder, self._config, self._keep_last = folder, dict(config), keep_last
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        keep_last: int,
+        lock: Path | None = None,
+        simulation: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`simulation` is what the training data state about their origin; predictions compare it with their input."""
+        self._folder, self._keep_last = folder, keep_last
+        self._about = {"config": dict(config), "simulation": dict(simulation)}
         self._lock = lock
         self._lock_inode = _inode(lock)
         self._copy = HostCopy()
@@ -99,7 +111,7 @@ class AsyncCheckpointer:
         content["state"] = record = asdict(state)
         weights = {
             "network": content.pop("network"),
-            "config": self._config,
+            **self._about,
             **{key: record[key] for key in ("epoch", "step", "final_loss", "best_step")},
         }
         writer = threading.Thread(

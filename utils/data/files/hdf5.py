@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from utils.config.schema import TransformConfig
+from utils.data.files.attributes import cell_size, file_transform, simulation_of
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason
@@ -92,14 +93,15 @@ class FieldReader:
         with reading(path):
             file = open_file(path)
             dataset = checked_dataset(file, path, name, channels, is_cube=False)
-            check_transform(file.attrs, transform, path)
             self.attributes = dict(file.attrs)
+            file_transform(transform, {path: self.attributes})
             self._values = _map_if_contiguous(dataset)
         self.path, self.name = path, name
         self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
         self.shape: tuple[int, int, int] = dataset.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
+        self.simulation = simulation_of(self.attributes, self.cell)
         self._size_check = SizeCheck((str(dataset.file.filename),))  # a dataset may be a link into another file
 
     def planes(self, start: int, stop: int) -> np.ndarray:
@@ -133,7 +135,7 @@ def open_volume(
         counts = zip(DATASETS, channels, strict=True)
         datasets = [checked_dataset(file, path, name, count, box) for name, count in counts]
         if transform is not None:
-            check_transform(file.attrs, transform, path)
+            file_transform(transform, {path: file.attrs})
         fields = [_map_if_contiguous(dataset) for dataset in datasets]
     if fields[0].shape[1:] != fields[1].shape[1:]:
         raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
@@ -207,32 +209,6 @@ def checked_dataset(
     if dataset.dtype != np.dtype("<f4"):
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
     return dataset
-
-
-def check_transform(attributes: Mapping[str, Any], transform: TransformConfig, path: str) -> None:
-    """Raises UserError if the file's attributes, which most files lack, contradict the config's transform."""
-    for key, expected in transform.model_dump().items():
-        stored = _number(attributes, key, path)
-        if stored is not None and expected is not None and not np.isclose(stored, expected, rtol=1e-6):
-            raise UserError(
-                f"the channels of {path} were computed with {key} {stored:g}, the config has {expected:g}; "
-                f"rescale the file's channels, or set transform.{key} for a training on such files"
-            )
-
-
-def cell_size(attributes: Mapping[str, Any], side: int, path: str) -> float | None:
-    """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
-    length = _number(attributes, "box_size_mpc_h", path)
-    return None if length is None else length / side
-
-
-def _number(attributes: Mapping[str, Any], key: str, path: str) -> float | None:
-    """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
-    value = attributes.get(key)
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
 
 
 def _map_if_contiguous(dataset: h5py.Dataset) -> Any:

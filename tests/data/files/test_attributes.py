@@ -1,0 +1,90 @@
+"""The transform of a training is that of its files, unless the config sets it; files that contradict it are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+from trainings import YAML
+
+from utils import config as configs
+from utils.config.schema import TransformConfig
+from utils.data.files.attributes import file_transform
+from utils.data.splits import with_file_transform
+from utils.errors import UserError
+from utils.simulation import gas
+
+DEFAULT = TransformConfig()
+OTHER = {"velocity_scale_km_s": 500.0, "temperature_log10_center": 4.0}
+
+
+def from_files(*files: dict[str, Any], **keys: float | None) -> TransformConfig:
+    config = TransformConfig.model_validate(keys)
+    return file_transform(config, {f"{name}.h5": attributes for name, attributes in zip("ab", files, strict=False)})
+
+
+def test_attributes_of_a_file_win_over_the_defaults() -> None:
+    written = gas.attributes()
+    found = from_files(written, written)
+    assert found.model_dump() == {key: written[key] for key in TransformConfig.model_fields}
+    assert found.velocity_scale_km_s == 1000.0 != DEFAULT.velocity_scale_km_s
+    assert from_files(OTHER).model_dump() == {**DEFAULT.model_dump(), **OTHER}, "each key on its own"
+    assert from_files(OTHER, {"redshift": 2.0}) == from_files({}, OTHER) == from_files(OTHER)
+
+
+def test_files_without_attributes_have_the_default_or_configured_transform() -> None:
+    assert from_files() == from_files({"redshift": 2.0}) == DEFAULT
+    assert from_files({}, density_log_scale=10.0) == TransformConfig(density_log_scale=10.0)
+
+
+def test_a_file_must_agree_with_the_keys_that_the_config_sets() -> None:
+    """Even with one that is set to its default. None, for unknown channels, agrees with every file."""
+    assert from_files(OTHER, velocity_scale_km_s=500.0001) == TransformConfig(
+        **{**OTHER, "velocity_scale_km_s": 500.0001}
+    )
+    unknown = from_files(OTHER, velocity_scale_km_s=None)
+    assert (unknown.velocity_scale_km_s, unknown.temperature_log10_center) == (None, 4.0)
+    says = (
+        r"^the channels of a\.h5 were computed with velocity_scale_km_s 500, the config has 900; rescale the file's "
+        r"channels, or remove transform\.velocity_scale_km_s from the config of a training on such files$"
+    )
+    with pytest.raises(UserError, match=says):
+        from_files(OTHER, velocity_scale_km_s=900.0)
+
+
+def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> None:
+    says = "the channels of b.h5 were computed with velocity_scale_km_s 1000, those of a.h5 with 500; rescale the"
+    with pytest.raises(UserError, match=says):
+        from_files(OTHER, gas.attributes())
+    for value, words in ((0.0, "attributes of a.h5: velocity_scale_km_s: .*0"), ("fast", "make it a num")):
+        with pytest.raises(UserError, match=words):
+            from_files({"velocity_scale_km_s": value})
+
+
+@pytest.fixture
+def files(tmp_path: Path, volume_file: Any) -> dict[str, str]:
+    """The paths of two volumes that state another transform than the default."""
+    paths = {key: volume_file(tmp_path / f"{key}.h5") for key in ("train_path", "val_path")}
+    for path in paths.values():
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(OTHER)
+    return {key: str(path) for key, path in paths.items()}
+
+
+def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_path: Path) -> None:
+    """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
+    config = configs.load(YAML, "test", files)
+    transformed = with_file_transform(config)
+    assert transformed.transform == TransformConfig(**OTHER)
+    assert transformed.model_copy(update={"transform": DEFAULT}) == config
+    (tmp_path / "config.yaml").write_text(configs.to_yaml(transformed, "test"))
+    repeated = configs.load(str(tmp_path / "config.yaml"), "test")
+    assert configs.result_changes(with_file_transform(repeated), transformed) == []
+    with h5py.File(files["val_path"], "r+") as file:
+        file.attrs["temperature_log10_center"] = 5.0
+    with pytest.raises(UserError, match=r"val_path\.h5 were computed with temperature_log10_center 5, those of .* 4;"):
+        with_file_transform(config)
+    elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
+    assert with_file_transform(elsewhere) == elsewhere, "a loader of .npy files needs no HDF5 files"

@@ -1,0 +1,100 @@
+"""Attributes of an HDF5 file: the transforms of its channels, and the simulation that its fields come from.
+
+All are optional. `utils.simulation` writes them, and `predict.py` copies those of its input.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from utils.config import validate_section
+from utils.config.schema import TransformConfig
+from utils.errors import UserError
+
+TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
+SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
+CELL = "cell size (Mpc/h)"
+
+Attributes = Mapping[str, Any]
+Simulation = dict[str, float | str]
+
+log = logging.getLogger(__name__)
+
+
+def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
+    """The transform of the channels in `files`, which maps paths to attributes.
+
+    Each key comes from the config if it is set there explicitly, else from a file's attribute of the same name, else
+    from the defaults. Raises UserError if a file contradicts the config or another file. None, which only a config can
+    set, contradicts nothing.
+    """
+    known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
+    known = {key: (getattr(config, key), None) for key in config.model_fields_set}
+    for path, attributes in files.items():
+        numbers = {key: _number(attributes, key, path) for key in TransformConfig.model_fields}
+        stated = {key: number for key, number in numbers.items() if number is not None}
+        validate_section(TransformConfig, stated, f"attributes of {path}")
+        for key, number in stated.items():
+            expected, source = known.setdefault(key, (number, path))
+            if expected is None or math.isclose(number, expected, rel_tol=TRANSFORM_TOLERANCE):
+                continue
+            fault = f"the channels of {path} were computed with {key} {number:.8g}"
+            if source is not None:
+                raise UserError(f"{fault}, those of {source} with {expected:.8g}; rescale the channels of one file")
+            raise UserError(
+                f"{fault}, the config has {expected:.8g}; rescale the file's channels, or remove transform.{key} from "
+                f"the config of a training on such files"
+            )
+    return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
+
+
+def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
+    """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
+    length = _number(attributes, "box_size_mpc_h", path)
+    return None if length is None else length / side
+
+
+def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
+    """Redshift, cosmology and size of a cell, as far as the file states them."""
+    names = ("redshift", *sorted(name for name in attributes if name.startswith("cosmology")))
+    found = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) -> None:
+    """Logs a warning if the input of a prediction comes from another simulation than the training data."""
+    differences = [
+        f"{name} {_shown(value)} instead of {_shown(trained[name])}"
+        for name, value in found.items()
+        if name in trained and not _is_close(value, trained[name])
+    ]
+    if differences:
+        log.warning("%s differs from the training data: %s; check the prediction", path, ", ".join(differences))
+
+
+def _number(attributes: Attributes, key: str, path: str) -> float | None:
+    """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
+    value = attributes.get(key)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
+
+
+def _plain(value: Any) -> float | str | None:
+    """The value of an attribute that is a number or a text, None for others."""
+    return float(value) if isinstance(value, Real) else value if isinstance(value, str) else None
+
+
+def _is_close(one: float | str, other: float | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return math.isclose(one, other, rel_tol=SIMULATION_TOLERANCE, abs_tol=SIMULATION_TOLERANCE / 10)
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
