@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from trainings import assert_same_training
 
 import train
 from utils.convert_to_npy import convert
@@ -171,13 +173,14 @@ def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) 
 
 
 @pytest.fixture
-def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def flags(tmp_path: Path, volume_file, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Flags that give config 'test' its data; convolutions are deterministic."""
     monkeypatch.chdir(TOP)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     train_path, val_path = (volume_file(tmp_path / f"{name}.h5", seed=seed) for seed, name in enumerate("ab", 1))
     settings = {"train_path": train_path, "val_path": val_path, "report_baselines": "false", "cudnn_benchmark": "false"}
-    return ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
+    yield ["--config=test", *(f"--set={key}={value}" for key, value in settings.items())]
+    torch.use_deterministic_algorithms(False)
 
 
 def recorded(expdir: Path, *names: str) -> list[float]:
@@ -265,6 +268,13 @@ class InterruptedStep(Signalled, EagerStep): ...
 class InterruptedGraphStep(Signalled, GraphStep): ...
 
 
+# Also in what is not trained: baselines, and the sums of the evaluations.
+DETERMINISTIC = [
+    f"--set={key}"
+    for key in ("deterministic=true", "cudnn_benchmark=true", "report_baselines=true", "evaluation.every_epochs=2")
+]
+
+
 @pytest.mark.parametrize("loader", ["resident", "lowmem"])
 @pytest.mark.parametrize(
     ("kind", "switches"),
@@ -273,12 +283,20 @@ class InterruptedGraphStep(Signalled, GraphStep): ...
         (InterruptedStep, ["--enable_amp", "--set=precision=float16", "--set=channels_last=true"]),
         (InterruptedStep, ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9"]),
         (InterruptedGraphStep, []),
+        (InterruptedStep, DETERMINISTIC),
+        (InterruptedStep, [*DETERMINISTIC, "--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]),
+        (InterruptedGraphStep, DETERMINISTIC),
     ],
 )
 def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
     tmp_path, flags, monkeypatch, kind, switches, loader
 ) -> None:
-    """Bit for bit with eager steps; approximately with graphs, since a resumed run starts with eager steps."""
+    """Bit for bit with eager steps, and with graphs if `deterministic` is set; otherwise approximately with graphs.
+
+    A resumed run with graphs starts with eager steps.
+    """
+    if "--set=deterministic=true" in switches:
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)  # the key alone is to suffice
     flags += ["--num_epochs=3", f"--data_loader_config={loader}", *switches]
     ends = {}
     for name, parts in (("whole", [0]), ("parts", [5, WARMUP_STEPS + 2, 0])):
@@ -295,6 +313,8 @@ def test_interrupted_training_on_the_device_ends_like_an_uninterrupted_one(
         assert saved is not None
         assert saved.state.step == 24
         ends[name] = saved
+    if "--set=deterministic=true" in switches:
+        assert_same_training(*(tmp_path / name / "test/1GPU/00" for name in ends), steps=24)
     for name, value in ends["whole"].weights["network"].items():
         other = ends["parts"].weights["network"][name]
         if kind is InterruptedStep:

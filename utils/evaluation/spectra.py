@@ -82,5 +82,9 @@ class KShells:
             yield _Modes(some, k, (k + 0.5).clamp(max=self.number + 1).long().flatten())
 
     def _sum(self, values: Tensor, modes: _Modes) -> Tensor:
-        """Sums per shell, [number], in float64. On a GPU the order of additions may differ from call to call."""
-        return torch.bincount(modes.shell, (values * self._weight).flatten(), minlength=self.number + 2)[1:-1]
+        """Sums per shell, [number], in float64. On a GPU the order of additions may differ from call to call.
+
+        Unlike bincount with weights, scatter_add_ has a deterministic algorithm, which `deterministic` selects.
+        """
+        sums = values.new_zeros(self.number + 2)
+        return sums.scatter_add_(0, modes.shell, (values * self._weight).flatten())[1:-1]
