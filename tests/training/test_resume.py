@@ -493,7 +493,7 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=network.width=8"], " does not fit this training: down1.weight has the shape [4, 4, 3, 3, 3], but [8, 4, "),
+        (["--set=network.width=8"], " does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, "),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],
@@ -603,7 +603,7 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         (source / TRAINING, f"{source / TRAINING} holds no network; give weights.pt in the same directory", []),
         (
             source / WEIGHTS,
-            f"{source / WEIGHTS} does not fit this training: down1.weight has the shape [4, 4, 3, 3, 3], but [8, 4, ",
+            f"{source / WEIGHTS} does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
             ["--set=network.width=8"],
         ),
         (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it lacks ", ["--set=network.scales=3"]),
