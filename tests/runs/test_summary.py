@@ -168,7 +168,7 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
             start("00")
     before = contents(run)
     _, printed = start("00", "--num_epochs=1", "--resume")
-    assert "has trained 1 epochs, and num_epochs is 1; " in printed
+    assert "is the end of epoch 1, and num_epochs is 1; " in printed
     assert contents(run) == before
     start("00")
     assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 16

@@ -453,7 +453,7 @@ def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished:
         assert code == 0, stderr
         (warning,) = messages(stderr, "WARNING")
         assert warning == (
-            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} has trained 2 epochs, and num_epochs is 2; "
+            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} is the end of epoch 2, and num_epochs is 2; "
             f"raise num_epochs to extend that training, or omit --resume to start a new one"
         )
         assert messages(stderr)[-2:] == [warning, "DONE ---- rank 0"]
@@ -467,7 +467,9 @@ def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_
     """A fixed bug: the new directory got config, summary and result table of a training that was not its own."""
     code, stderr = command(f"--resume={whole}", "--run_num=new")
     assert code == 0, stderr
-    assert messages(stderr)[-2].startswith(f"Nothing was trained: {step_directory(whole / FOLDER, 16)} has trained 2 ")
+    assert messages(stderr)[-2].startswith(
+        f"Nothing was trained: {step_directory(whole / FOLDER, 16)} is the end of epoch 2, "
+    )
     assert "Result:" not in stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -493,7 +495,10 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=network.width=8"], " does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, "),
+        (
+            ["--set=network.width=8"],
+            " does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
+        ),
         (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
         (
             ["--set=seed=1"],

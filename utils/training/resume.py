@@ -110,7 +110,7 @@ class Start:
         if epochs < self._num_epochs:
             reason, key = "early_stopping ended it", "early_stopping.patience"
         return (
-            f"Nothing was trained: {self._path} has trained {epochs} epochs, and {reason}; raise {key} to extend that "
+            f"Nothing was trained: {self._path} is the end of epoch {epochs}, and {reason}; raise {key} to extend that "
             f"training, or omit --resume to start a new one"
         )
 
