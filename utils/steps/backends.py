@@ -25,7 +25,8 @@ def backends(config: Config, device: torch.device) -> list[str]:
     torch.backends.cudnn.benchmark = searches
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time; no value is read before it is written
+    # Filling costs time, and nothing reads memory before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property of the module
     if device.type != "cuda":
         return []
     if deterministic and os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0]) not in CUBLAS_VALUES:
