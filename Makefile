@@ -32,8 +32,6 @@ LAUNCHERS ?= plain
 demo: $(READY) $(DEMO_DATA)
 	@# The number of ranks must divide the demo's batch of 8.
 	@ranks=$$($(BIN)/python -c "import torch; n = torch.cuda.device_count() or 2; print(max(r for r in (1, 2, 4, 8) if r <= n))"); \
-	threads=$$(( $(CORES) / ranks > 0 ? $(CORES) / ranks : 1 )); \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} \
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$$ranks train.py --config=demo --resume=no
 
 data/demo_train.h5: SEED = 1

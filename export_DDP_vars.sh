@@ -91,9 +91,6 @@ if [ -n "${SLURM_STEP_ID:-}" ] && [ -n "${SLURM_PROCID:-}" ]; then
 
   # HDF5 locks the files that it opens; a parallel file system may not support locks, and opening fails.
   export HDF5_USE_FILE_LOCKING="${HDF5_USE_FILE_LOCKING-FALSE}"
-  # As torchrun does: apart from the loader's threads, a rank with a GPU needs little CPU time, and one OpenMP thread
-  # per core would only add synchronization to every operation.
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
   # TORCH_NCCL_ASYNC_ERROR_HANDLING keeps PyTorch's default, which ends a rank if a peer dies. The advice to disable it
   # for CUDA graphs is outdated: its thread disturbed their capture, but utils/steps/graph.py captures per thread.
   _ddp_interconnect "${SYSFS:-/sys}" "${DEVFS:-/dev}" # tests set SYSFS and DEVFS

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from utils import cli
 from utils.data import Batch, Loader
 from utils.distributed.launch import Launch
+from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
@@ -75,7 +75,7 @@ def this_machine() -> World:
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, repeats: int = 1) -> float:

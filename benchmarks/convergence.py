@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -116,11 +115,9 @@ class Training:
 
     def run(self, limit: float) -> None:
         """Trains; UserError with the reason if that fails."""
-        threads = max(1, common.cores() // self.condition.ranks)
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
         self._runs.mkdir(parents=True, exist_ok=True)
         log = self._runs / f"{self._run_num}.log"
-        reason = failure_of(self.command(), log, environment, limit)
+        reason = failure_of(self.command(), log, limit=limit)
         if reason:
             raise UserError(f"the training {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
 

@@ -174,7 +174,9 @@ def measure(plan: Plan, directory: Path) -> None:
     runs, log = list(plan.runs()), (directory / "log.txt").resolve()
     for place, (point, number) in enumerate(runs, 1):
         output = directory / point.name(number)
-        variables = {"OMP_NUM_THREADS": str(plan.threads), **environment(directory, output.name)}
+        # MKL_NUM_THREADS, because train.py ignores OMP_NUM_THREADS=1 under torchrun, which sets it by default.
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(plan.threads))
+        variables = {**threads, **environment(directory, output.name)}
         with tempfile.TemporaryDirectory() as scratch:  # nobody needs the run directory
             command = [*launcher(point.ranks), "train.py", *plan.flags(point), "--set", f"expdir={scratch}"]
             reason = failure_of(command, log, variables)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; subprocesses inherit it
+# Before torch is imported; subprocesses inherit them. Under torchrun OMP_NUM_THREADS=1 alone does not count.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import logging
 import signal

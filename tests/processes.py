@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOP = Path(__file__).parent.parent
+# Under torchrun OMP_NUM_THREADS=1 alone does not count.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 GENEROUS = 300.0  # seconds: a limit for a hang, not an expectation
 _CONTEXT = multiprocessing.get_context("forkserver")
 _STARTING = threading.Lock()
@@ -38,10 +40,10 @@ def context() -> ForkServerContext:
     """The server's context; the first call starts the server."""
     with _STARTING:
         _CONTEXT.set_forkserver_preload(["preload"])
-        search, variables = os.environ.get("PYTHONPATH"), {"OMP_NUM_THREADS": "1"}
+        search = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([str(TOP), str(TOP / "tests"), *([search] if search else [])])
         # Python before 3.12.8 does not use its sys.path for the server's imports.
-        with _environment({**os.environ, **variables, "PYTHONPATH": path}):
+        with _environment({**os.environ, **ONE_THREAD, "PYTHONPATH": path}):
             forkserver.ensure_running()
     return _CONTEXT
 
@@ -162,7 +164,7 @@ class Program:
     ) -> None:
         """`arguments` follow `python` on a command line: a script, or -m and a module, and their arguments."""
         self.stdout_path, self.stderr_path = output.with_suffix(".out"), output.with_suffix(".err")
-        variables = dict(os.environ if environment is None else environment)
+        variables = {**ONE_THREAD, **(os.environ if environment is None else environment)}
         words = [str(argument) for argument in arguments]
         self.process = context().Process(
             target=_script, args=(words, str(self.stdout_path), str(self.stderr_path), str(cwd), variables)

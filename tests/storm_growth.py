@@ -24,11 +24,11 @@ TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests")]
 
 import torch  # noqa: E402
-from processes import GENEROUS, free_port, rank_variables  # noqa: E402 # found by the path above
+from processes import GENEROUS, ONE_THREAD, free_port, rank_variables  # noqa: E402 # found by the path above
 from volume_files import write_volume  # noqa: E402
 
 STEPS_PER_EPOCH, EVALUATION_EPOCHS, LOG_INTERVAL = 100, 10, 10
-ALLOCATOR = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+ALLOCATOR = {"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", **ONE_THREAD}
 RECORDS = ("metrics.jsonl", "out.log", "logs")
 
 

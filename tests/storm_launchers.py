@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from processes import GENEROUS, TOP, context, free_port, rank_variables, wait_until
+from processes import GENEROUS, ONE_THREAD, TOP, context, free_port, rank_variables, wait_until
 
 sys.path[:0] = [str(TOP), str(TOP / "tests" / "slurm")]
 from slurm_cluster import NODES, Cluster, free_ports  # noqa: E402 # found by the path above
@@ -136,7 +136,7 @@ class _Command(Launcher):
     def __init__(self, flags: list[str], log: Path, environment: Mapping[str, str]) -> None:
         self._train, self._log = ["train.py", *flags], log
         self._mark = f"{log}-{time.time_ns()}"
-        self._environment = {**environment, MARK: self._mark, "OMP_NUM_THREADS": "1"}
+        self._environment = {**environment, MARK: self._mark, **ONE_THREAD}
         self._process: subprocess.Popen[bytes] | None = None
         self._start_of_text = 0
         self._others: set[str] = set()  # processes that are older than this training

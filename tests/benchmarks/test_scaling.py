@@ -118,7 +118,7 @@ def test_the_study_launches_every_point_with_the_same_threads(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
     call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path))
     assert len(run.calls) == 3 * 5
-    assert {env["OMP_NUM_THREADS"] for _, env in run.calls} == {"2"}
+    assert {env[name] for _, env in run.calls for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"2"}
     assert {env["BENCHY_CONFIG_FILE"] for _, env in run.calls} == {str(tmp_path / "points" / "benchy.yaml")}
     assert all(Path(env["BENCHY_OUTPUT"]).parent == tmp_path / "points" for _, env in run.calls)
     for words, _ in run.calls:

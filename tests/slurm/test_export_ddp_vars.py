@@ -25,7 +25,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "nid[000003-000004]",
 }
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "nid000003", "MASTER_PORT": "23030"}
-SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE", "OMP_NUM_THREADS": "1"}
+SETTINGS = {"HDF5_USE_FILE_LOCKING": "FALSE"}
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_job_id_that_is_no_number_is_refused_and_not_evaluated(
 
 
 def test_an_outdated_rank_is_replaced_and_a_given_address_is_kept(system: dict[str, str]) -> None:
-    given = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "8", "HDF5_USE_FILE_LOCKING": ""}
+    given = {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1234", "HDF5_USE_FILE_LOCKING": ""}
     changed = source({**system, **STEP, **given, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
     assert changed == {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
     older = {name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_N")}

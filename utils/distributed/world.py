@@ -21,6 +21,7 @@ from utils.config.schema import TimeoutsConfig
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
 from utils.distributed.rendezvous import OTHER_PROGRAM, rendezvous
+from utils.distributed.threads import set_threads
 from utils.distributed.watchdog import Watchdog
 from utils.errors import LocalError, Stopped, UserError
 
@@ -162,7 +163,7 @@ def connect(
     if launch.world_size == 1:
         watchdog = Watchdog(timeouts.hang)
         with _watched(watchdog):
-            yield World(launch, choose_device(device, launch.local_rank), watchdog)
+            yield _with_threads(World(launch, choose_device(device, launch.local_rank), watchdog))
         return
     # Rank 0 holds at least four connections per rank: gloo's, and two each to the store and from the watchdog.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -182,7 +183,12 @@ def connect(
             timeout=timedelta(seconds=timeouts.collective),
         )
         with _leaving_group():
-            yield World(launch, chosen.device, watchdog)
+            yield _with_threads(World(launch, chosen.device, watchdog))
+
+
+def _with_threads(world: World) -> World:
+    set_threads(world.rank, world.gather_json)
+    return world
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from utils import __version__
+from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, hostnames
 from utils.errors import os_reason
 from utils.files import read_json
@@ -32,7 +32,8 @@ def provenance(world: World) -> dict[str, Any]:
         "world_size": world.size,
         "launcher": world.launch.launcher,
         "device": device_name(world.device),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": len(usable_cpus()),
+        "cpu_threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "versions": versions(),
     }

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from utils.distributed.control_groups import control_groups
 from utils.distributed.world import World
 from utils.errors import os_errors_for_users
 from utils.files import GIB, MIB, copy_file
@@ -69,7 +70,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     meminfo = proc / "meminfo"
     found = re.search(r"^MemAvailable: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     available = 1024 * int(found[1]) if found else sys.maxsize
-    for group in _control_groups(proc / "self" / "cgroup", cgroups):
+    for group in control_groups(proc, cgroups):
         try:
             limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
             statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -78,13 +79,6 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
             continue  # no limit ("max"), or a group that is not visible in this container
         available = min(available, max(0, limit - used + cached))
     return available
-
-
-def _control_groups(listing: Path, cgroups: Path) -> list[Path]:
-    """The control group of version 2 that `listing` names, and those above it, which also limit it."""
-    found = re.search(r"^0::/*(.*)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
-    group = cgroups / found[1] if found else cgroups
-    return [path for path in (group, *group.parents) if path.is_relative_to(cgroups)]
 
 
 def _text(size: int) -> str:

@@ -1,0 +1,120 @@
+"""The number of CPU threads per rank, and how they wait."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.distributed import threads
+from utils.distributed.threads import cpu_limit, is_set_by_user, physical_cores, share
+from utils.distributed.world import connect
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("cores", "limits", "expected"),
+    [
+        ([range(16)], [], [16]),
+        ([range(2)] * 2, [], [1, 1]),
+        ([range(6)] * 3, [], [2, 2, 2]),
+        ([range(2)] * 4, [], [1] * 4),  # more ranks than cores
+        ([range(8), range(8, 16)], [], [8, 8]),  # bound by the launcher
+        ([range(4), range(2, 6)], [], [3, 3]),
+        ([range(64)], [2.5], [2]),  # a container
+        ([range(64)] * 4, [8.0] * 4, [2] * 4),
+        ([range(64)], [0.5], [1]),
+    ],
+)
+def test_the_cores_of_a_node_are_divided_among_its_ranks(cores, limits, expected) -> None:
+    limits = limits or [math.inf] * len(cores)
+    here = [("here", list(one), limit) for one, limit in zip(cores, limits, strict=True)]
+    there = [("there", list(range(3)), math.inf)]
+    assert [share([*there, *here], rank) for rank in range(1 + len(cores))] == [3, *expected]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ("", False),
+        ("OMP_NUM_THREADS=1", True),
+        ("OMP_NUM_THREADS=", False),
+        ("MKL_NUM_THREADS=1", True),
+        ("TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS=1", False),
+        ("TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS=2", True),
+        ("TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=2 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1", True),
+        ("TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=1 OMP_NUM_THREADS=1", True),
+    ],
+)
+def test_the_one_thread_that_torchrun_sets_is_not_the_users(variables: str, expected: bool) -> None:
+    env = dict(word.split("=") for word in variables.split())
+    assert is_set_by_user(env) == expected
+
+
+def test_a_run_uses_its_share_unless_the_user_has_set_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "usable_cpus", lambda: [10**6, 10**6 + 1])
+    with connect("cpu"):
+        assert torch.get_num_threads() == 1, "set in tests/conftest.py"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    with connect("cpu"):
+        assert torch.get_num_threads() == 2
+
+
+def test_hardware_threads_of_a_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3", "4-5", "4-5")):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
+    monkeypatch.setattr(threads, "usable_cpus", lambda: [1, 2, 3, 4, 5, 6])
+    assert physical_cores(tmp_path) == [0, 1, 4, 6]
+
+
+def test_the_limit_of_a_control_group_and_those_above_it_counts(tmp_path: Path) -> None:
+    proc, job = tmp_path / "proc", tmp_path / "cgroup" / "job"
+    (proc / "self").mkdir(parents=True)
+    (job / "step").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
+    assert cpu_limit(proc, job.parent) == math.inf, "no files"
+    (job / "step" / "cpu.max").write_text("max 100000\n")
+    assert cpu_limit(proc, job.parent) == math.inf
+    (job / "cpu.max").write_text("150000 100000\n")
+    assert cpu_limit(proc, job.parent) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("variables", "spins"), [({}, "1000"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_waiting_threads_of_pytorch_hardly_spin(variables: dict[str, str], spins: str) -> None:
+    """libgomp, PyTorch's OpenMP library, prints its settings when it is loaded."""
+    library = next((Path(torch.__file__).parent / "lib").glob("libgomp*"), "libgomp.so.1")
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        pytest.skip("no libgomp")
+    unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    env = {key: value for key, value in os.environ.items() if key not in unset} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", f"import utils, ctypes; ctypes.CDLL({str(library)!r})"],
+        env={**env, "OMP_DISPLAY_ENV": "VERBOSE"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_graph.py", "predict.py", "evaluate.py"])
+def test_entry_scripts_import_utils_before_pytorch(script: str) -> None:
+    """Its settings of the threads come too late once PyTorch is imported."""
+    lines = [line for line in (ROOT / script).read_text().splitlines() if line.startswith(("import ", "from "))]
+    own = [line.split()[1].split(".")[0] for line in lines]
+    first = next(name for name in own if name not in sys.stdlib_module_names)
+    assert first in ("utils", "train"), "train.py is checked as well"
