@@ -25,7 +25,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.runs.logger import LoggedRun, Resumed, RunLogger
-from utils.runs.loggers import LOGGERS, build_loggers, check_loggers
+from utils.runs.loggers import build_loggers, check_loggers
 from utils.runs.wandb_logger import SETTINGS, check_wandb
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -170,6 +170,7 @@ def test_the_server_gets_each_point_once_over_kills(tmp_path: Path) -> None:
             assert process.exitcode == (-signal.SIGKILL if killed else 0)
         (history,) = server.histories.values()
     assert points(history) == recorded(path)
+    assert server.received == len(history), "a resumed run uploads only what the server lacks"
 
 
 # --- faults, with a stand-in for wandb -------------------------------------------------------------------------------
@@ -265,20 +266,6 @@ def test_a_logger_that_cannot_be_used_is_one_line(
     with pytest.raises(UserError) as refused:
         check_loggers(loggers.strip("[]").split(", "), ALONE)
     assert line in str(refused.value)
-
-
-def test_without_loggers_a_run_has_its_log_and_metrics(tmp_path: Path) -> None:
-    run = LoggedRun(tmp_path)
-    with RunLogger(run, build_loggers([], run)) as logger:
-        logger.scalars({"Loss/train": 1.0}, 0)
-        logger.figure("Slices", None, 0)
-        logger.flush()
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "out.log"]
-
-
-def test_a_logger_that_is_named_twice_is_built_once(tmp_path: Path) -> None:
-    built = build_loggers(["wandb", "tensorboard", "wandb"], LoggedRun(tmp_path))
-    assert list(map(type, built)) == [LOGGERS["wandb"].build, LOGGERS["tensorboard"].build]
 
 
 def test_nothing_is_uploaded_but_what_is_logged() -> None:

@@ -13,10 +13,15 @@ OWNER = {"id": "1", "name": "project", "entity": {"id": "1", "name": "entity"}}
 
 
 class WandbServer:
-    """Serves on a port of its own within a `with` block. `files`: the lines of each file of each run."""
+    """Serves on a port of its own within a `with` block.
+
+    files: the lines of each file of each run.
+    received: number of rows, those that replaced another included.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, list[str]]] = {}
+        self.received = 0
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(handler) -> None:  # `self` is the server
@@ -64,6 +69,7 @@ class WandbServer:
     def store(self, run: str, message: dict[str, Any]) -> None:
         """Lines replace those from their offset on."""
         for name, part in (message.get("files") or {}).items():
+            self.received += len(part["content"]) if name == HISTORY else 0
             self.files[run].setdefault(name, [])[part["offset"] :] = part["content"]
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,8 @@ import torch
 from processes import GENEROUS, TOP, Program, free_port, rank_variables, wait_until
 from slurm_cluster import Cluster, Job, is_pending
 
+from utils import config as configs
+
 pytestmark = pytest.mark.slurm
 
 FOUR_RANKS = "--nodes=2 --ntasks=4 --ntasks-per-node=2"
@@ -329,6 +331,25 @@ def test_the_tasks_of_an_array_have_run_directories_of_their_own(
     for name in ("1", "2"):
         Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out").ends("COMPLETED")
         assert (tmp_path / LOGS / f"test/1ranks/seed-{name}/summary.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_as_a_job_array(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
+    """As docs/logging.md describes it: each task trains with its own values, and is a W&B run of its own."""
+    page = (TOP / "docs/logging.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(# train_sweep\.py: .*?)^```", page, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "train_sweep.py"
+    script.write_text(source, encoding="utf-8")
+    options = f"--array=1,4 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
+    given = [*flags, "--num_epochs=1", "--run_num=rates", "--set=loggers=[wandb]"]
+    variables = {"TRAIN_SCRIPT": str(script), "PYTHONPATH": str(TOP), "WANDB_MODE": "offline"}
+    job = cluster.submit(tmp_path, options, *given, LOGS_DIR=str(tmp_path / LOGS), **variables)
+    for task, rate, seed in (("1", 1e-4, 1), ("4", 4e-4, 0)):
+        Job(cluster, f"{job.number}_{task}", tmp_path / f"{task}.out").ends("COMPLETED")
+        run = tmp_path / LOGS / f"test/1ranks/rates-{task}"
+        config = configs.load(str(run / "config.yaml"), "test")
+        assert (config.lr_schedule.start_lr, config.seed) == (rate, seed)
+        assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
 # --- inside an allocation ---
