@@ -135,6 +135,14 @@ def test_without_a_signal_the_process_state_is_restored() -> None:
     assert signals.received is None
 
 
+def test_macos_has_no_prctl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(signals_module.ctypes, "CDLL", lambda name: object())
+    with StopSignals() as caught:
+        assert caught.received is None
+
+
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
     """It must not fail with EINTR while a training saves and exits."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -86,7 +86,7 @@ class StopSignals:
         self._previous = {number: signal.signal(number, lambda *_: None) for number in self._numbers}
         for number in self._numbers:
             signal.siginterrupt(number, False)  # libraries' system calls are restarted after it
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
             # The kernel sends SIGTERM when torchrun ends, possibly without passing a signal on.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
