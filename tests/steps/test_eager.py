@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd"},
     "sgd, momentum": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1},
     "nadam": {"name": "nadam"},
+    "adamw": {"name": "adamw", "weight_decay": 0.1},
     "lamb": {"name": "lamb", "weight_decay": 0.1},
 }
 MODES: list[dict[str, Any]] = [
