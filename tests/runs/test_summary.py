@@ -19,6 +19,7 @@ from trainings import CLOCKS, YAML, NoWaiting, curves
 import train
 from utils.profiling.benchmark import Benchmark
 from utils.runs import summary
+from utils.runs.removal import remove_run
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]
@@ -128,6 +129,13 @@ def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
     start("00", "--resume", "--enable_benchy")
     assert contents(run) == before, "a benchmark writes to no run directory"
+
+
+def test_resume_no_removes_a_finished_run_with_its_pictures(whole: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(whole, tmp_path / "00", symlinks=True)
+    (line,) = remove_run(copy)
+    assert all(name in line for name in (*PICTURES, "logs", "out.log"))
+    assert [path.name for path in copy.rglob("*")] == [".lock"]
 
 
 def test_a_summary_that_cannot_be_written_is_no_success(
