@@ -21,7 +21,7 @@ PYDANTIC = re.compile(
 )
 # A mapping is no value of any key. Values in lists have their own types.
 WRONG: list[Any] = [None, "x", True, 3, 2.5, 1e300, -1, 10**25, 10**400, float("nan"), float("inf"), "\ud800", "", {}]
-WRONG += [{1: 2}, [], [None], ["x"], [-1], [10**25], [[1, 2, "x"]], [[1, 2, -3]], [1] * 9, b"x"]
+WRONG += [{1: 2}, [], [None], ["x"], [-1], [10**25], [[1, 2, "x"]], [[1, 2, -3]], [1] * 9, ["", ""], b"x"]
 
 
 def fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

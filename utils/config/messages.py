@@ -104,9 +104,10 @@ def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str:
     if kind in LIMITS:
         (limit,) = (value for name, value in context.items() if name in ("ge", "gt", "le", "lt"))
         return f"a value {LIMITS[kind]} {f'{limit:g}' if isinstance(limit, float) else limit}"
-    if kind in ("too_short", "too_long"):
-        limit, bound = (context["min_length"], "least") if kind == "too_short" else (context["max_length"], "most")
-        return f"a list of at {bound} {limit} values"
+    if kind.endswith(("too_short", "too_long")):
+        limit, bound = (context["min_length"], "least") if "min_length" in context else (context["max_length"], "most")
+        what, unit = ("string", "characters") if kind.startswith("string") else ("list", "values")
+        return f"a {what} of at {bound} {limit} {unit}"
     if kind == "literal_error":
         return context["expected"].replace("'", "")
     return EXPECTED.get(kind, "another value")
