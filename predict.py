@@ -59,7 +59,7 @@ def predict(options: Options, world: World, signals: Signals) -> None:
     with world.raise_together():
         trained = build.load_trained(weights, world.device)
         config, (_, targets) = trained.config, trained.channels
-        source = FieldReader(options.input, INPUT, config.N_in_channels, config.transform)
+        source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels, config.transform)
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         if options.physical:

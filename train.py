@@ -65,6 +65,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)
+                loaders.log_warnings(logger.warning)
                 if benchmark is not None:
                     build.benchmark(config, step, loaders, world, logger, benchmark).run()
                 else:

@@ -152,10 +152,23 @@ def truncated(path: Path, volume_file: Any) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def physical(path: Path, volume_file: Any) -> None:
+    with h5py.File(volume_file(path), "r+") as file:
+        file["Hydro"][1:4] *= 1000  # km/s
+
+
+def all_zero(path: Path, volume_file: Any) -> None:
+    """A fixed bug: the training ended with a ZeroDivisionError after its last epoch."""
+    with h5py.File(volume_file(path), "r+") as file:
+        file["Hydro"][...] = 0
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda path, volume_file: None, "no such file"),
+        (physical, "Hydro[1] holds physical values (up to "),
+        (all_zero, "Hydro is 0 everywhere; write its values"),
         (lambda path, volume_file: path.mkdir(), "cannot read "),
         (truncated, "the file is truncated"),
         (

@@ -130,10 +130,10 @@ def test_files_and_datasets_that_cannot_be_converted_are_reported(
         file["flat"] = np.zeros((6, 6, 6), np.float32)
         file["six"] = np.zeros((4, 6, 6, 6), np.float32)
         file["eight"] = np.zeros((5, 8, 8, 8), np.float32)
-        file["double"] = np.zeros((4, 6, 6, 6))
+        file["complex"] = np.zeros((4, 6, 6, 6), np.complex64)
     for data, label, message in (
-        ("flat", "six", "expected (channels, L, L, L)"),
-        ("double", "six", "expected little-endian float32"),
+        ("flat", "six", "expected (channels, L, L, L) or (L, L, L, channels)"),
+        ("complex", "six", "expected real numbers"),
         ("six", "eight", "grids must be equal"),
     ):
         assert message in refused(capsys, "-i", tmp_path / "a.h5", "-d", data, "-l", label)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import open_box, training_simulation, with_file_transform
+from utils.data.splits import check_data, open_box, training_simulation, with_file_transform
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
 from utils.distributed.launch import Launch, lasting_jobs
@@ -138,7 +138,10 @@ def loaders(config: Config, world: World) -> Loaders:
     def training_bytes() -> int:
         return training_memory(config, network).reserve
 
-    return get_loader(config.data_loader_config).build(config, world, training_bytes)
+    spec = get_loader(config.data_loader_config)
+    checked = check_data(config, spec.reads, world)
+    built = spec.build(config, world, training_bytes)
+    return replace(built, notes=(*checked.notes, *built.notes), warnings=tuple(checked.warnings))
 
 
 def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
@@ -304,16 +307,16 @@ def benchmark(
 
 def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:
     """Runs --preflight on the first rank."""
+    alone = World(Launch("preflight"), torch.device("cpu"))
 
     def check(config: Config) -> None:
         if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
             step_class.check(World(Launch("preflight"), choose_device(config.device, 0)), config.noddp)
         loss(config)
-        alone = World(Launch("preflight"), torch.device("cpu"))
         evaluation_volume(config, alone)
         check_loggers(config.loggers, alone)
 
-    preflight.run(options, config, network, check)
+    preflight.run(options, config, network, check, lambda config: step(config, alone, model(config)))
 
 
 # --- trained networks ------------------------------------------------------------------------------------------------

@@ -1,28 +1,30 @@
-"""Converts an HDF5 volume to two `.npy` files: [C, L, L, L] becomes [L, L, L, C], float32 in C order.
+"""Converts an HDF5 volume to two `.npy` files with the axes [L, L, L, C], float32 in C order.
 
     python -m utils.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
-The memory needed does not depend on the size of the volume: two buffers of 128 MiB, and one chunk that HDF5 unpacks.
+The datasets may be [C, L, L, L] or [L, L, L, C], of any type of number. The memory needed does not depend on the size
+of the volume: two buffers of 128 MiB, one chunk that HDF5 unpacks, and the values as stored if they are not float32.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 if not __package__:  # run as a file: Python searches that file's directory for modules, not its parent
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from utils.cli import Parser
-from utils.data.files.hdf5 import DATASETS, checked_dataset, open_file
+from utils.data.files.fields import StoredField, checked_field
+from utils.data.files.hdf5 import DATASETS, open_file
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
@@ -45,8 +47,8 @@ def convert(
     """
     source = Path(source)
     with open_file(str(source)) as file:
-        datasets = [checked_dataset(file, str(source), name) for name in names]
-        shapes = [dataset.shape for dataset in datasets]
+        fields = [checked_field(file, str(source), name, remedy="choose them with -d and -l") for name in names]
+        shapes = [field.shape for field in fields]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(
                 f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
@@ -55,29 +57,28 @@ def convert(
         targets = [directory / f"{source.stem}_{suffix}.npy" for suffix in SUFFIXES]
         for target in targets:
             check_target(target, overwrite, "--output_dir")
-        make_output_directory(directory, sum(dataset.nbytes for dataset in datasets), REMEDY)
-        total = sum(dataset.shape[1] * dataset.shape[2] for dataset in datasets)
+        make_output_directory(directory, 4 * sum(math.prod(shape) for shape in shapes), REMEDY)
+        total = sum(shape[1] * shape[2] for shape in shapes)
         with (
             Progress(f"converting {source.name}", total, "rows") as progress,
             os_errors_for_users(f"cannot write to {directory}", REMEDY),
             atomic_write(targets) as partials,
         ):
-            for dataset, partial in zip(datasets, partials, strict=True):
-                _write_npy(dataset, partial, progress, signals)
+            for field, partial in zip(fields, partials, strict=True):
+                _write_npy(field, partial, progress, signals)
     return targets
 
 
-def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress, signals: Sequence[int]) -> None:
-    channels, box = dataset.shape[:2]
-    size_x, size_y = _tile_shape(dataset)
+def _write_npy(field: StoredField, path: Path, progress: Progress, signals: Sequence[int]) -> None:
+    channels, box = field.shape[:2]
+    size_x, size_y = _tile_shape(field)
     with open(path, "xb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (box, box, box, channels)}
         np.lib.format.write_array_header_1_0(file, header)
         start = file.tell()
         for x, y in itertools.product(range(0, box, size_x), range(0, box, size_y)):
-            where = f"{dataset.name} of {dataset.file.filename}"
-            with os_errors_for_users(f"cannot read {where}", "copy or recreate the file"):
-                values = dataset[:, x : x + size_x, y : y + size_y]
+            with os_errors_for_users(f"cannot read {field.name} of {field.path}", "copy or recreate the file"):
+                values = field[:, x : x + size_x, y : y + size_y]
             for plane, rows in enumerate(np.moveaxis(values, 0, -1), x):
                 file.seek(start + 4 * channels * box * (plane * box + y))
                 file.write(np.ascontiguousarray(rows).data)
@@ -87,13 +88,13 @@ def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress, signals: S
                 raise SystemExit(128 + signals[0])  # the exit code that shells report
 
 
-def _tile_shape(dataset: h5py.Dataset) -> tuple[int, int]:
+def _tile_shape(field: StoredField) -> tuple[int, int]:
     """Cells along x and y to read at once, with all channels and z.
 
     Whole chunks, if they fit in the buffer: a chunk that is read in two parts is unpacked twice.
     """
-    channels, box = dataset.shape[:2]
-    chunk_x, chunk_y = dataset.chunks[1:3] if dataset.chunks is not None else (1, 1)
+    channels, box = field.shape[:2]
+    chunk_x, chunk_y = field.chunks[1:3] if field.chunks is not None else (1, 1)
     rows = max(1, BUFFER_BYTES // (4 * channels * box))
     size_x = min(chunk_x, box, rows)
     size_y = _multiple(rows // size_x, chunk_y)

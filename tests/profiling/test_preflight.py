@@ -85,7 +85,6 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
             ["data_loader_config auto: lowmem on this machine, the files are contiguous and mapped"],
         ),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguously for speed"]),
-        (["--set=device=cuda"], ["all checks passed"]),  # even on a login node without such a device
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
     ):
         code, printed, errors = preflight(*flags)
@@ -103,33 +102,64 @@ def test_only_the_first_rank_prints_the_report(preflight, monkeypatch: pytest.Mo
     assert "ranks 2 × local batch 4 = global batch 8" in preflight()[1]
 
 
-def test_existing_run_directory_is_reported_and_kept(
+def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The report names the directory, and says whether a training would resume or replace what is in it."""
+    """The report says where a training would write, and whether it would resume, replace or refuse what is there.
+
+    The training logs the preflight's warning that both files are the same.
+    """
     monkeypatch.chdir(TOP)
+    same = data_flags[0].replace("train_path", "val_path")
+    command = ["--config=test", *data_flags, same, f"--set=expdir={tmp_path}", "--num_epochs=1"]
+    train.main([*command, "--set=report_baselines=False"])
     directory = tmp_path / "test" / "1ranks" / "00"
-    weights = directory / "checkpoints" / "step_00000008" / "weights.pt"
-    weights.parent.mkdir(parents=True)
-    weights.write_text("precious")
-    (directory / "summary.json").write_text('{"steps": 8}')
+    warning = "training and validation use the same volume; results look better than they are"
+    assert re.search(f"WARNING - .*train.h5: {warning}\n", (directory / "out.log").read_text())
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    capsys.readouterr()
 
-    def report(*flags: str) -> str:
-        train.main(["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--preflight", *flags])
-        lines = [line for line in capsys.readouterr().out.splitlines() if "run directory: " in line]
-        return "\n".join(lines).replace("preflight: run directory: ", "")
+    def report(*flags: str, code: int = 0) -> str:
+        status = 0
+        try:
+            train.main([*command, "--preflight", *flags])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        output = capsys.readouterr()
+        assert status == code, output.err
+        assert ("all checks passed" in output.out) == (code == 0 and "warning: " not in output.out)
+        assert code or "no errors; warnings: " in output.out
+        return output.out.replace("preflight: ", "") if code == 0 else output.err
 
-    assert report() == f"{directory}-2 (00 is finished; --resume would continue it) is new"
-    assert report("--resume") == f"{directory} exists: training resumes from its newest checkpoint"
-    assert report("--resume=no") == f"{directory} exists: the run in it will be removed"
-    assert report("--run_num=01") == f"{directory.with_name('01')} is new"
-    assert report("--enable_benchy") == "", "a benchmark has none"
-    assert weights.read_text() == "precious"
-    assert sorted(path.name for path in directory.iterdir()) == ["checkpoints", "summary.json"]
+    text = report()
+    assert f"run directory: {directory}-2 (00 is finished; --resume would continue it) is new\n" in text
+    assert f"warning: {data_flags[0].partition('train_path=')[2]}: {warning}\n" in text
+    assert text.endswith("no errors; warnings: 1\n")
+    text = report("--resume")
+    assert f"run directory: {directory} exists: training resumes from its newest checkpoint\n" in text
+    assert "warning: Nothing is left to train: " in text
+    assert text.endswith("no errors; warnings: 2\n")
+    text = report("--resume", "--num_epochs=2")
+    assert (
+        f"Resuming from {directory}/checkpoints/step_00000008, after step 8\nChanged config keys: num_epochs 1 ->"
+        in text
+    )
+    for flags in (["--set=global_batch_size=16"], ["--set=network.width=5"]):
+        refused = report("--resume", *flags, code=2)
+        with pytest.raises(SystemExit):
+            train.main([*command, "--resume", *flags])
+        assert refused in capsys.readouterr().err
+    assert f"{directory} exists: its logs and checkpoints will be replaced" in report("--resume=no")
+    assert f"{directory.with_name('01')} is new" in report("--run_num=01")
+    assert "run directory: " not in report("--enable_benchy"), "a benchmark has none"
     with open_locked(directory / ".lock", "locked"):
         for flags in ([], ["--resume"]):
-            says = f"{directory} is locked: another run is writing to it; wait for its end, or give another "
-            assert report(*flags).startswith(says)
+            says = f"warning: {directory} is locked: another run is writing to it; wait for its end, or give another "
+            assert says in report(*flags)
+    (directory / ".lock").unlink()
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != ".lock"} == {
+        path: content for path, content in before.items() if path.name != ".lock"
+    }
 
 
 def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file) -> None:
@@ -144,15 +174,44 @@ def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file
     assert "passed" not in printed
 
 
-def test_run_that_does_not_fit_the_device_is_refused(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_run_that_does_not_fit_the_memory_is_refused(preflight, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Small")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1000))
-    code, _, errors = preflight()
+    monkeypatch.setattr("utils.profiling.preflight.memory_limit", lambda: 1000)
+    code, printed, errors = preflight(f"--set=device={device}")
     assert code == 2
+    assert "passed" not in printed
     assert re.fullmatch(
-        r"error: memory per rank: about .* on Small: it does not fit; lower local_batch_size or raise .*\n", errors
+        r"error: memory per rank: about .* on (Small|this machine): it does not fit; lower local_batch_size or .*\n",
+        errors,
     )
+
+
+def test_ranks_that_do_not_fit_one_machine_together_get_a_warning(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.profiling.preflight.memory_limit", lambda: 3 * 10**6)
+    assert "all checks passed" in preflight()[1]
+    assert "8 ranks on one such machine do not fit" in preflight("8", "--local_batch_size=8")[1]
+
+
+def test_memory_is_not_compared_on_a_login_node_without_the_runs_gpus(
+    preflight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, printed, _ = preflight("--set=device=cuda")
+    assert code == 0
+    assert "warning: memory is not compared" in printed
+    assert printed.endswith("preflight: no errors; warnings: 1\n")
+
+
+def test_volumes_that_do_not_fit_the_memory_are_refused(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 2 * 4 * 9 * 16**3
+    for free, wanted in ((size, 0), (size - 1, 2)):
+        monkeypatch.setattr("utils.profiling.preflight.free_shared_memory", lambda _, free=free: free)
+        code, _, errors = preflight("--data_loader_config=inmem")
+        assert code == wanted
+    assert "valid.h5 need 0.00 GiB of memory" in errors
 
 
 def test_mixed_precision_and_micro_batches_lower_the_memory_of_activations(preflight) -> None:

@@ -29,6 +29,7 @@ Threads = Annotated[int, Field(ge=0, le=1024)]
 LearningRate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
 LearningRateOrZero = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]  # four months
+Name = Annotated[str, Field(min_length=1)]
 SecondsOrZero = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 
 
@@ -189,6 +190,9 @@ class Config(Section):
 
     # Values that the original hard-coded, and options of this project.
     N_in_channels: Channels = 4
+    # Names of the datasets of inputs and targets in the HDF5 files.
+    dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
+    allow_physical_values: bool = False  # train although the values are not scaled to about [-1, 1]
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
     loss: str = "l1"  # a name of LOSSES in networks: l1, mse, huber; for classes cross_entropy
@@ -368,6 +372,7 @@ NEUTRAL_KEYS = frozenset(
     f"{part}_path{kind}" for part in ("train", "val") for kind in ("", "_npy_data", "_npy_label")
 ) | frozenset(
     {
+        "allow_physical_values",
         "checkpoint",
         "data_loader_config",
         "dataset.directory",

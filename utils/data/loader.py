@@ -52,11 +52,17 @@ class Loaders:
     """The loaders of both splits, as a context manager that closes them.
 
     notes: lines for the log about how the loaders were started.
+    warnings: lines for the log about values that are unlikely.
     """
 
     train: Loader
     valid: Loader
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def log_warnings(self, warning: Callable[[str], None]) -> None:
+        for line in self.warnings:
+            warning(line)
 
     def __enter__(self) -> Loaders:
         return self

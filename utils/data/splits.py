@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from utils.data.datasets import get_dataset
 from utils.data.files.attributes import Simulation, cell_size, file_transform, simulation_of
 from utils.data.files.hdf5 import Volume, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
+from utils.data.files.values import check_samples
 from utils.data.loader import Loader, Loaders
 from utils.data.loaders.crops import CropOptions
 from utils.data.plan import SPLITS, SamplePlan
@@ -48,6 +49,11 @@ def split_settings(config: Config, name: str) -> Split:
 def channel_counts(config: Config) -> tuple[int, int]:
     """Numbers of input and target channels."""
     return config.N_in_channels, config.N_out_channels
+
+
+def dataset_names(config: Config) -> tuple[str, str]:
+    """Names of the datasets of inputs and targets."""
+    return config.dataset_names[0], config.dataset_names[1]
 
 
 def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,8 +137,9 @@ def _attributes(config: Config, split: str) -> tuple[str, dict[str, Any]]:
 
 def open_split(config: Config, split: str) -> Volume:
     """The HDF5 volume of one split, checked against the config."""
-    values = split_settings(config, split)
-    return open_volume(getattr(config, values.key), channel_counts(config), values.box, config.transform, values.key)
+    values, names = split_settings(config, split), dataset_names(config)
+    path, channels = getattr(config, values.key), channel_counts(config)
+    return open_volume(path, channels, values.box, config.transform, values.key, names)
 
 
 def open_split_npy(config: Config, split: str) -> NpyVolume:
@@ -141,7 +148,7 @@ def open_split_npy(config: Config, split: str) -> NpyVolume:
     source, keys = getattr(config, values.key), values.npy_keys
     volume = open_split(config, split) if os.path.exists(source) else None
     paths = (getattr(config, keys[0]), getattr(config, keys[1]))
-    return open_npy_volume(paths, keys, source, channel_counts(config), values.box, volume)
+    return open_npy_volume(paths, keys, source, channel_counts(config), values.box, volume, dataset_names(config))
 
 
 def open_box(config: Config, split: str, reads: str | None) -> Volume:
@@ -186,6 +193,36 @@ def _open_or_stage(
         copies = {key: stage(getattr(config, key), config.use_cache) for key in keys}  # finds the leader's copies
         staged = config.model_copy(update=copies)
         return {split: open_files(staged, split) for split in SPLITS}
+
+
+class DataCheck(NamedTuple):
+    """Lines for the log about the volumes."""
+
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+def check_data(config: Config, reads: str | None, world: World) -> DataCheck:
+    """Checks a sample of both volumes; UserError for values with which a training cannot succeed.
+
+    Rank 0 reads, every rank calls it. A file that cannot be opened is left to the loader, and a benchmark may use any.
+    """
+    found = DataCheck()
+    with world.raise_together():
+        if world.is_root and reads in ("hdf5", "npy") and not config.enable_benchy:
+            volumes = {}
+            with contextlib.suppress(UserError):
+                volumes = {split: open_box(config, split, reads) for split in SPLITS}
+            if volumes:
+                together, channels = check_samples(volumes, config.allow_physical_values)
+                found = DataCheck(conversions(volumes) if reads == "hdf5" else (), [*together, *channels])
+    return DataCheck(*world.gather_json(found)[0])
+
+
+def conversions(volumes: Mapping[str, Volume]) -> list[str]:
+    """Lines for the log about volumes that are converted."""
+    cost = "converted to float32 each time values are read; the loaders inmem and resident do so only once"
+    return [f"{volume.path}: {volume.conversion}: {cost}" for volume in volumes.values() if volume.conversion]
 
 
 def load_volumes(

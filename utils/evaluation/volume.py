@@ -58,8 +58,8 @@ class VolumeFields:
         if prediction is not None and not Path(prediction).exists():
             raise UserError(f"no such file: {prediction}; create it with predict.py")
         fields = cls(
-            FieldReader(inputs, INPUT, config.N_in_channels, config.transform),
-            FieldReader(target or inputs, OUTPUT, config.N_out_channels, config.transform),
+            FieldReader(inputs, config.dataset_names[0], config.N_in_channels, config.transform),
+            FieldReader(target or inputs, config.dataset_names[1], config.N_out_channels, config.transform),
             FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
             config.transform,
         )

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.data.files.hdf5 import FieldReader
+from utils.data.files.hdf5 import DATASETS, FieldReader
+from utils.data.files.values import LARGEST_LIKELY
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
@@ -24,10 +25,10 @@ from utils.inference.sliding_window import Slab, SlidingWindowPredictor
 from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 
-INPUT, OUTPUT, PHYSICAL = "Nbody", "Hydro", "Hydro_physical"
+INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
-PROBED_PLANES, LARGEST_LIKELY_VALUE = 8, 30.0  # channels are scaled to lie roughly between -1 and 1
+PROBED_PLANES = 8
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class PredictionFile:
         writer: ResumableHDF5Writer | None = None
         with world.raise_together():
             if world.is_root:
+                if self.source.conversion:
+                    log.info("%s is %s: converted to float32 as it is read", self.source.path, self.source.conversion)
                 _warn_about_scale(self.source)
                 writer = self._open(predictor)
         try:
@@ -140,7 +143,7 @@ class PredictionFile:
 def _warn_about_scale(source: FieldReader) -> None:
     """Warns if the first planes hold physical values instead of channels."""
     largest = float(np.abs(source.planes(0, min(PROBED_PLANES, source.shape[0]))).max())
-    if largest > LARGEST_LIKELY_VALUE:
+    if largest > LARGEST_LIKELY:
         log.warning(
             f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: transform "
             f"them as docs/data.md describes. (A file written by export.py takes physical values.)"

@@ -13,12 +13,15 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.files.hdf5 import Volume, first_nonfinite
-from utils.data.loaders import auto
+from utils.data.files.hdf5 import Volume
+from utils.data.files.page_cache import memory_limit
+from utils.data.files.shared_memory import check_fits, free_shared_memory
+from utils.data.files.values import check_all, check_samples
+from utils.data.loaders import auto, gpu_resident
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.splits import meta_batch, open_split, open_split_npy, with_file_transform
-from utils.distributed.devices import choose_device
+from utils.data.splits import conversions, meta_batch, open_split, open_split_npy, with_file_transform
+from utils.distributed.devices import choose_device, uses_gpus
 from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
 from utils.distributed.world import World
@@ -32,7 +35,11 @@ from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
 from utils.runs.choice import LOCK, Request, choose, is_free, run_directory_errors
 from utils.runs.directory import run_directory
+from utils.steps import Step
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.resume import find_start
+
+WARNING = "warning: "
 
 
 def run(
@@ -40,10 +47,11 @@ def run(
     config: Config,
     build_network: Callable[[Config], nn.Module],
     check: Callable[[Config], object],
+    build_step: Callable[[Config], Step],
 ) -> None:
     """Prints the findings on the first rank; raises UserError at the first fault.
 
-    `check` raises UserError or ValueError for faults that this module cannot find. Both functions receive the config
+    `check` raises UserError or ValueError for faults that this module cannot find. All functions receive the config
     with the batch sizes of the number of ranks.
     """
     launch = read_launch()
@@ -53,13 +61,19 @@ def run(
     config = config.for_world(ranks)
     with value_errors_for_users():
         check(config)
-        for line in _report(options, config, ranks, build_network):
+        warnings = 0
+        for line in _report(options, config, ranks, build_network, build_step):
             print(f"preflight: {line}", flush=True)
-    print("preflight: all checks passed")
+            warnings += line.startswith(WARNING)
+    print(f"preflight: no errors; warnings: {warnings}" if warnings else "preflight: all checks passed")
 
 
 def _report(
-    options: cli.Options, config: Config, ranks: int, build_network: Callable[[Config], nn.Module]
+    options: cli.Options,
+    config: Config,
+    ranks: int,
+    build_network: Callable[[Config], nn.Module],
+    build_step: Callable[[Config], Step],
 ) -> Iterator[str]:
     transformed = with_file_transform(config)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
@@ -72,7 +86,7 @@ def _report(
     build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
     if config.enable_benchy:
         read_settings(World(Launch("preflight"), torch.device("cpu")))
-    yield _memory(memory)
+    yield from _memory(memory, config.device, ranks)
     yield _learning_rate(config)
     if options.plot is not None:
         yield _plot_learning_rate(config, options.config, Path(options.plot))
@@ -80,29 +94,40 @@ def _report(
         directory = run_directory(config, options.config, options.run_num, ranks)
         jobs, restarted = map(tuple, lasting_jobs())
         request = Request(transformed, options.config, directory, options.resume, options.init_from, jobs, restarted)
-        yield from (f"run directory: {line}" for line in _run_directory(request))
+        yield from _run_directory(request, lambda: build_step(transformed))
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
         name, reason = auto.choose(config, world, lambda: memory.reserve)
         yield f"data_loader_config auto: {name} on this machine, {reason}"
-    yield from _data(config)
+    yield from _data(config, memory, ranks)
     if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
         yield f"channels: {'; '.join(dict.fromkeys(each.formula() for each in volume_channels(transformed)[1]))}"
     if "base" in configs.read_file(options.yaml_config):
         yield _differences(configs.load(options.yaml_config, "base"), config)
 
 
-def _memory(memory: TrainingMemory) -> str:
+def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
     line = (
         f"memory per rank: about {memory.total / GIB:.2f} GiB (weights, gradients, optimizer {memory.state / GIB:.2f}; "
         f"activations {memory.activations / GIB:.2f}; batches {memory.batches / GIB:.2f})"
     )
-    if torch.cuda.is_available():
-        available = torch.cuda.get_device_properties(0).total_memory
-        line += f" of {available / GIB:.2f} GiB on {torch.cuda.get_device_name(0)}"
-        if memory.total > available:
-            raise UserError(f"{line}: it does not fit; lower local_batch_size or raise accumulation_steps")
-    return line
+    remedy = "lower local_batch_size or raise accumulation_steps"
+    if not uses_gpus(device):
+        limit, place = memory_limit(), "on this machine"
+        remedy += ", or, if the run is for GPUs of other machines, use --set device=cuda"
+    elif torch.cuda.is_available():
+        limit, place = torch.cuda.get_device_properties(0).total_memory, f"on {torch.cuda.get_device_name(0)}"
+    else:
+        yield line
+        yield f"{WARNING}memory is not compared, because this machine has no GPU; compare it with that of the GPUs"
+        return
+    line += f" of {limit / GIB:.2f} GiB {place}"
+    if memory.total > limit:
+        raise UserError(f"{line}: it does not fit; {remedy}")
+    yield line
+    if not uses_gpus(device) and ranks * memory.total > limit:
+        together = f"{ranks * memory.total / GIB:.2f} GiB together"
+        yield f"{WARNING}{ranks} ranks on one such machine do not fit, because they need {together}; use several"
 
 
 def _learning_rate(config: Config) -> str:
@@ -135,10 +160,10 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     return f"learning rate plotted in {file}"
 
 
-def _run_directory(request: Request) -> Iterator[str]:
+def _run_directory(request: Request, build_step: Callable[[], Step]) -> Iterator[str]:
     choice = choose(request)
-    yield from choice.warnings
-    directory, shown = choice.path, str(choice)
+    yield from (f"{WARNING}{line}" for line in choice.warnings)
+    directory, shown = choice.path, f"run directory: {choice}"
     parent = directory.absolute()
     while not os.path.exists(parent):  # unlike Path.exists, it does not raise in a directory without permission
         parent = parent.parent
@@ -147,17 +172,25 @@ def _run_directory(request: Request) -> Iterator[str]:
     locked = [path for path in (choice.newest, directory) if path is not None and is_locked(path / LOCK)]
     with run_directory_errors(directory):
         if locked:
-            yield f"{locked[0]} is locked: another run is writing to it; wait for its end, or give another --run_num"
-        elif is_free(directory):
+            remedy = "wait for its end, or give another --run_num"
+            yield f"{WARNING}{locked[0]} is locked: another run is writing to it; {remedy}"
+            return
+        if is_free(directory):
             yield f"{shown} is new"
         elif choice.resume != "no" and any(saved_steps(directory / FOLDER)):
             yield f"{shown} exists: training resumes from its newest checkpoint"
         else:
-            removed = "the run in it will be removed" if choice.resume == "no" else "its logs will be replaced"
-            yield f"{shown} exists: {removed}"
+            yield f"{shown} exists: its logs and checkpoints will be replaced"
+    alone = World(Launch("preflight"), torch.device("cpu"))
+    start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), alone, clean_up=False)
+    if lines := start.describe():
+        start.restore(build_step(), alone)  # raises what the training would raise if the state does not fit
+        yield from lines
+    if start.is_complete:
+        yield f"{WARNING}{start.nothing_to_train.replace('was trained', 'is left to train', 1)}"
 
 
-def _data(config: Config) -> Iterator[str]:
+def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
     """Opens and checks what the loader will read."""
     spec = get_loader(config.data_loader_config)
     if spec.requires is not None:
@@ -170,18 +203,36 @@ def _data(config: Config) -> Iterator[str]:
             used = f"{plan.samples} of {plan.available} samples"
             yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
     else:
-        for split in SPLITS:
-            npy = spec.reads == "npy"
-            yield _volume(open_split_npy(config, split).volume() if npy else open_split(config, split), split)
+        volumes = {
+            split: open_split_npy(config, split).volume() if spec.reads == "npy" else open_split(config, split)
+            for split in SPLITS
+        }
+        if config.data_loader_config in ("inmem", "resident"):
+            _check_room(config, volumes, memory, ranks)
+        yield from (f"{WARNING}{line}" for line in check_samples(volumes, config.allow_physical_values)[0])
+        for split, volume in volumes.items():
+            yield from _volume(volume, split)
 
 
-def _volume(volume: Volume, split: str) -> str:
-    with Progress(f"looking for NaN in {volume.path}", len(volume.slab_locations()), "slabs") as progress:
-        fault = first_nonfinite(volume, progress.advance)
-    if fault is not None:
-        raise UserError(f"{fault}; correct or remove it: training skips every update whose samples contain it")
+def _check_room(config: Config, volumes: dict[str, Volume], memory: TrainingMemory, ranks: int) -> None:
+    """Raises UserError if a loader that keeps the volumes in memory would, as far as this machine can tell."""
+    if not uses_gpus(config.device):
+        world = World(Launch("preflight", world_size=ranks), torch.device("cpu"))
+        check_fits(list(volumes.values()), free_shared_memory(world))
+    elif config.data_loader_config == "resident" and torch.cuda.is_available():
+        world = World(Launch("preflight"), choose_device(config.device, 0))
+        gpu_resident.check_memory(config, world, volumes, lambda: memory.reserve)
+
+
+def _volume(volume: Volume, split: str) -> Iterator[str]:
+    with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
+        warnings = check_all(volume, progress.advance)
     access = "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
-    return f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {access}"
+    if volume.conversion:
+        access = "converted as it is read"
+    yield f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {access}"
+    yield from conversions({split: volume})
+    yield from (f"{WARNING}{line}" for line in warnings)
 
 
 def _differences(base: Config, config: Config) -> str:

@@ -116,17 +116,22 @@ class Start:
 
 
 def find_start(
-    directory: Path, resume: str | None, init_from: str | None, config: Mapping[str, Any], world: World
+    directory: Path,
+    resume: str | None,
+    init_from: str | None,
+    config: Mapping[str, Any],
+    world: World,
+    clean_up: bool = True,
 ) -> Start:
     """The start of a training in a run directory; every rank calls it.
 
     `resume` is None, auto, no, or the directory of another run or of a checkpoint. The checkpoints in the run directory
-    take precedence, except with no.
+    take precedence, except with no. `clean_up`: complete or remove what a killed process left, which needs the lock.
     """
     found: Checkpoint | None = None
     with world.raise_together():
         if world.is_root:
-            found = _find_checkpoint(directory, resume)
+            found = _find_checkpoint(directory, resume, clean_up)
     path = world.gather_json(str(found.path) if found else None)[0]
     with world.raise_together():
         if path is not None and found is None:
@@ -156,12 +161,12 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
-def _find_checkpoint(directory: Path, resume: str | None) -> Checkpoint | None:
+def _find_checkpoint(directory: Path, resume: str | None, clean_up: bool) -> Checkpoint | None:
     """The newest checkpoint in a run directory, or else in another run's."""
     folder = directory / FOLDER
     if resume == "no":
         return None
-    if folder.is_dir():
+    if clean_up and folder.is_dir():
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported at the first save
             recover(folder)
     found = checkpoint.load_newest(folder)

@@ -13,8 +13,9 @@ from damage import bytewise, replacements
 from volume_files import write_volume
 
 from utils.config.schema import TransformConfig
-from utils.data.files.hdf5 import FieldReader, first_nonfinite, open_volume
+from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.files.npy import open_npy_volume
+from utils.data.files.values import check_all
 from utils.errors import UserError
 
 BOX, CHANNELS = 4, (4, 5)
@@ -49,7 +50,7 @@ def test_damaged_hdf5_file(tmp_path: Path, layout: dict[str, Any], count: int) -
         fields = FieldReader(str(path), "Nbody", CHANNELS[0], TransformConfig())
         fields.planes(0, BOX)
         fields.close()
-        first_nonfinite(open_volume(path, CHANNELS, BOX, TransformConfig()))
+        check_all(open_volume(path, CHANNELS, BOX, TransformConfig()))
 
     refusals(path, bytewise(content, count, 1), read)
     heads = (version + content[head:] for version in bytewise(content[:head], count, 2))

@@ -1,10 +1,9 @@
-"""HDF5 volumes: mapping, errors in one line, the search for non-finite values, and staging."""
+"""HDF5 volumes: mapping, errors in one line, and staging."""
 
 from __future__ import annotations
 
 import errno
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
-from utils.data.files.hdf5 import first_nonfinite, open_volume, stage
+from utils.data.files.hdf5 import open_volume, stage
 from utils.errors import UserError
 
 VolumeFile = Callable[..., Path]
@@ -113,37 +112,11 @@ def test_other_datasets_and_shapes_are_refused(tmp_path: Path, datasets: dict[st
     refused(tmp_path / "a.h5", match)
 
 
-def test_channels_boxes_and_types_that_differ_from_the_config_are_refused(
-    volume_file: VolumeFile, tmp_path: Path
-) -> None:
+def test_channels_and_boxes_that_differ_from_the_config_are_refused(volume_file: VolumeFile, tmp_path: Path) -> None:
     path = volume_file(tmp_path / "a.h5")
     refused(path, r"expected \(3, L, L, L\)", (3, 5))
     refused(path, r"expected \(6, L, L, L\)", (4, 6))
     refused(path, "has 16 cells per side, but box_size is 32; set box_size", box=32)
-    for dtype in ("f8", ">f4", "i4", "f2"):
-        refused(volume_file(tmp_path / f"{dtype}.h5", box=4, dtype=dtype), "expected little-endian float32")
-
-
-# --- values --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 4, 4, 4)}])
-@pytest.mark.parametrize(
-    ("value", "name", "place"),
-    [(np.nan, "Nbody", (0, 0, 0, 0)), (np.inf, "Nbody", (2, 5, 3, 7)), (np.inf, "Hydro", (4, 7, 2, 7))],
-)
-def test_the_first_non_finite_value_is_reported_with_its_place_and_without_a_warning(
-    volume_file: VolumeFile, tmp_path: Path, name: str, place: tuple[int, ...], value: float, storage: dict
-) -> None:
-    path = volume_file(tmp_path / "a.h5", box=8, **storage)
-    with h5py.File(path, "r+") as file:
-        file[name][place] = value
-        file["Hydro"][4, 7, 7, 7] = -np.inf  # infinities of both signs may be summed
-        file["Nbody"][3] = np.finfo(np.float32).max  # large finite values pass
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        words = first_nonfinite(open_volume(path, CHANNELS))
-    assert words == f"{path}: {name}[{', '.join(map(str, place))}] is {value}"
 
 
 # --- staging -------------------------------------------------------------------------------------------------------

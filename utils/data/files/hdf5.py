@@ -1,7 +1,8 @@
 """Simulation volumes on disk: HDF5 with `Nbody` [4, L, L, L] and `Hydro` [5, L, L, L], float32.
 
 Contiguous datasets are mapped into memory: a crop reads only its own bytes, and all ranks of a node share the page
-cache. Chunked or compressed datasets are read through h5py.
+cache. Chunked or compressed datasets are read through h5py. Other types of numbers and datasets with the channels last
+are converted as they are read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 
 from utils.config.schema import TransformConfig
 from utils.data.files.attributes import cell_size, file_transform, simulation_of
+from utils.data.files.fields import checked_field
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason
@@ -41,6 +43,8 @@ class Volume:
     targets: Any
     files: tuple[str, ...] = ()
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
+    names: tuple[str, str] = DATASETS
+    conversion: str = ""  # datasets that are converted as they are read, for the log
 
     @property
     def box(self) -> int:
@@ -63,14 +67,14 @@ class Volume:
             for planes in slab_planes(field.shape[1:])
         ]
 
-    def slabs(self) -> Iterator[tuple[str, int, int, np.ndarray]]:
-        """The whole volume in slabs: (dataset, channel, first x, values [n, L, L])."""
+    def slabs(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """The whole volume in slabs: (field, channel, first x, values [n, L, L])."""
         for number, channel, planes in self.slab_locations():
             field = (self.inputs, self.targets)[number]
             request_read_ahead(field, channel, planes)
             with reading(self.path):
                 values = field[channel, planes]
-            yield DATASETS[number], channel, planes.start, values
+            yield number, channel, planes.start, values
 
 
 def slab_planes(shape: Sequence[int]) -> list[slice]:
@@ -92,24 +96,26 @@ class FieldReader:
         """Raises UserError if the file does not match the config."""
         with reading(path):
             file = open_file(path)
-            dataset = checked_dataset(file, path, name, channels, is_cube=False)
+            linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
+            field = checked_field(file, path, name, channels, is_cube=False, remedy=linked)
             self.attributes = dict(file.attrs)
             file_transform(transform, {path: self.attributes})
-            self._values = _map_if_contiguous(dataset)
+            self._values = field.mapped()
         self.path, self.name = path, name
         self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
-        self.shape: tuple[int, int, int] = dataset.shape[1:]
+        self.shape: tuple[int, int, int] = field.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
-        self._size_check = SizeCheck((str(dataset.file.filename),))  # a dataset may be a link into another file
+        self.conversion = field.conversion
+        self._size_check = SizeCheck((field.path,))
 
     def planes(self, start: int, stop: int) -> np.ndarray:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
         self._size_check.check()
         with reading(self.path):
             values = np.asarray(self._values[:, start:stop])
-        place = _nonfinite_place(values)
+        place = nonfinite_place(values)
         if place is None:
             return values
         self.has_nonfinite = True
@@ -126,22 +132,27 @@ def open_volume(
     box: int | None = None,
     transform: TransformConfig | None = None,
     key: str | None = None,
+    names: tuple[str, str] = DATASETS,
 ) -> Volume:
     """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
     path = str(path)
     remedy = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
     with reading(path):
         file = open_file(path, remedy)
-        counts = zip(DATASETS, channels, strict=True)
-        datasets = [checked_dataset(file, path, name, count, box) for name, count in counts]
+        renamed = "set dataset_names to those of the inputs and the targets"
+        counts = zip(names, channels, strict=True)
+        stored = [checked_field(file, path, name, count, box, remedy=renamed) for name, count in counts]
         if transform is not None:
             file_transform(transform, {path: file.attrs})
-        fields = [_map_if_contiguous(dataset) for dataset in datasets]
-    if fields[0].shape[1:] != fields[1].shape[1:]:
-        raise UserError(f"{path}: Nbody is {fields[0].shape}, Hydro is {fields[1].shape}; their grids must be equal")
-    # A dataset may be a link into another file.
-    files = dict.fromkeys(str(dataset.file.filename) for dataset in datasets)
-    return Volume(path, fields[0], fields[1], tuple(files), cell_size(file.attrs, fields[0].shape[-1], path))
+        cell = cell_size(file.attrs, stored[0].shape[-1], path)
+        fields = [each.mapped() for each in stored]
+    shapes = [each.shape for each in stored]
+    if shapes[0][1:] != shapes[1][1:]:
+        raise UserError(f"{path}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal")
+    files = tuple(dict.fromkeys(each.path for each in stored))
+    converted = zip(names, stored, strict=True)
+    conversion = ", ".join(f"{name} is {each.conversion}" for name, each in converted if each.conversion)
+    return Volume(path, fields[0], fields[1], files, cell, names, conversion)
 
 
 def _simulation(path: str, box: int | None) -> str:
@@ -187,54 +198,7 @@ def _reason(error: OSError) -> str:
     return os_reason(error)
 
 
-def checked_dataset(
-    file: h5py.File,
-    path: str,
-    name: str,
-    channels: int | None = None,
-    box: int | None = None,
-    is_cube: bool = True,
-) -> h5py.Dataset:
-    """Returns a dataset [C, L, L, L], or [C, X, Y, Z] without `is_cube`; None accepts any number."""
-    dataset = file.get(name)
-    if not isinstance(dataset, h5py.Dataset):
-        names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
-        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}")
-    shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
-    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]) or (is_cube and len(set(shape[1:])) != 1):
-        sides = "L, L, L" if is_cube else "X, Y, Z"
-        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, {sides})")
-    if box is not None and shape[1] != box:
-        raise UserError(f"{path}: {name} has {shape[1]} cells per side, but box_size is {box}; set box_size")
-    if dataset.dtype != np.dtype("<f4"):
-        raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected little-endian float32")
-    return dataset
-
-
-def _map_if_contiguous(dataset: h5py.Dataset) -> Any:
-    """Returns a memory-mapped array of a contiguous dataset, and any other dataset unchanged."""
-    offset = dataset.id.get_offset()
-    if dataset.chunks is not None or offset is None or dataset.is_virtual or dataset.external:
-        return dataset
-    path = dataset.file.filename
-    if offset + dataset.nbytes > os.path.getsize(path):
-        raise UserError(f"cannot read {path}: the file is truncated inside {dataset.name}; copy or recreate it")
-    mapped = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=dataset.shape)
-    return np.asarray(mapped)  # a plain array: slicing a memmap object is slower
-
-
-def first_nonfinite(volume: Volume, advance: Callable[[], None] = lambda: None) -> str | None:
-    """Location and value of the first NaN or infinite value, or None; calls `advance` after each slab."""
-    for name, channel, start, values in volume.slabs():
-        place = _nonfinite_place(values)
-        if place is not None:
-            x, y, z = place
-            return f"{volume.path}: {name}[{channel}, {start + x}, {y}, {z}] is {values[place]}"
-        advance()
-    return None
-
-
-def _nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
+def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
     """Index of the first NaN or infinite value, or None."""
     with np.errstate(invalid="ignore"):
         if np.isfinite(np.sum(values, dtype=np.float64)):  # one pass, no temporary array

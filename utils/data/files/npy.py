@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.files.hdf5 import Volume
+from utils.data.files.hdf5 import DATASETS, Volume
 from utils.errors import UserError, os_errors_for_users
 
 FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/convert_to_npy.py writes them
@@ -38,12 +38,16 @@ def open_npy_volume(
     channels: tuple[int, int],
     box: int,
     volume: Volume | None = None,
+    names: tuple[str, str] = DATASETS,
 ) -> NpyVolume:
     """Opens both files; raises UserError if they do not match the arguments, or `volume` if it is given.
 
-    `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted.
+    `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
+    its datasets.
     """
     command = f"python -m utils.convert_to_npy -i {source}"
+    if names != DATASETS:
+        command += f" -d {names[0]} -l {names[1]}"
     opened = []
     for path, key, field, count in zip(paths, keys, FIELDS, channels, strict=True):
         converted = Path(source).with_name(f"{Path(source).stem}_{field}.npy")

@@ -6,6 +6,7 @@ would be that much slower.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -58,7 +59,9 @@ def read_ahead(array: np.ndarray) -> None:
 
 def _advise(array: np.ndarray, advice: int) -> None:
     start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    size = array.ctypes.data + array.nbytes - start
+    # A view with the channels last has gaps between its values.
+    steps = sum((side - 1) * stride for side, stride in zip(array.shape, array.strides, strict=True))
+    size = array.ctypes.data + steps + array.itemsize - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)
 
 
@@ -79,6 +82,17 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
             continue  # no limit ("max"), or a group that is not visible in this container
         available = min(available, max(0, limit - used + cached))
     return available
+
+
+def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that a process on this machine and in this process's control groups can have, if no other uses any."""
+    meminfo = proc / "meminfo"
+    found = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    limit = 1024 * int(found[1]) if found else sys.maxsize
+    for group in control_groups(proc, cgroups):
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not visible in this container
+            limit = min(limit, int((group / "memory.max").read_text()))
+    return limit
 
 
 def _text(size: int) -> str:

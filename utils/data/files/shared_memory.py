@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.files.hdf5 import DATASETS, Volume
+from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import available_memory
 from utils.data.files.size_check import SizeCheck
 from utils.distributed.world import World
@@ -41,11 +41,8 @@ def share_volume(volume: Volume, world: World) -> Volume:
     """Reads the volume once per node and returns arrays that all ranks of the node share."""
     with world.raise_together():
         free = free_shared_memory(world)
-        if world.is_node_leader and free < volume.bytes:
-            raise UserError(
-                f"{volume.path} needs {volume.bytes / GIB:.2f} GiB of memory, "
-                f"and {free / GIB:.2f} GiB are free; {REMEDY}"
-            )
+        if world.is_node_leader:
+            check_fits([volume], free)
     if world.size == 1:
         fields = [np.empty(field.shape, np.float32) for field in (volume.inputs, volume.targets)]
     else:
@@ -54,6 +51,14 @@ def share_volume(volume: Volume, world: World) -> Volume:
         if world.is_node_leader:
             _fill(volume, fields)
     return Volume(volume.path, fields[0], fields[1])
+
+
+def check_fits(volumes: Sequence[Volume], free: int) -> None:
+    """Raises UserError if the volumes together do not fit into the free bytes."""
+    size = sum(volume.bytes for volume in volumes)
+    if free < size:
+        names, verb = " and ".join(volume.path for volume in volumes), "needs" if len(volumes) == 1 else "need"
+        raise UserError(f"{names} {verb} {size / GIB:.2f} GiB of memory, and {free / GIB:.2f} GiB are free; {REMEDY}")
 
 
 def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
@@ -82,13 +87,12 @@ def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
 
 
 def _fill(volume: Volume, fields: Sequence[np.ndarray]) -> None:
-    destination = dict(zip(DATASETS, fields, strict=True))
     name = f"reading {os.path.basename(volume.path)} into memory"
     with (
         closing(SizeCheck(volume.files)) as size_check,
         Progress(name, len(volume.slab_locations()), "slabs") as progress,
     ):
-        for dataset, channel, x, values in volume.slabs():
+        for number, channel, x, values in volume.slabs():
             size_check.check()
-            destination[dataset][channel, x : x + len(values)] = values
+            fields[number][channel, x : x + len(values)] = values
             progress.advance()

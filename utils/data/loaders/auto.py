@@ -34,7 +34,8 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
 
     On a GPU nothing is faster than the device's own memory. If that is too small, DALI augments crops on the GPU and
     reads longer rows. Otherwise the CPU cores that augment crops are the limit: mapped files and memory are then
-    equally fast (benchmarks/results/loaders.json), and only a chunked file is better unpacked first.
+    equally fast (benchmarks/results/loaders.json), and only a file that is chunked or must be converted is better read
+    into memory first.
     """
     with world.raise_together():
         volumes = {split: open_split(config, split) for split in SPLITS}
@@ -52,8 +53,10 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
         return "lowmem", "; ".join([*reasons, "the files are contiguous and mapped"])
     size = sum(volume.bytes for volume in volumes.values())
     free = min(world.gather_json(free_shared_memory(world)))
-    sizes = f"the files are chunked; unpacked they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
-    return ("inmem" if size <= free else "lowmem"), "; ".join([*reasons, sizes])
+    room = f"as float32 they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
+    return ("inmem" if size <= free else "lowmem"), "; ".join(
+        [*reasons, f"the files are chunked or must be converted; {room}"]
+    )
 
 
 def _check_dali(config: Config) -> None:

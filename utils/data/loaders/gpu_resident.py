@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from utils.config import Config
-from utils.data.files.hdf5 import DATASETS, Volume, request_read_ahead
+from utils.data.files.hdf5 import Volume, request_read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
@@ -185,7 +185,7 @@ def _read_slab(
         values = staging[: len(part)].to(part.device)
         if part.dtype == torch.float16 and bool((values.abs() > FLOAT16_MAX).any()):
             raise UserError(
-                f"{volume.path}: {DATASETS[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the range of "
+                f"{volume.path}: {volume.names[number]}[{channel}] has values beyond ±{FLOAT16_MAX:.0f}, the range of "
                 f"float16; use --set resident_dtype=float32"
             )
         part.copy_(values)
