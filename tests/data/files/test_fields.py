@@ -114,9 +114,7 @@ def test_the_log_names_what_is_converted(tmp_path: Path) -> None:
     path = store(tmp_path / "a.h5", write_volume(tmp_path / "box.h5"), ">f8", True)
     volume = open_volume(path, (4, 5), names=NAMES)
     (line,) = conversions({"train": volume})
-    assert line.startswith(
-        f"{path}: fields/dark is big-endian float64 with the channels last, gas is big-endian float64"
-    )
+    assert line.startswith(f"{path}: fields/dark and gas are big-endian float64 with the channels last: ")
     assert "converted to float32 each time" in line
 
 

@@ -139,7 +139,7 @@ def open_volume(
     remedy = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
     with reading(path):
         file = open_file(path, remedy)
-        renamed = "set dataset_names to those of the inputs and the targets"
+        renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
         counts = zip(names, channels, strict=True)
         stored = [checked_field(file, path, name, count, box, remedy=renamed) for name, count in counts]
         if transform is not None:
@@ -150,8 +150,10 @@ def open_volume(
     if shapes[0][1:] != shapes[1][1:]:
         raise UserError(f"{path}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal")
     files = tuple(dict.fromkeys(each.path for each in stored))
-    converted = zip(names, stored, strict=True)
-    conversion = ", ".join(f"{name} is {each.conversion}" for name, each in converted if each.conversion)
+    conversions = [each.conversion for each in stored]
+    conversion = ", ".join(f"{name} is {how}" for name, how in zip(names, conversions, strict=True) if how)
+    if conversion and conversions[0] == conversions[1]:
+        conversion = f"{names[0]} and {names[1]} are {conversions[0]}"
     return Volume(path, fields[0], fields[1], files, cell, names, conversion)
 
 
