@@ -24,12 +24,15 @@ VolumeFile = Callable[..., Path]
 # The slowest files, slowest first. They run first, so that no worker is left with one when all other workers are done.
 LONG_FILES = (
     "tests/slurm/test_submit.py",
-    "tests/steps/test_compile.py",
-    "tests/distributed/test_signals.py",
+    "tests/test_tutorial.py",
     "tests/training/test_resume.py",
+    "tests/distributed/test_signals.py",
+    "tests/runs/test_summary.py",
+    "tests/distributed/test_watchdog.py",
+    "tests/distributed/test_restarts.py",
+    "tests/steps/test_compile.py",
     "tests/training/test_soak.py",
     "tests/distributed/test_launchers.py",
-    "tests/distributed/test_watchdog.py",
     "tests/data/test_loaders.py",
 )
 

@@ -155,10 +155,10 @@ def test_modes_and_layouts(paths: dict[str, str], name: str, symmetries: str, ch
     assert found == expected(config, readings, mode=symmetries)
 
 
-def read_on_ranks(world: World, paths: dict[str, str]) -> tuple[dict[str, Any], str]:
-    """Each loader's batches on this rank; and the choice of `auto` if only the first rank has room in memory."""
+def read_on_ranks(world: World, paths: dict[str, str], names: list[str]) -> tuple[dict[str, Any], str]:
+    """The loaders' batches on this rank; and the choice of `auto` if only the first rank has room in memory."""
     found = {}
-    for name in NAMES:
+    for name in names:
         if missing_requirement(name):
             continue
         config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
@@ -169,11 +169,15 @@ def read_on_ranks(world: World, paths: dict[str, str]) -> tuple[dict[str, Any], 
     return found, choose(chunked, world, lambda: 0)[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_together_get_the_samples_of_the_plan(paths: dict[str, str], volume_file: VolumeFile, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "names"), [(2, NAMES), (4, ["lowmem"]), pytest.param(4, NAMES, marks=pytest.mark.slow)], ids=str
+)
+def test_ranks_together_get_the_samples_of_the_plan(
+    paths: dict[str, str], volume_file: VolumeFile, size: int, names: list[str]
+) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
     volume_file(paths["train_path"].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
-    for rank, (found, choice) in enumerate(run_ranks(read_on_ranks, size, paths)):
+    for rank, (found, choice) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
         for name, batches in found.items():
             config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)

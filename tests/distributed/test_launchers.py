@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import GENEROUS, TOP, free_port, is_free, wait_until
+from processes import GENEROUS, TOP, Program, free_port, is_free, rank_variables, wait_until
 from trainings import assert_same_training, directory
 
 
@@ -49,6 +49,8 @@ def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
 
 
 RUN: dict[str, Any] = {"cwd": TOP, "capture_output": True, "text": True, "timeout": GENEROUS}
+INVALID = ["--set=global_batch_size=9"]
+REFUSAL = "global_batch_size 9 is not divisible by 2 ranks; use 8"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -62,31 +64,21 @@ def torchrun(arguments: list[str]) -> Path:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: list[str]) -> None:
-    alone = subprocess.run([sys.executable, *arguments], env=environment(), **RUN)
-    assert alone.returncode == 0, alone.stderr
+def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: list[str], tmp_path: Path) -> None:
     # The rendezvous port is derived from the job id.
     job = str(next(number for number in range(free_port(), 2**31) if is_free(15000 + number * 7 % 15000)))
+    step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": job, "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    step["SLURM_STEP_NODELIST"] = "localhost"
     tasks = [
-        subprocess.Popen(
-            [sys.executable, *arguments, "--run_num=slurm"],
-            env=environment(
-                SLURM_STEP_ID="0",
-                SLURM_JOB_ID=job,
-                SLURM_PROCID=str(task),
-                SLURM_LOCALID=str(task),
-                SLURM_NTASKS="2",
-                SLURM_STEP_NUM_TASKS="2",
-                SLURM_STEP_NODELIST="localhost",
-            ),
-            cwd=TOP,
-            stderr=subprocess.PIPE,
-            text=True,
+        Program(
+            [*arguments, "--run_num=slurm"],
+            tmp_path / task,
+            environment=environment(**step, SLURM_PROCID=task, SLURM_LOCALID=task),
         )
-        for task in range(2)
+        for task in "01"
     ]
-    outputs = [task.communicate(timeout=GENEROUS)[1] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
+    programs = [Program(arguments, tmp_path / "alone"), *tasks]
+    assert [program.end().returncode for program in programs] == [0, 0, 0], [program.text for program in programs]
     losses = valid_losses(arguments, 1, "00")
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -94,16 +86,29 @@ def test_torchrun_slurm_and_a_single_process_give_the_same_losses(arguments: lis
         assert valid_losses(arguments, 2, name) == pytest.approx(losses, rel=1e-4)
 
 
-def test_invalid_input_under_torchrun_gives_one_line_for_all_ranks(arguments: list[str], tmp_path: Path) -> None:
-    """The error is found after the rendezvous; the only traceback is that of torchrun."""
-    flags = ["--set=global_batch_size=9", f"--set=expdir={tmp_path / 'runs'}"]
-    ended = subprocess.run(
-        [*TORCHRUN, *arguments, *flags], cwd=TOP, env=environment(), capture_output=True, text=True, timeout=GENEROUS
-    )
+def test_invalid_input_gives_one_line_for_all_ranks(arguments: list[str], tmp_path: Path) -> None:
+    """The error is found after the rendezvous. Other ranks give rank 0 ten seconds until a launcher stops them."""
+    flags, port = [*INVALID, f"--set=expdir={tmp_path / 'runs'}"], free_port()
+    ranks = [
+        Program([*arguments, *flags], tmp_path / str(rank), environment=environment(**rank_variables(rank, 2, port)))
+        for rank in range(2)
+    ]
+    ended = ranks[0].end()
+    ranks[1].kill()
+    assert ended.returncode == 2
+    (line,) = (ended.stderr + ranks[1].text).splitlines()
+    assert line.startswith(f"error: {REFUSAL}")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_invalid_input_under_torchrun_gives_one_line_and_torchruns_own(arguments: list[str], tmp_path: Path) -> None:
+    flags = [*INVALID, f"--set=expdir={tmp_path / 'runs'}"]
+    ended = subprocess.run([*TORCHRUN, *arguments, *flags], env=environment(), **RUN)
     assert ended.returncode != 0
     errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, ended.stderr
-    assert "global_batch_size 9 is not divisible by 2 ranks; use 8" in errors[0]
+    assert REFUSAL in errors[0]
     assert 'train.py", line' not in ended.stderr
     assert re.search(r"exitcode\s*: 2 ", ended.stderr), "a rank exits with code 2"
     assert not (tmp_path / "runs").exists()
@@ -128,11 +133,17 @@ def mpiexec(name: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MPIEXECS)
-def test_mpiexec_gives_the_bits_of_torchrun(arguments: list[str], torchrun: Path, name: str) -> None:
-    launched = subprocess.run(**mpiexec(name, 2, [*arguments, f"--run_num={name}"]), **RUN)
+def test_mpiexec_gives_each_rank_its_number(tmp_path: Path, name: str) -> None:
+    """The slow test below has the trainings."""
+    code = "import dataclasses, json, pathlib, sys; from utils.distributed.launch import read_launch\n"
+    code += "found = read_launch(); text = json.dumps(dataclasses.asdict(found))\n"
+    code += "pathlib.Path(sys.argv[1], str(found.rank)).write_text(text)"
+    launched = subprocess.run(**mpiexec(name, 2, ["-c", code, str(tmp_path)]), **RUN)
     assert launched.returncode == 0, launched.stderr
-    assert launched.stderr.count("Avg train loss") == 2, "only rank 0 logs, once per epoch"
-    assert_same_training(torchrun, directory(expdir(arguments), 2, name))
+    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    assert (first["launcher"], first["rank"], first["local_rank"], first["world_size"]) == ("mpiexec", 0, 0, 2)
+    assert second == {**first, "rank": 1, "local_rank": 1}
+    assert first["master_addr"] == "127.0.0.1"
 
 
 @pytest.mark.slow

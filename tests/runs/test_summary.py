@@ -25,7 +25,7 @@ from utils.training.trainer import Trainer
 PICTURES = ["loss_curves.png", "slices.png"]
 
 
-FAST = {"after the last checkpoint", "between two pictures", "while summary.json is written"}
+FAST = {"while summary.json is written"}
 
 
 MARKS: tuple[Any, Any] = (pytest.mark.slow, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -133,12 +134,13 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
     assert curves[0][-1] < curves[0][0]
 
 
-@needs_compiler
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, needs_compiler])])
 def test_a_compiled_training_follows_the_plain_one_and_compiles_in_its_first_epoch_only(
-    tmp_path, data_flags, monkeypatch
+    backend, tmp_path, data_flags, monkeypatch
 ) -> None:
-    """Two epochs with validation, with the default compiler, which counts its graphs."""
+    """Two epochs with validation. The default, inductor, spends 15 s in the C++ compiler."""
     torch._dynamo.reset()
+    monkeypatch.setattr(compilers.torch, "compile", functools.partial(torch.compile, backend=backend))
     graphs: list[int] = []
     plain = Trainer._train_epoch
 

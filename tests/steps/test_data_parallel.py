@@ -107,7 +107,7 @@ def alone(path: str) -> dict[str, dict]:
     return train_all(ALONE, path)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def together(request: pytest.FixtureRequest, path: str) -> list[dict[str, dict]]:
     return run_ranks(train_all, request.param, path)
 

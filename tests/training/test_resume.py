@@ -175,8 +175,7 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     ("ranks", "names"),
     [
         (2, ["adam", *BETWEEN_RANKS]),
-        (4, ["sync_batch"]),
-        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16"], marks=pytest.mark.slow),
+        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16", "sync_batch"], marks=pytest.mark.slow),
     ],
 )
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:
