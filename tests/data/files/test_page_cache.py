@@ -14,7 +14,7 @@ import torch
 from processes import run_ranks, wait_until
 
 from utils.data.files import page_cache
-from utils.data.files.page_cache import available_memory, warm_page_cache
+from utils.data.files.page_cache import available_memory, memory_limit, warm_page_cache
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -86,7 +86,7 @@ def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_p
     assert available_memory(proc, cgroups) > 2**60, "unknown"
     (proc / "self").mkdir(parents=True)
     step.mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 64 kB\nMemFree:          1 kB\nMemAvailable:   32768 kB\n")
+    (proc / "meminfo").write_text("MemTotal: 65536 kB\nMemFree:          1 kB\nMemAvailable:   32768 kB\n")
     assert available_memory(proc, cgroups) == 32 * MIB, "no groups"
     (proc / "self" / "cgroup").write_text("1:name=systemd:/other\n0::/job/step\n")
     for group in (cgroups, step.parent, step):
@@ -95,6 +95,7 @@ def test_available_memory_is_bounded_by_the_machine_and_its_control_groups(tmp_p
             (group / "memory.current").write_text(f"{used}\n")
             (group / "memory.stat").write_text(f"anon 1\nactive_file {4 * MIB}\ninactive_file {4 * MIB}\n")
             assert available_memory(proc, cgroups) == expected, (group, limit)
+            assert memory_limit(proc, cgroups) == (64 * MIB if limit == "max" else limit), "whatever is in use"
         (group / "memory.max").unlink()
 
 
