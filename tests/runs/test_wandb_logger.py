@@ -199,7 +199,7 @@ class StandIn(SimpleNamespace):
             __version__=version,
             Settings=lambda **_: SimpleNamespace(mode="online"),
             setup=lambda settings: SimpleNamespace(settings=settings),
-            login=lambda **_: key,
+            login=function("login", key),
             init=function("init", run),
             teardown=function("teardown"),
         )
@@ -242,6 +242,11 @@ def test_a_fault_is_one_warning_and_the_training_continues(
         (None, "[wandb]", "needs the package wandb; pip install -e '.[wandb]'"),
         (StandIn("", OSError(), version="0.30.2"), "[wandb]", "wandb 0.30.2 is too old; pip install -e '.[wandb]'"),
         (StandIn("", OSError(), key=False), "[tensorboard, wandb]", "no API key; run `wandb login`"),
+        (
+            StandIn("login", ValueError("key: too\nshort")),
+            "[wandb]",
+            "refuses its settings: key: too short; correct the",
+        ),
         (None, "[tensorbord]", "unknown logger tensorbord; known: tensorboard, wandb; did you mean tensorboard?"),
     ],
 )

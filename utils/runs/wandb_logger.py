@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def check_wandb() -> None:
-    """Raises UserError if the package or an API key is missing; asks for none and does not connect."""
+    """Raises UserError if the package or an API key is missing or unusable; asks for none and does not connect."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors inside wandb, to its developers
     try:
         import wandb
@@ -57,7 +57,12 @@ def check_wandb() -> None:
     version = tuple(int(part) for part in wandb.__version__.split(".")[:2])
     if version < MINIMUM:
         raise UserError(f"wandb {wandb.__version__} is too old; pip install -e '.[wandb]' installs a later one")
-    if _is_online(wandb) and not wandb.login(prompt=False, verify=False):
+    try:
+        lacks_key = _is_online(wandb) and not wandb.login(prompt=False, verify=False)
+    except Exception as error:  # such as a short key, or an unknown WANDB_MODE
+        reason = " ".join(str(error).split())
+        raise UserError(f"the logger wandb refuses its settings: {reason}; correct the variable WANDB_…") from None
+    if lacks_key:
         raise UserError(
             "the logger wandb has no API key; run `wandb login`, or set WANDB_API_KEY, or record offline with "
             "WANDB_MODE=offline"
