@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,7 @@ def measure(options: argparse.Namespace) -> None:
         for case in cases
         for setting in compared
     }
+    load = os.getloadavg()[0]
     values = interleaved(measures, options.trials, warmup=0)
     rates = [{str(setting): summary(values[f"{case}, {setting}"]) for setting in compared} for case in cases]
     heads = ["width", "ranks", "busy process", *(f"{setting}: samples/s" for setting in compared)]
@@ -105,6 +107,7 @@ def measure(options: argparse.Namespace) -> None:
     result = {
         "settings": settings(options),
         "cores": cores(),
+        "load average before": load,
         "cases": [{**case._asdict(), "samples/s": each} for case, each in zip(cases, rates, strict=True)],
     }
     text = f"{table(heads, rows, left=0)}\n\nMedians of {options.trials} rounds (smallest – largest), {cores()} cores."
