@@ -12,7 +12,13 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
-from utils.data.files.attributes import Simulation, cell_size, file_transform, simulation_of
+from utils.data.files.attributes import (
+    Simulation,
+    cell_size,
+    file_transform,
+    simulation_of,
+    warnings_of_unstated,
+)
 from utils.data.files.hdf5 import Volume, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.values import check_samples
@@ -215,7 +221,9 @@ def check_data(config: Config, reads: str | None, world: World) -> DataCheck:
                 volumes = {split: open_box(config, split, reads) for split in SPLITS}
             if volumes:
                 together, channels = check_samples(volumes, config.allow_physical_values)
-                found = DataCheck(conversions(volumes) if reads == "hdf5" else (), [*together, *channels])
+                unstated = warnings_of_unstated(dict(_attributes(config, split) for split in SPLITS))
+                lines = conversions(volumes) if reads == "hdf5" else ()
+                found = DataCheck(lines, [*unstated, *together, *channels])
     return DataCheck(*world.gather_json(found)[0])
 
 

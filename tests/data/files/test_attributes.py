@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 from trainings import YAML
 
 from utils import config as configs
 from utils.config.schema import TransformConfig
-from utils.data.files.attributes import file_transform
+from utils.data.files.attributes import file_transform, simulation_of, warnings_of_unstated
 from utils.data.splits import with_file_transform
 from utils.errors import UserError
 from utils.simulation import gas
@@ -61,6 +62,19 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
     for value, words in ((0.0, "attributes of a.h5: velocity_scale_km_s: .*0"), ("fast", "make it a num")):
         with pytest.raises(UserError, match=words):
             from_files({"velocity_scale_km_s": value})
+
+
+def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
+    line = "b.h5 has no attributes that tell how its channels were computed; those of a.h5 are used for both"
+    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
+    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": OTHER}) == warnings_of_unstated({"a.h5": {}, "b.h5": {}}) == []
+
+
+def test_arrays_of_one_element_and_bytes_are_read_as_their_value() -> None:
+    """Some programs write such attributes."""
+    assert from_files({"velocity_scale_km_s": np.array([500.0])}).velocity_scale_km_s == 500.0
+    attributes = {"redshift": np.array([2.0], np.float32), "cosmology": b"planck18"}
+    assert simulation_of(attributes, None) == {"redshift": 2.0, "cosmology": "planck18"}
 
 
 @pytest.fixture

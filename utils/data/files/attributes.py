@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from utils.config import validate_section
 from utils.config.schema import TransformConfig
 from utils.errors import UserError
@@ -52,6 +54,16 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
 
+def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
+    """A line for each file that states no transform although another one does."""
+    stating = {path for path, attributes in files.items() if TransformConfig.model_fields.keys() & set(attributes)}
+    return [
+        f"{path} has no attributes that tell how its channels were computed; those of {min(stating)} are used for both"
+        for path in files
+        if stating and path not in stating
+    ]
+
+
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
     """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
     length = _number(attributes, "box_size_mpc_h", path)
@@ -78,15 +90,23 @@ def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) 
 
 def _number(attributes: Attributes, key: str, path: str) -> float | None:
     """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
-    value = attributes.get(key)
+    value = _scalar(attributes.get(key))
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
 
 
+def _scalar(value: Any) -> Any:
+    """The value of an attribute; some programs write arrays of one element, and texts as bytes."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.item()
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
 def _plain(value: Any) -> float | str | None:
     """The value of an attribute that is a number or a text, None for others."""
+    value = _scalar(value)
     return float(value) if isinstance(value, Real) else value if isinstance(value, str) else None
 
 
