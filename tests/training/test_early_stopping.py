@@ -35,7 +35,7 @@ def test_a_run_that_stopped_early_is_finished(
     assert summary["steps"] == 8
     assert summary["early_stop"].startswith(reason)
     assert [path.name for path in (run / FOLDER).iterdir()] == ["step_00000008.npz"]
-    nothing = "is the end of epoch 1, and early_stopping ended it; raise early_stopping.patience to extend that training"
+    nothing = "is the end of epoch 1, and early_stopping ended it; raise early_stopping.patience to extend"
     assert nothing in start("--set=early_stopping.patience=1", "--resume")
     (run / "summary.json").unlink()
     assert "The summary of this training is missing" in start("--set=early_stopping.patience=1")
