@@ -65,7 +65,7 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
 
 
 def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
-    line = "b.h5 has no attributes that tell how its channels were computed; those of a.h5 are used for both"
+    line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used for both"
     assert warnings_of_unstated({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
     assert warnings_of_unstated({"a.h5": OTHER, "b.h5": OTHER}) == warnings_of_unstated({"a.h5": {}, "b.h5": {}}) == []
 

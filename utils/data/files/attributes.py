@@ -58,7 +58,7 @@ def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
     """A line for each file that states no transform although another one does."""
     stating = {path for path, attributes in files.items() if TransformConfig.model_fields.keys() & set(attributes)}
     return [
-        f"{path} has no attributes that tell how its channels were computed; those of {min(stating)} are used for both"
+        f"{path} has no attributes that state how its channels were computed; those of {min(stating)} are used for both"
         for path in files
         if stating and path not in stating
     ]
