@@ -87,7 +87,8 @@ def _options(name: str) -> set[str]:
 def _check_name(name: str, known: Container[str], suitable: Sequence[str], key: str, kind: str) -> None:
     """Raises ValueError for a name that is not `known`; the message lists those that are `suitable` in this config."""
     if name not in known:
-        match = difflib.get_close_matches(name, suitable, n=1)
+        other_names = {"l2": "mse", "mae": "l1"}
+        match = difflib.get_close_matches(other_names.get(name, name), suitable, n=1)
         hint = f"; did you mean {match[0]}?" if match else ""
         raise ValueError(f"{key}: unknown {kind} {name}; known: {', '.join(suitable)}{hint}")
 

@@ -120,6 +120,8 @@ def test_set_string_accepts_every_character_and_its_value_survives_config_yaml(c
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", "0\n1"], r"--run_num '0\\n1' must be a plain name"),
         (["--run_num", "ü" * 128], "--run_num 'ü{50}'… must be a plain name of at most 255 bytes"),
+        (["--preflight", "--plot=README.md"], "argument --plot: 'README.md' does not end in .png; name it"),
+        (["--config="], "--config is empty; give the name of a config, or omit --config"),
         (["--preflight", "few"], "argument --preflight: 'few' is not a positive integer; see --help"),
     ],
 )

@@ -135,10 +135,25 @@ def test_error_for_an_unknown_config_lists_the_known_ones(tmp_path: Path) -> Non
         assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
 
 
+def test_error_for_an_unknown_config_names_the_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """Fixed: a tab or a duplicate key in a file hid its configs. A config in two files was listed twice."""
+    path = write(tmp_path, "base: {}\nshort: {}")
+    (tmp_path / "more.yaml").write_text("base: {}\nlong: {}")
+    (tmp_path / "tab.yaml").write_text("mine:\n\tseed: 1")
+    (tmp_path / "twice.yaml").write_text("mine: {seed: 1, seed: 2}")
+    with pytest.raises(UserError) as caught:
+        load(path, "mine")
+    text = str(caught.value)
+    assert "; known: base, short, long; cannot read " in text
+    assert re.search(r"; cannot read \S*/tab.yaml: .*line 2.*; cannot read \S*/twice.yaml: line 1: duplicate key", text)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("test:", "must hold named configs"),
+        ("test: {}\nempty:", "must hold named configs, .*; correct or remove empty, which is None$"),
+        ("str: hello\ntest: {}", "must hold named configs, .*; correct or remove str, which is 'hello'$"),
         ("test: {num_epochs: 1, num_epochs: 2}", "line 1: duplicate key num_epochs"),
         ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: duplicate key end_lr"),
         ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
@@ -313,8 +328,25 @@ def test_only_near_names_are_suggested() -> None:
 
 
 def test_a_value_in_place_of_a_section_is_reported_without_pydantics_names() -> None:
-    with pytest.raises(UserError, match=r"^config 'c': network: expected a section with keys, got 5$"):
+    with pytest.raises(
+        UserError, match=r"^config 'c': network: expected a section with keys, got 5; for example network.width=5$"
+    ):
         validate({"network": 5}, "c")
+
+
+def test_a_value_in_place_of_a_section_leads_to_the_key_that_accepts_it() -> None:
+    for section, value, example in (
+        ("optimizer", "adamw", "; for example optimizer.name=adamw"),
+        ("early_stopping", 3, "; for example early_stopping.patience=3"),
+        ("lr_schedule", 0.01, "; for example lr_schedule.start_lr=0.01"),
+        ("timeouts", "x", ""),
+        ("network", [1], ""),
+    ):
+        with pytest.raises(
+            UserError, match=rf"^config 'c': {section}: expected a section .*{re.escape(example)}$"
+        ) as e:
+            validate({section: value}, "c")
+        assert ("; for example " in str(e.value)) == bool(example)
 
 
 def test_numbers_and_booleans_accept_no_other_types() -> None:

@@ -143,7 +143,12 @@ def test_a_file_and_a_config_extend_others(folder: Path, capsys: pytest.CaptureF
         ("extends: bomb.yaml\na: {}", "cannot read {folder}/bomb.yaml: line 1: more than 50000 values"),
         ("extends: 0.yaml\na: {}", "more than 10 files extend one another, from {folder}/a.yaml to {folder}/9.yaml"),
         ("a: {extends: b}\nb: {extends: a}", "config 'a' of {folder}/a.yaml extends itself; remove one of the extends"),
-        ("a: {extends: a}", "{folder}/a.yaml: config 'a' extends 'a', expected one of "),
+        ("a: {extends: a}", "{folder}/a.yaml: config 'a' extends 'a', but no other config is known; to extend "),
+        (
+            "a: {extends: test}",
+            "config 'a' extends 'test', but no other config is known; to extend configs of another file, add "
+            "`extends: …/UNet.yaml` as the first line",
+        ),
         ("a: {extends: bsae}\nbase: {}", "config 'a' extends 'bsae', expected one of base; did you mean base?"),
         ("a: {extends: [base]}\nbase: {}", "config 'a' extends ['base'], expected one of base"),
     ],

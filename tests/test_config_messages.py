@@ -105,7 +105,7 @@ def test_limits_refuse_slips_and_allow_large_runs(key: str, largest: float, refu
     [
         ("", "expected a path, got '' (. is the current directory)"),
         (None, "expected a path, got None (YAML reads an empty value or a bare ~ as None)"),
-        (3, "expected a path, got 3 (. is the current directory)"),
+        (3, "expected a path, got 3"),
         (
             "x" * 300,
             "expected a path of at most 3000 bytes with names of at most 255, got one of 300 bytes with a name of",

@@ -90,6 +90,13 @@ def hdf5_output(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def png_output(text: str) -> str:
+    """Converts the name of a PNG file to write, for argparse; refuses others, since an existing file is replaced."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png; name it *.png")
+    return os.path.expanduser(text)
+
+
 def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
     """Adds --checkpoint, the trained network to load, to a parser or a group."""
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
@@ -167,6 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--plot",
         nargs="?",
         const="learning_rate.png",
+        type=png_output,
         metavar="FILE",
         help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
     )
@@ -224,6 +232,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     _check_run_num(arguments.run_num)
     if arguments.plot is not None and arguments.preflight is None:
         raise UserError("--plot needs --preflight; add --preflight or remove --plot")
+    if arguments.config == "":
+        raise UserError("--config is empty; give the name of a config, or omit --config")
     options = Options(
         yaml_config=arguments.yaml_config,
         config=arguments.config or default_name(arguments.yaml_config),

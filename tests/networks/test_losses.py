@@ -92,7 +92,7 @@ def test_half_precision_outputs_are_compared_in_float32_and_double_precision_in_
             "no .* channel_weights; remove them",
         ),
         ("cross_entropy", {}, "loss cross_entropy cannot be used with volumes; use one of l1, mse, huber"),
-        ("l2", {}, "loss: unknown loss l2; known: l1"),
+        ("l2", {}, "loss: unknown loss l2; known: l1, mse, huber; did you mean mse?"),
     ],
 )
 def test_a_loss_refuses_options_of_other_losses(name: str, options: dict[str, Any], message: str) -> None:

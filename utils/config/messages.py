@@ -85,7 +85,8 @@ def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
     if kind == "extra_forbidden":
         return f"{key} {REPLACED_KEYS[key]}" if key in REPLACED_KEYS else f"unknown key {key}{_hint(section, key)}"
     if kind in ("model_type", "dict_type"):
-        return f"{key}: expected a section with keys, got {_shown(value)}".removeprefix(": ")
+        example = _example(section, fault["loc"], value)
+        return f"{key}: expected a section with keys, got {_shown(value)}{example}".removeprefix(": ")
     if kind == "value_error":  # raised by the schema's own checks, whose messages contain the value
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     expected, example = _expected(kind, fault.get("ctx", {}), value), ""
@@ -125,6 +126,21 @@ def _field(section: type[Section], location: tuple[int | str, ...]) -> tuple[str
             return ".".join(path), field
         section = field.annotation  # type: ignore[assignment]
     return ".".join(path), None
+
+
+def _example(section: type[Section], location: tuple[int | str, ...], value: Any) -> str:
+    """The first key of the section at a location that accepts the value given in place of the section."""
+    for part in location:
+        section = section.model_fields[str(part)].annotation  # type: ignore[assignment]
+        if not _is_section(section):
+            return ""
+    for name in section.model_fields if location and isinstance(value, str | int | float) else ():
+        try:
+            section.model_validate({name: value})
+        except ValidationError:
+            continue
+        return f"; for example {'.'.join(map(str, location))}.{name}={value!s:.40}"
+    return ""
 
 
 def _is_section(annotation: Any) -> bool:

@@ -37,8 +37,9 @@ def expand(path: str) -> str:
 
 def _read(value: Any, info: ValidationInfo) -> Any:
     if not isinstance(value, str) or not value:
-        hint = "YAML reads an empty value or a bare ~ as None" if value is None else ". is the current directory"
-        raise ValueError(f"expected a path, got {value!r:.200} ({hint})")
+        hints = {None: " (YAML reads an empty value or a bare ~ as None)", "": " (. is the current directory)"}
+        hint = hints.get(value, "") if value is None or isinstance(value, str) else ""
+        raise ValueError(f"expected a path, got {value!r:.200}{hint}")
     if isinstance(value, Verbatim):
         return value
     return expand(value) if info.context == EXPAND else value

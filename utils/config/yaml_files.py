@@ -64,10 +64,11 @@ class ConfigFile:
             found = self._inherited(name) if other == name else self._holder(other)
         if found is None:
             known = [known for known in self.names() if known != name]
+            expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
             hint = nearest(other, known) if isinstance(other, str) else ""
-            raise UserError(
-                f"{self.path}: config '{name}' extends {other!r:.100}, expected one of {', '.join(known)}{hint}"
-            )
+            if self.parent is None and not hint:
+                hint = f"; to extend configs of another file, add `{EXTENDS}: …/UNet.yaml` as the first line"
+            raise UserError(f"{self.path}: config '{name}' extends {other!r:.100}, {expected}{hint}")
         return found, other
 
 
@@ -79,10 +80,7 @@ def open_file(path: str, extended_by: tuple[str, ...] = ()) -> ConfigFile:
         raise UserError(f"more than {MOST_FILES} files extend one another, from {extended_by[0]} to {path}; merge some")
     configs = parse_value(_text(path, extended_by), path)
     other = configs.pop(EXTENDS, None) if isinstance(configs, dict) else None
-    if not isinstance(configs, dict) or not all(
-        isinstance(name, str) and isinstance(values, dict) for name, values in configs.items()
-    ):
-        raise UserError(f"{path} must hold named configs, each a mapping of keys to values, such as base: {{seed: 1}}")
+    _check_configs(path, configs)
     if other is None:
         return ConfigFile(path, configs)
     if not isinstance(other, str) or not other:
@@ -92,6 +90,18 @@ def open_file(path: str, extended_by: tuple[str, ...] = ()) -> ConfigFile:
     except ValueError as error:
         raise UserError(f"{path}: extends: {error}") from None
     return ConfigFile(path, configs, open_file(target, (*extended_by, path)))
+
+
+def _check_configs(path: str, configs: Any) -> None:
+    """Raises UserError if the values of a file are not named configs; names the first entry that is none."""
+    fault = None if isinstance(configs, dict) else ""
+    for name, values in configs.items() if isinstance(configs, dict) else ():
+        if not isinstance(name, str) or not isinstance(values, dict):
+            fault = f"; correct or remove {name!s:.100}, which is {values!r:.100}"
+            break
+    if fault is not None:
+        rule = "must hold named configs, each a mapping of keys to values, such as base: {seed: 1}"
+        raise UserError(f"{path} {rule}{fault}")
 
 
 def _text(path: str, extended_by: tuple[str, ...]) -> str:
@@ -135,16 +145,20 @@ def find(path: str, name: str) -> dict[str, Any]:
     file = open_file(path)
     if name in file.names():
         return file.values(name)
-    others = {
-        str(other): names(str(other)) for other in sorted(Path(path).parent.glob("*.yaml")) if other != Path(path)
-    }
+    others: dict[str, list[str]] = {}
+    faults = []
+    for other in map(str, sorted(Path(path).parent.glob("*.yaml"))):
+        try:
+            others |= {} if Path(other) == Path(path) else {other: list(read_file(other))}
+        except UserError as error:  # possibly a file of another program
+            faults.append(f"; {error}")
     matches = [other for other, known in others.items() if name in known]
     if len(matches) > 1:
         raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
     if matches:
         return open_file(matches[0]).values(name)
-    known = [*file.names(), *(other for held in others.values() for other in held)]
+    known = list(dict.fromkeys([*file.names(), *(other for held in others.values() for other in held)]))
     raise UserError(
         f"unknown config {name} in {path} and the other YAML files of its directory; known: "
-        f"{', '.join(known)}{nearest(name, known)}"
+        f"{', '.join(known)}{nearest(name, known)}{''.join(faults)}"
     )
