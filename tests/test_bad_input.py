@@ -27,6 +27,7 @@ import train
 from networks import build_network
 from utils import build, cli, errors
 from utils.config import Config, load
+from utils.data.files.values import _places
 from utils.data.splits import sample_plan
 from utils.optim.schedules import build_schedule
 from utils.training.checkpoint import load_newest, read_weights
@@ -163,11 +164,17 @@ def all_zero(path: Path, volume_file: Any) -> None:
         file["Hydro"][...] = 0
 
 
+def all_nan(path: Path, volume_file: Any) -> None:
+    with h5py.File(volume_file(path), "r+") as file:
+        file["Hydro"][2] = np.nan
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda path, volume_file: None, "no such file"),
         (physical, "Hydro[1] holds physical values (up to "),
+        (all_nan, "Hydro[2, 0, 0, 0] is nan; correct or remove it"),
         (all_zero, "Hydro is 0 everywhere; write its values"),
         (lambda path, volume_file: path.mkdir(), "cannot read "),
         (truncated, "the file is truncated"),
@@ -213,7 +220,7 @@ def test_truncation_of_a_file_during_training_is_reported_in_one_line(
 
 
 def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
-    data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data_flags: list[str], tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(TOP)
     directory = tmp_path / "test" / "1ranks" / "00"
@@ -229,7 +236,13 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
 
     before = found()
     assert len(before) == 6
-    for flag in ("--set=train_path=/nowhere.h5", "--set=num_epoch=3", "--set=data_size=6"):
+    all_nan(tmp_path / "nan.h5", volume_file)
+    for flag in (
+        f"--set=val_path={tmp_path / 'nan.h5'}",
+        "--set=train_path=/nowhere.h5",
+        "--set=num_epoch=3",
+        "--set=data_size=6",
+    ):
         failed_training(capsys, [*data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
     assert found() == before
 
@@ -238,13 +251,13 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
 
 
 def volume_with_a_nan(path: Path, volume_file: Any) -> int:
-    """Writes a volume with one NaN; returns the first step that reads it, 5 to 7, counted from 1."""
+    """Writes a volume with one NaN outside the sample; returns the first step that reads it, 5 to 7, from 1."""
     config = small_config()
     origins, crop, batch = sample_plan(config, "train").epoch(0).origins, config.data_size, config.global_batch_size
     for cell in np.ndindex(16, 16, 16):
         inside = ((origins <= cell) & (np.array(cell) < origins + crop)).all(axis=1)
         first = int(inside.argmax())
-        if inside.any() and 4 < first // batch + 1 < 8:
+        if inside.any() and 4 < first // batch + 1 < 8 and cell[:2] not in _places((16, 16, 16)):
             with h5py.File(volume_file(path, seed=1), "r+") as file:
                 file["Nbody"][(2, *cell)] = np.nan
             return first // batch + 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly over [0, 1)
 
 
 class ChannelValues:
-    """Range and number of zeros of a channel's values, of which NaN and infinite ones are ignored."""
+    """Range and number of zeros of a channel's values."""
 
     def __init__(self) -> None:
         self.lowest, self.highest = math.inf, -math.inf
@@ -34,8 +35,8 @@ class ChannelValues:
 
     def add(self, values: np.ndarray) -> None:
         if values.size:
-            self.lowest = min(self.lowest, float(values.min()))
-            self.highest = max(self.highest, float(values.max()))
+            self.lowest = min(self.lowest, float(values.min()) + 0.0)  # + 0.0 turns -0.0 into 0.0
+            self.highest = max(self.highest, float(values.max()) + 0.0)
             self._count += values.size
             self._zeros += values.size - np.count_nonzero(values)
 
@@ -54,29 +55,34 @@ class ChannelValues:
 def check_samples(volumes: Mapping[str, Volume], allow_physical: bool) -> tuple[list[str], list[str]]:
     """Warnings about the training and the validation volume together, and about single channels, from samples.
 
-    Raises UserError for physical values, unless they are allowed, and for a dataset with the same value everywhere.
+    Raises UserError for NaN and infinite values, for physical values, unless they are allowed, and for a dataset with
+    the same value everywhere.
     """
-    samples = {split: _sample(volume) for split, volume in volumes.items()}
+    samples: dict[str, list[np.ndarray]] = {}
     warnings = []
     for split, volume in volumes.items():
-        channels: dict[tuple[int, int], ChannelValues] = {}
-        for number, field in enumerate(samples[split]):
-            for channel, values in enumerate(field):
-                finite = values[np.isfinite(values)]
-                if not allow_physical and np.count_nonzero(np.abs(finite) > PHYSICAL) > PHYSICAL_SHARE * values.size:
-                    raise UserError(
-                        f"{volume.path}: {volume.names[number]}[{channel}] holds physical values "
-                        f"(up to {np.abs(finite).max():.3g}), but networks learn channels of about 1; transform the "
-                        f"file as docs/data.md, Your own files, describes, or set allow_physical_values: true"
-                    )
-                channels[number, channel] = ChannelValues()
-                channels[number, channel].add(finite)
-        warnings += _channel_warnings(volume, channels)
+        samples[split] = []
+        for name, field in zip(volume.names, (volume.inputs, volume.targets), strict=True):
+            values = _sample(volume.path, field)
+            place = nonfinite_place(values)
+            if place is not None:
+                channel, row, z = place
+                raise _nonfinite(volume.path, name, (channel, *_places(field.shape[1:])[row], z), values[place])
+            samples[split].append(values)
+            warnings += _check_values(volume.path, name, values, allow_physical)
     train, valid = samples.values()
-    if all(np.array_equal(*fields, equal_nan=True) for fields in zip(train, valid, strict=True)):
+    if all(np.array_equal(*fields) for fields in zip(train, valid, strict=True)):
         paths = " and ".join(dict.fromkeys(volume.path for volume in volumes.values()))
         return [f"{paths}: training and validation use the same volume; results look better than they are"], warnings
     return [], warnings
+
+
+def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> list[str]:
+    """Warnings about the channels of one dataset [C, X, Y, Z], from a sample.
+
+    Raises UserError for physical values, unless they are allowed, and for the same value everywhere.
+    """
+    return _check_values(path, name, _sample(path, field), allow_physical)
 
 
 def check_all(volume: Volume, advance: Callable[[], None] = lambda: None) -> list[str]:
@@ -84,39 +90,54 @@ def check_all(volume: Volume, advance: Callable[[], None] = lambda: None) -> lis
 
     Raises UserError at the first NaN or infinite value, and for a dataset with the same value everywhere.
     """
-    channels: dict[tuple[int, int], ChannelValues] = {}
+    fields = [[ChannelValues() for _ in range(field.shape[0])] for field in (volume.inputs, volume.targets)]
     for number, channel, start, values in volume.slabs():
         place = nonfinite_place(values)
         if place is not None:
             x, y, z = place
-            raise UserError(
-                f"{volume.path}: {volume.names[number]}[{channel}, {start + x}, {y}, {z}] is {values[place]}; correct "
-                f"or remove it: training skips every update whose samples contain it"
-            )
-        channels.setdefault((number, channel), ChannelValues()).add(values)
+            raise _nonfinite(volume.path, volume.names[number], (channel, start + x, y, z), values[place])
+        fields[number][channel].add(values)
         advance()
-    return _channel_warnings(volume, channels)
+    pairs = zip(volume.names, fields, strict=True)
+    return [line for name, channels in pairs for line in _channel_warnings(volume.path, name, channels)]
 
 
-def _sample(volume: Volume) -> list[np.ndarray]:
-    """Values [C, rows, L] of the inputs and the targets, at the same places in each volume of the same size."""
-    box = volume.box
-    rows = min(box**2, max(LEAST_ROWS, SAMPLED_VALUES // box))
-    places = [(row * box // rows, int(row * GOLDEN % 1 * box)) for row in range(rows)]
-    with reading(volume.path):
-        return [np.stack([field[:, x, y] for x, y in places], axis=1) for field in (volume.inputs, volume.targets)]
+def _nonfinite(path: str, name: str, place: tuple[int, ...], value: float) -> UserError:
+    return UserError(
+        f"{path}: {name}[{', '.join(map(str, place))}] is {value}; correct or remove it: training skips every update "
+        f"whose samples contain it"
+    )
 
 
-def _channel_warnings(volume: Volume, channels: Mapping[tuple[int, int], ChannelValues]) -> list[str]:
-    for number, name in enumerate(volume.names):
-        own = [values for (field, _), values in channels.items() if field == number]
-        lowest, highest = min(values.lowest for values in own), max(values.highest for values in own)
-        if lowest == highest:
+def _places(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Places (x, y) of the sampled rows, the same in each volume of the same size."""
+    rows = min(shape[0] * shape[1], max(LEAST_ROWS, SAMPLED_VALUES // shape[2]))
+    return [(row * shape[0] // rows, int(row * GOLDEN % 1 * shape[1])) for row in range(rows)]
+
+
+def _sample(path: str, field: Any) -> np.ndarray:
+    """Values [C, rows, Z] of a field [C, X, Y, Z]."""
+    with reading(path):
+        return np.stack([field[:, x, y] for x, y in _places(field.shape[1:])], axis=1)
+
+
+def _check_values(path: str, name: str, sample: np.ndarray, allow_physical: bool) -> list[str]:
+    channels = []
+    for number, values in enumerate(sample):
+        if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
             raise UserError(
-                f"{volume.path}: {name} is {lowest:g} everywhere; write its values, or choose another file or dataset"
+                f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
+                f"learn channels of about 1; transform the file as docs/data.md, Your own files, describes, or train "
+                f"with allow_physical_values: true"
             )
-    return [
-        f"{volume.path}: {volume.names[number]}[{channel}] {remark}"
-        for (number, channel), values in channels.items()
-        if (remark := values.warning())
-    ]
+        channels.append(ChannelValues())
+        channels[-1].add(values)
+    return _channel_warnings(path, name, channels)
+
+
+def _channel_warnings(path: str, name: str, channels: Sequence[ChannelValues]) -> list[str]:
+    lowest, highest = min(values.lowest for values in channels), max(values.highest for values in channels)
+    if lowest == highest:
+        raise UserError(f"{path}: {name} is {lowest:g} everywhere; write its values, or choose another file or dataset")
+    remarks = (values.warning() for values in channels)
+    return [f"{path}: {name}[{number}] {remark}" for number, remark in enumerate(remarks) if remark]
