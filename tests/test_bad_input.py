@@ -28,7 +28,7 @@ from networks import build_network
 from utils import build, cli, errors
 from utils.config import Config, load
 from utils.data.files.values import _places
-from utils.data.splits import sample_plan
+from utils.data.splits import DataCheck, sample_plan
 from utils.optim.schedules import build_schedule
 from utils.training.checkpoint import load_newest, read_weights
 from utils.training.checkpointer import AsyncCheckpointer
@@ -283,7 +283,8 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert saved is not None
     assert (saved.state.step, saved.state.skipped) == (16, len(warnings))
     assert all(tensor.isfinite().all() for tensor in saved.weights["network"].values())
-    assert "Result:" in (directory / "out.log").read_text()
+    table = (directory / "out.log").read_text().partition("Result:")[2]
+    assert re.search(rf"^  skipped updates +{len(warnings)}   see the warnings", table, re.MULTILINE)
     assert not list(directory.rglob("*.png"))
     # With a limit of one step:
     flags = [f"--set=train_path={path}", f"--set=expdir={tmp_path / 'stopped'}", "--set=checkpoint.every_steps=1"]
@@ -293,6 +294,21 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     saved = load_newest(tmp_path / "stopped/test/1ranks/00/checkpoints")
     assert saved is not None
     assert saved.state.step == step - 1
+
+
+def test_a_training_in_which_every_update_was_skipped_is_no_success(
+    data_flags: list[str], tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """With fewer steps than max_consecutive_skips it once ended with the result of a "trained network"."""
+    monkeypatch.chdir(TOP)
+    monkeypatch.setattr(build, "check_data", lambda *_: DataCheck())  # the sample of a larger file may miss it
+    all_nan(tmp_path / "nan.h5", volume_file)
+    flags = [*data_flags, f"--set=train_path={tmp_path / 'nan.h5'}", f"--set=expdir={tmp_path}", "--num_epochs=1"]
+    for _ in range(2):  # the same command says so again
+        output = failed_training(capsys, flags)
+        check_error(output, "training failed: all 8 updates were skipped", "check the data with --preflight")
+        assert "Result:" not in output
+    assert not (tmp_path / "test/1ranks/00/summary.json").exists()
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------

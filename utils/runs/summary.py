@@ -11,7 +11,7 @@ from pathlib import Path
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.errors import os_errors_for_users
+from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
@@ -20,7 +20,7 @@ from utils.runs.removal import is_incomplete, remove_run
 from utils.training.checkpoint import FOLDER, repair_best
 from utils.training.checkpointer import prune
 from utils.training.resume import Start
-from utils.training.trainer import FitResult, Trainer
+from utils.training.trainer import REMEDY, FitResult, Trainer
 
 SUMMARY = "summary.json"
 
@@ -92,10 +92,12 @@ def _prepare(directory: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: Path, start: Start) -> None:
-    """Records the result of a training. Every rank calls it.
+    """Records the result of a training. Every rank calls it. Raises UserError if no update was made.
 
     summary.json is written last: a run that is started again without it does all of this again.
     """
+    if result.skipped_updates == result.steps > 0:
+        raise UserError(f"training failed: all {result.steps} updates were skipped, nothing was learned; {REMEDY}")
     logger, world = trainer.logger, trainer.world
     final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
     logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
@@ -135,6 +137,8 @@ def result_table(result: FitResult, losses: dict[str, float], directory: Path) -
     lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in result.metrics.items()]
     lines.append(f"{'throughput, last epoch':<32}{result.samples_per_second:>10.1f}   samples/s")
     lines.append(f"{'training and validation':<32}{format_duration(result.seconds):>10}   {result.steps} steps")
+    if result.skipped_updates:
+        lines.append(f"{'skipped updates':<32}{result.skipped_updates:>10}   see the warnings above")
     if result.noise_scale is not None:
         lines.append(result.noise_scale)
     lines.append(f"run directory  {directory}")

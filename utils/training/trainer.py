@@ -43,6 +43,7 @@ class FitResult:
     metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
     noise_scale: str | None = None  # one sentence, if it was measured
     early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
+    skipped_updates: int = 0
 
 
 class Validation(NamedTuple):
@@ -378,6 +379,7 @@ class Trainer:
             metrics=dict(state.metrics),
             noise_scale=self._noise.sentence() if self._noise else None,
             early_stop=self._early_stop(),
+            skipped_updates=state.skipped,
         )
 
 
