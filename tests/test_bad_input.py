@@ -176,11 +176,12 @@ def all_nan(path: Path, volume_file: Any) -> None:
         (physical, "Hydro[1] holds physical values (up to "),
         (all_nan, "Hydro[2, 0, 0, 0] is nan; correct or remove it"),
         (all_zero, "Hydro is 0 everywhere; write its values"),
-        (lambda path, volume_file: path.mkdir(), "cannot read "),
+        (lambda path, volume_file: path.mkdir(), "bad.h5: it is a directory; set "),
+        (lambda path, volume_file: os.mkfifo(path), "bad.h5: it is not a regular file; set "),
         (truncated, "the file is truncated"),
         (
             lambda path, volume_file: volume_file(path, box=24),
-            "Nbody has 24 cells per side, but box_size is 16",
+            "Nbody has 24 cells per side, but box_size is 16; set box_size to [",
         ),
     ],
 )

@@ -23,7 +23,7 @@ if not __package__:  # run as a file: Python searches that file's directory for 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from utils.cli import Parser
-from utils.data.files.fields import StoredField, checked_field
+from utils.data.files.fields import Remedies, StoredField, checked_field
 from utils.data.files.hdf5 import DATASETS, open_file
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
@@ -47,7 +47,8 @@ def convert(
     """
     source = Path(source)
     with open_file(str(source)) as file:
-        fields = [checked_field(file, str(source), name, remedy="choose them with -d and -l") for name in names]
+        remedies = Remedies("choose them with -d and -l")
+        fields = [checked_field(file, str(source), name, remedies=remedies) for name in names]
         shapes = [field.shape for field in fields]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(

@@ -145,7 +145,9 @@ def open_split(config: Config, split: str) -> Volume:
     """The HDF5 volume of one split, checked against the config."""
     values, names = split_settings(config, split), dataset_names(config)
     path, channels = getattr(config, values.key), channel_counts(config)
-    return open_volume(path, channels, values.box, config.transform, values.key, names)
+    boxes = ["{}" if name == split else str(size) for name, size in zip(SPLITS, config.box_size, strict=True)]
+    remedy = f"set box_size to [{', '.join(boxes)}] (training, validation)"
+    return open_volume(path, channels, values.box, config.transform, values.key, names, remedy)
 
 
 def open_split_npy(config: Config, split: str) -> NpyVolume:
@@ -229,8 +231,8 @@ def check_data(config: Config, reads: str | None, world: World) -> DataCheck:
 
 def conversions(volumes: Mapping[str, Volume]) -> list[str]:
     """Lines for the log about volumes that are converted."""
-    cost = "converted to float32 each time values are read; the loaders inmem and resident do so only once"
-    return [f"{volume.path}: {volume.conversion}: {cost}" for volume in volumes.values() if volume.conversion]
+    cost = "each time values are read; the loaders inmem and resident do so only once"
+    return [f"{volume.path}: {volume.conversion} {cost}" for volume in volumes.values() if volume.conversion]
 
 
 def load_volumes(

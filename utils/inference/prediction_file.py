@@ -52,7 +52,7 @@ class PredictionFile:
         with world.raise_together():
             if world.is_root:
                 if self.source.conversion:
-                    log.info("%s is %s: converted to float32 as it is read", self.source.path, self.source.conversion)
+                    log.info("%s is %s as it is read", self.source.path, self.source.conversion)
                 _warn_about_scale(self.source)
                 writer = self._open(predictor)
         try:

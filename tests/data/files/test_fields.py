@@ -116,6 +116,9 @@ def test_the_log_names_what_is_converted(tmp_path: Path) -> None:
     (line,) = conversions({"train": volume})
     assert line.startswith(f"{path}: fields/dark and gas are big-endian float64 with the channels last: ")
     assert "converted to float32 each time" in line
+    path = store(tmp_path / "b.h5", tmp_path / "box.h5", "<f4", True)
+    (line,) = conversions({"train": open_volume(path, (4, 5), names=NAMES)})
+    assert ": fields/dark and gas are float32 with the channels last: axes reordered each time" in line
 
 
 def test_types_of_hdf5_that_numpy_lacks_are_converted_by_hdf5(tmp_path: Path) -> None:

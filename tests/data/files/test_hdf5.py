@@ -87,7 +87,7 @@ def test_files_that_are_missing_truncated_or_not_hdf5_are_refused(volume_file: V
     refused(tmp_path / "none.h5", "no such file: .*; give another path$")
     (tmp_path / "a.h5").write_text("not HDF5")
     refused(tmp_path / "a.h5", "not an HDF5 file")
-    refused(tmp_path, "Is a directory$")
+    refused(tmp_path, "it is a directory; give another path$")
     for part in (0.5, 0.95):
         path = volume_file(tmp_path / "a.h5")
         os.truncate(path, int(path.stat().st_size * part))
@@ -114,9 +114,9 @@ def test_other_datasets_and_shapes_are_refused(tmp_path: Path, datasets: dict[st
 
 def test_channels_and_boxes_that_differ_from_the_config_are_refused(volume_file: VolumeFile, tmp_path: Path) -> None:
     path = volume_file(tmp_path / "a.h5")
-    refused(path, r"expected \(3, L, L, L\)", (3, 5))
-    refused(path, r"expected \(6, L, L, L\)", (4, 6))
-    refused(path, "has 16 cells per side, but box_size is 32; set box_size", box=32)
+    refused(path, r"expected \(3, L, L, L\) or \(L, L, L, 3\); set N_in_channels to 4$", (3, 5))
+    refused(path, r"expected \(6, L, L, L\) or \(L, L, L, 6\); set N_out_channels to 5$", (4, 6))
+    refused(path, "has 16 cells per side, but box_size is 32; set box_size to 16$", box=32)
 
 
 # --- staging -------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_after_a_read_error_no_thread_writes_and_the_loader_works_again(fields: 
     plan = training_plan(samples=32)
     volume, field = counted_volume(fields, seconds=0.01, fail=1, error=OSError("filter returned failure"))
     with closing(loader_of(volume, plan, batch_size=16, threads=threads)) as loader:
-        with pytest.raises(UserError, match=r"^cannot read slow\.h5: filter returned failure$"):
+        with pytest.raises(UserError, match=r"^cannot read slow\.h5: filter returned failure; copy or recreate it$"):
             next(loader.epoch(0))
         assert field.active == 0
         started = field.started

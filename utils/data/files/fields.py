@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -11,6 +11,14 @@ import numpy as np
 from utils.errors import UserError
 
 FLOAT32 = np.dtype("<f4")
+
+
+class Remedies(NamedTuple):
+    """Remedies for a dataset that does not match; {} stands for what the file has."""
+
+    name: str = "rename it"
+    channels: str = "choose another file or dataset"
+    box: str = "set box_size to {}"
 
 
 class StoredField:
@@ -25,7 +33,9 @@ class StoredField:
         self.chunks = None if dataset.chunks is None else self._with_channels_first(dataset.chunks)
         order = " with the channels last" if channels_last else ""
         # Differences from the format that is read without a conversion, for the log.
-        self.conversion = "" if dataset.dtype == FLOAT32 and not order else f"{_type_name(dataset.dtype)}{order}"
+        is_float32 = dataset.dtype == FLOAT32
+        self.conversion = "" if is_float32 and not order else f"{_type_name(dataset.dtype)}{order}"
+        self.change = "axes reordered" if is_float32 else "converted to float32"
 
     def __getitem__(self, key: tuple[Any, ...]) -> np.ndarray:
         channels, *cells = key
@@ -62,23 +72,27 @@ def checked_field(
     channels: int | None = None,
     box: int | None = None,
     is_cube: bool = True,
-    remedy: str = "rename it",
+    remedies: Remedies = Remedies(),  # noqa: B008 # immutable
 ) -> StoredField:
     """A dataset [C, L, L, L] or [L, L, L, C]; without `is_cube` the sides may differ. None accepts any number.
 
-    `remedy` is that for a dataset with another name. If both orders fit the shape, the channels are first.
+    If both orders fit the shape, the channels are first.
     """
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
-        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
+        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedies.name}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     orders = [last for last in (False, True) if _fits(shape, last, channels, is_cube)]
     if not orders:
         count, sides = channels or "channels", "L, L, L" if is_cube else "X, Y, Z"
-        raise UserError(f"{path}: {name} is {shape}, expected ({count}, {sides}) or ({sides}, {count})")
+        found = [shape[-1] if last else shape[0] for last in (False, True) if _fits(shape, last, None, is_cube)]
+        remedy = remedies.channels.format(found[0]) if found else "write it with these axes"
+        raise UserError(f"{path}: {name} is {shape}, expected ({count}, {sides}) or ({sides}, {count}); {remedy}")
     if box is not None and shape[1] != box:
-        raise UserError(f"{path}: {name} has {shape[1]} cells per side, but box_size is {box}; set box_size")
+        raise UserError(
+            f"{path}: {name} has {shape[1]} cells per side, but box_size is {box}; {remedies.box.format(shape[1])}"
+        )
     if dataset.dtype.kind not in "fiu":
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected real numbers; write it as float32")
     if not dataset.is_virtual and not dataset.external and dataset.id.get_storage_size() == 0:

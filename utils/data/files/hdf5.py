@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,14 @@ import numpy as np
 
 from utils.config.schema import TransformConfig
 from utils.data.files.attributes import cell_size, file_transform, simulation_of
-from utils.data.files.fields import checked_field
+from utils.data.files.fields import Remedies, checked_field
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason
-from utils.files import atomic_write, copy_file
+from utils.files import atomic_write, copy_file, open_regular
 
 DATASETS = ("Nbody", "Hydro")
+RECREATE = "copy or recreate it"
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 
@@ -44,7 +46,7 @@ class Volume:
     files: tuple[str, ...] = ()
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
     names: tuple[str, str] = DATASETS
-    conversion: str = ""  # datasets that are converted as they are read, for the log
+    conversion: str = ""  # datasets that are converted as they are read, and how, for the log
 
     @property
     def box(self) -> int:
@@ -97,7 +99,7 @@ class FieldReader:
         with reading(path):
             file = open_file(path)
             linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
-            field = checked_field(file, path, name, channels, is_cube=False, remedy=linked)
+            field = checked_field(file, path, name, channels, is_cube=False, remedies=Remedies(linked))
             self.attributes = dict(file.attrs)
             file_transform(transform, {path: self.attributes})
             self._values = field.mapped()
@@ -107,7 +109,7 @@ class FieldReader:
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
-        self.conversion = field.conversion
+        self.conversion = f"{field.conversion}: {field.change}" if field.conversion else ""
         self._size_check = SizeCheck((field.path,))
 
     def planes(self, start: int, stop: int) -> np.ndarray:
@@ -133,15 +135,19 @@ def open_volume(
     transform: TransformConfig | None = None,
     key: str | None = None,
     names: tuple[str, str] = DATASETS,
+    box_remedy: str = "set box_size to {}",
 ) -> Volume:
     """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
     path = str(path)
-    remedy = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
+    missing = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
+    other = "give another path" if key is None else f"set {key} to an HDF5 file"
     with reading(path):
-        file = open_file(path, remedy)
+        file = open_file(path, missing, other)
         renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
-        counts = zip(names, channels, strict=True)
-        stored = [checked_field(file, path, name, count, box, remedy=renamed) for name, count in counts]
+        stored = [
+            checked_field(file, path, name, count, box, remedies=Remedies(renamed, f"set {counts} to {{}}", box_remedy))
+            for name, count, counts in zip(names, channels, ("N_in_channels", "N_out_channels"), strict=True)
+        ]
         if transform is not None:
             file_transform(transform, {path: file.attrs})
         cell = cell_size(file.attrs, stored[0].shape[-1], path)
@@ -154,6 +160,8 @@ def open_volume(
     conversion = ", ".join(f"{name} is {how}" for name, how in zip(names, conversions, strict=True) if how)
     if conversion and conversions[0] == conversions[1]:
         conversion = f"{names[0]} and {names[1]} are {conversions[0]}"
+    if conversion:
+        conversion += f": {max(each.change for each in stored if each.conversion)}"  # rather converted than reordered
     return Volume(path, fields[0], fields[1], files, cell, names, conversion)
 
 
@@ -166,14 +174,18 @@ def _simulation(path: str, box: int | None) -> str:
     return f"simulate one with python -m utils.simulation --output {path} --grid {box or 128} --seed {seed}"
 
 
-def open_file(path: str, remedy: str = "give another path") -> h5py.File:
-    """Opens an HDF5 file for reading; raises UserError if that fails, with `remedy` if the file does not exist."""
-    try:
+def open_file(path: str, missing: str = "give another path", other: str = "give another path") -> h5py.File:
+    """Opens an HDF5 file for reading.
+
+    Raises UserError if that fails, with the remedy `missing` if there is no file and `other` if it is not a file.
+    """
+    with os_errors_for_users(f"cannot read {path}", other):
+        try:
+            open_regular(path).close()  # HDF5 would wait forever for the writer of a pipe
+        except FileNotFoundError:
+            raise UserError(f"no such file: {path}; {missing}") from None
+    with reading(path):
         return h5py.File(path, "r")
-    except FileNotFoundError:
-        raise UserError(f"no such file: {path}; {remedy}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
 
 
 @contextlib.contextmanager
@@ -186,17 +198,21 @@ def reading(path: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
     except Exception as error:
-        raise UserError(f"cannot read {path}: the file is damaged ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"cannot read {path}: the file is damaged ({' '.join(str(error).split())}); {RECREATE}"
+        ) from None
 
 
 def _reason(error: OSError) -> str:
     text = " ".join(str(error).split())
     if "truncated" in text:
-        return "the file is truncated; copy or recreate it"
+        return f"the file is truncated; {RECREATE}"
     if "signature" in text:
-        return "it is not an HDF5 file"
+        return "it is not an HDF5 file; give another file"
     if "unable to lock" in text:
         return "it cannot be locked; stop the process that writes to it, or set HDF5_USE_FILE_LOCKING=FALSE"
+    if not error.errno:
+        return f"{text}; the file is damaged, or compressed with a filter that h5py lacks: {RECREATE}"
     return os_reason(error)
 
 
@@ -206,6 +222,15 @@ def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
         if np.isfinite(np.sum(values, dtype=np.float64)):  # one pass, no temporary array
             return None
     return tuple(np.argwhere(~np.isfinite(values))[0].tolist())
+
+
+def check_cache(directory: str) -> None:
+    """Raises UserError if `stage` could not create a file in the directory, which need not exist; leaves nothing."""
+    parent = Path(directory).absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    with os_errors_for_users(f"cannot stage data in use_cache={directory}", "choose another use_cache"):
+        tempfile.TemporaryFile(dir=parent).close()
 
 
 def stage(path: str, directory: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from utils.data.files.hdf5 import DATASETS, Volume
 from utils.errors import UserError, os_errors_for_users
+from utils.files import open_regular
 
 FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/convert_to_npy.py writes them
 
@@ -74,6 +75,7 @@ def _open(path: str, shape: tuple[int, ...], create: str, recreate: str) -> np.n
     """Maps a file of this shape; the remedies are `create` if there is no file and `recreate` if it is a wrong one."""
     with os_errors_for_users(f"cannot read {path}", recreate):
         try:
+            open_regular(path).close()  # numpy would wait forever for the writer of a pipe
             array = np.lib.format.open_memmap(path, mode="r")
         except FileNotFoundError:
             raise UserError(f"no such file: {path}; {create}") from None

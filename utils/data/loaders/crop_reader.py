@@ -43,7 +43,7 @@ class CropReader:
         pending: deque[tuple[EpochPlan, Batch, list[Future[None]]]] = deque()
         order = iter(range(first_batch, len(self.batches)))
         try:
-            with os_errors_for_users(f"cannot read {self._path}", error_type=LocalError):
+            with os_errors_for_users(f"cannot read {self._path}", "copy or recreate it", LocalError):
                 while True:
                     self._size_check.check()
                     while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:

@@ -179,7 +179,7 @@ def _read_slab(
     field = (volume.inputs, volume.targets)[number]
     try:
         size_check.check()
-        with os_errors_for_users(f"cannot read {volume.path}"):
+        with os_errors_for_users(f"cannot read {volume.path}", "copy or recreate it"):
             request_read_ahead(field, channel, planes)
             staging[: len(part)].numpy()[...] = field[channel, planes]
         values = staging[: len(part)].to(part.device)
