@@ -50,7 +50,7 @@ def run(first: Path) -> Callable[..., Path]:
 
     def leave(number: int, finished: bool = True, config: Config = TEST, tag: str = "00", **record: Any) -> Path:
         path = first.with_name("00" if number == 1 else f"00-{number}")
-        path.mkdir(parents=True, exist_ok=True)
+        (path / "checkpoints" / "step_00000016").mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(configs.to_yaml(config.model_copy(update={"local_batch_size": None}), "test"))
         record = {"run_num": tag, "jobs": [], "origin": None, "command": command(), **record}
         (path / "provenance.json").write_text(json.dumps(record))
@@ -73,10 +73,37 @@ def chosen(first: Path, *, config: Config = TEST, **request: Any) -> tuple[str, 
 def test_a_finished_run_is_left_and_the_next_one_starts_in_a_directory_of_its_own(first: Path, run: Any) -> None:
     assert chosen(first) == ("00", "")
     run(1)
-    assert chosen(first) == ("00-2", "00 is finished; --resume would continue it")
+    assert chosen(first) == ("00-2", "00 is finished; --resume with more epochs would extend it")
     run(2)
     run(10)
-    assert chosen(first) == ("00-11", "00-10 is finished; --resume would continue it"), "10 is more than 2"
+    assert chosen(first)[0] == "00-11", "10 is more than 2"
+    assert chosen(first)[1].startswith("00-10 is finished; ")
+
+
+def test_the_reason_promises_only_what_resume_does(first: Path, run: Any) -> None:
+    """Fixed: "--resume would continue it" stood for runs that a resume refused, or in which it had nothing to do."""
+    run(1)
+    fits = "; --resume continues such a run only if its checkpoint fits"
+    assert chosen(first, config=config(num_epochs=1))[1] == "00 is finished; --resume with more epochs would extend it"
+    assert chosen(first, config=config(num_epochs=5))[1] == "00 is finished; --resume would extend it to 5 epochs"
+    wide, patient = config(network__width=5), config(early_stopping__patience=1)
+    assert chosen(first, config=wide)[1] == f"00 is finished and differs in network.width{fits}"
+    run(1, config=patient)
+    assert chosen(first, config=patient)[1] == "00 is finished", "more epochs may not extend it"
+    (first / "config.yaml").write_text("")
+    assert chosen(first)[1] == f"00 is finished and has no readable config{fits}"
+    run(2, finished=False)
+    assert chosen(first, config=wide)[1] == f"00-2 differs in network.width{fits}"
+    shutil.rmtree(first.with_name("00-2") / "checkpoints")
+    assert chosen(first, config=wide)[1] == "00-2 differs in network.width and has no checkpoint"
+
+
+def test_resume_without_a_run_starts_a_training_and_warns(first: Path, run: Any) -> None:
+    """Fixed: it was silent. It is no error, because a job script may give --resume at each start."""
+    choice = choose(Request(TEST, "test", first, "auto"))
+    assert choice.warnings == (f"--resume: no run to resume in {first}; a new training starts",)
+    run(1)
+    assert choose(Request(TEST, "test", first, "auto")).warnings == ()
 
 
 def test_only_an_unfinished_run_with_an_equal_config_is_continued(first: Path, run: Any) -> None:
@@ -87,7 +114,7 @@ def test_only_an_unfinished_run_with_an_equal_config_is_continued(first: Path, r
     assert chosen(first, config=config(enable_amp=True)) == ("00-2", "")
     assert chosen(first, config=config(num_epochs=5))[0] == "00-4"
     shutil.rmtree(first.with_name("00-3"))
-    reason = "00-2 differs in num_epochs, enable_amp; --resume would continue it"
+    reason = "00-2 differs in num_epochs, enable_amp; --resume continues such a run only if its checkpoint fits"
     assert chosen(first, config=config(num_epochs=5)) == ("00-3", reason)
 
 
@@ -124,7 +151,7 @@ def test_weights_and_other_runs_are_part_of_what_a_run_is(first: Path, run: Any)
     """A run that began with --init_from is not continued by a command without it, nor with other weights."""
     run(1, finished=False, origin="--init_from=/weights.pt")
     assert chosen(first, init_from="/weights.pt") == ("00", "")
-    reason = "00 differs in --init_from; --resume would continue it"
+    reason = "00 differs in --init_from; --resume continues such a run only if its checkpoint fits"
     assert chosen(first) == chosen(first, init_from="/others.pt") == ("00-2", reason)
     run(2, finished=False, origin="--resume=/other/00")
     assert chosen(first, resume="/other/00")[0] == "00-2"
@@ -158,7 +185,7 @@ def test_the_second_directory_of_a_run_number_and_the_task_of_an_array_stay_apar
     run(1)
     run(2, finished=False, tag="00-2")
     task = first.with_name("00-2")
-    assert chosen(first) == ("00-3", "00 is finished; --resume would continue it")
+    assert chosen(first) == ("00-3", "00 is finished; --resume with more epochs would extend it")
     assert chosen(first, resume="auto")[0] == "00"
     assert chosen(task)[0] == "00-2"
     run(2, finished=False, tag="00")

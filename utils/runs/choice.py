@@ -21,6 +21,7 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import read_json
 from utils.runs.provenance import command
 from utils.runs.summary import finished_steps
+from utils.training.checkpoint import FOLDER, saved_steps
 
 LOCK = ".lock"
 LOCK_FILES = {LOCK, f"{LOCK}.owner", f"{LOCK}.owner.next"}  # left by a process that was killed before it trained
@@ -96,20 +97,18 @@ def _choose(request: Request, runs: list[_Run]) -> Choice:
         if request.resume == "auto" or (request.source and os.path.realpath(request.source) == str(run.path.resolve())):
             return Choice(run.path, request.resume)
     warnings: list[str] = []
-    reasons: list[str] = []
+    if request.resume == "auto":  # no error: a job script may always give --resume, also for its first start
+        warnings.append(f"--resume: no run to resume in {request.directory}; a new training starts")
     for run in runs:
         try:
-            changes = [] if run.is_finished else run.changes(request)
-            if not run.is_finished and not changes:
+            if not run.is_finished and not run.changes(request):
                 return Choice(run.path, request.resume, warnings=tuple(warnings))
-            reasons.append(f"differs in {', '.join(changes)}" if changes else "is finished")
         except UserError as error:
             warnings.append(f"{run.path} is not resumed: {error}")
-            reasons.append("has no readable config")
     path, newest = _next_free(request.directory, runs), runs[0].path if runs else None
     reason = f"{request.directory.name} belongs to another run" if path != request.directory else ""
     if newest is not None:
-        reason = f"{newest.name} {reasons[0]}; --resume would continue it"
+        reason = f"{newest.name} {runs[0].why_not_continued(request)}"
     return Choice(path, request.resume, reason, newest, tuple(warnings))
 
 
@@ -118,7 +117,8 @@ class _Run:
 
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
-        self.is_finished = finished_steps(path) is not None
+        self._steps = finished_steps(path)
+        self.is_finished = self._steps is not None
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -149,6 +149,26 @@ class _Run:
         changes = configs.result_changes(before, request.config)
         origin = self.records[0].get("origin") if self.records else None
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
+
+    def why_not_continued(self, request: Request) -> str:
+        """The reason, and what --resume would do as far as that is certain."""
+        facts, changes = ["is finished"] * self.is_finished, []
+        try:
+            changes = self.changes(request)
+        except UserError:
+            facts.append("has no readable config")
+        is_longer = changes == ["num_epochs"] and request.config.total_steps > (self._steps or 0)
+        if self.is_finished and is_longer:
+            advice = f"--resume would extend it to {request.config.num_epochs} epochs"
+        elif self.is_finished and len(facts) == 1 and set(changes) <= {"num_epochs"}:
+            advice = "--resume with more epochs would extend it"
+        else:
+            facts += [f"differs in {', '.join(changes)}"] if changes else []
+            advice = "--resume continues such a run only if its checkpoint fits"
+        if not saved_steps(self.path / FOLDER):
+            return f"{' and '.join(facts)} and has no checkpoint"
+        may_have_stopped_early = self.is_finished and request.config.early_stopping.patience is not None
+        return " and ".join(facts) + ("" if may_have_stopped_early else f"; {advice}")
 
 
 def _runs(directory: Path) -> list[_Run]:
