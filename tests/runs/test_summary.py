@@ -20,6 +20,7 @@ import train
 from utils.profiling.benchmark import Benchmark
 from utils.runs import summary
 from utils.runs.removal import remove_run
+from utils.training.checkpoint import NO_BEST
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]
@@ -112,12 +113,21 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
         assert after[str(run / name)] == before[str(run / name)], f"{name} is the training's"
 
 
+def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
+    """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
+    flags = ("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1", "--set=report_pictures=False")
+    run, printed = start("00", *flags)
+    assert f"WARNING - This run has no best checkpoint: {NO_BEST}; " in printed
+    assert f"; --checkpoint {run}/checkpoints/step_00000008 uses the last one\n" in printed
+
+
 def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
-    run, _ = start("00")
+    run, printed = start("00")
+    assert "WARNING - This run has no best checkpoint" not in printed
     before = contents(run)
     _, printed = start("00", "--set=log_interval=3")
-    assert f"Run directory: {run}-2 (00 is finished; --resume would continue it)" in printed
+    assert f"Run directory: {run}-2 (00 is finished; --resume with more epochs would extend it)" in printed
     assert "Resuming" not in printed
     assert json.loads((run.with_name("00-2") / summary.SUMMARY).read_text())["steps"] == 16
     shutil.rmtree(run.with_name("00-2"))

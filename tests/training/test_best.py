@@ -173,7 +173,7 @@ def test_a_resume_corrects_the_link(
     assert ("is corrected" in caplog.text) == (link != left)
     lost = f"The best checkpoint, {step_directory(folder, best_step)}, is lost: "
     assert (lost in caplog.text) == (best_step not in (left, 0))
-    assert ("This run has no best checkpoint yet" in caplog.text) == (best_step == 0)
+    assert ("This run has no best checkpoint: no epoch so far has lowered" in caplog.text) == (best_step == 0)
     assert saved_steps(folder) == [24, 16, 8]
     caplog.clear()
     repair_best(folder, resumed, best_step)
@@ -283,13 +283,14 @@ def test_a_run_without_its_best_checkpoint_is_one_line(tmp_path: Path, script: s
         (
             "none yet",
             {8: 0, 16: 0},
-            "has no best checkpoint yet; give another checkpoint, for example HERE/step_00000016",
+            "has no best checkpoint: no epoch so far has lowered the validation loss below that of the initial "
+            "network; give another checkpoint, for example the last one, HERE/step_00000016",
         ),
         (
             "lost",
             {16: 16, 24: 12},  # the link points to none
-            "has no best checkpoint: HERE/step_00000012 is missing; give another checkpoint, for example "
-            "HERE/step_00000024",
+            "has no best checkpoint: HERE/step_00000012 is missing; give another checkpoint, for example the "
+            "last one, HERE/step_00000024",
         ),
         ("empty", {}, "no usable checkpoint in HERE; give a run directory, a checkpoint directory, or a weights.pt"),
     ):

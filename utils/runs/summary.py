@@ -17,7 +17,7 @@ from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.runs.removal import is_incomplete, remove_run
-from utils.training.checkpoint import FOLDER, repair_best
+from utils.training.checkpoint import FOLDER, NO_BEST, repair_best, step_directory
 from utils.training.checkpointer import prune
 from utils.training.resume import Start
 from utils.training.trainer import REMEDY, FitResult, Trainer
@@ -115,6 +115,9 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
             trainer.checkpointer.check()
             logger.flush()
             write_summary(directory, result)
+    if trainer.state.best_step == 0:
+        last = step_directory(directory / FOLDER, result.steps)
+        logger.warning(f"This run has no best checkpoint: {NO_BEST}; --checkpoint {last} uses the last one")
     if start.is_complete:
         logger.warning(start.nothing_to_train)
 

@@ -32,6 +32,7 @@ FORMAT = 2
 WEIGHTS, TRAINING, CHECKSUMS = "weights.pt", "training.pt", "SHA256SUMS"
 WEIGHTS_KEYS, TRAINING_KEYS = ("network", "config"), ("optimizer", "scaler", "random", "state")
 FOLDER, BEST = "checkpoints", "best"
+NO_BEST = "no epoch so far has lowered the validation loss below that of the initial network"
 ANY_CHECKPOINT = f"a run directory, a checkpoint directory, or a {WEIGHTS}"
 
 
@@ -224,8 +225,9 @@ def best_checkpoint(folder: Path) -> Path:
             why = "its save failed or it was removed"
             log.warning("The best checkpoint, %s, is missing: %s; using the best one before it, %s", best, why, earlier)
             return earlier
-        why = " yet" if best_step == 0 else f": {best} is missing"
-        raise UserError(f"{folder.parent} has no best checkpoint{why}; give another checkpoint, for example {newest}")
+        why = NO_BEST if best_step == 0 else f"{best} is missing"
+        remedy = f"give another checkpoint, for example the last one, {newest}"
+        raise UserError(f"{folder.parent} has no best checkpoint: {why}; {remedy}")
     if link.is_dir() and not steps:  # a copy of the best checkpoint alone
         return link
     raise UserError(f"no usable checkpoint in {folder}; give {ANY_CHECKPOINT}")
@@ -253,7 +255,7 @@ def repair_best(folder: Path, step: int, best_step: int) -> None:
     if best_step and found != best:
         log.warning("The best checkpoint, %s, is lost: %s", folder / best, faults.get(best, "it is missing"))
     elif found is None and step:
-        log.info("This run has no best checkpoint yet")
+        log.info("This run has no best checkpoint: %s", NO_BEST)
     if found == linked:
         return
     try:
