@@ -216,7 +216,16 @@ def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
                 f"{found.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
                 f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
-    return [f"{key} {before[key]} -> {value}" for key, value in now.items() if before.get(key, value) != value]
+    before, now = _flat(before), _flat(now)
+    return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config and of its sections by dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
