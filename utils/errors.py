@@ -71,9 +71,9 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(EXIT_USER_ERROR) from None
     except Stopped:
         raise SystemExit(EXIT_RESUMABLE) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if launched_rank() == 0:
-            sys.stderr.write("interrupted\n")
+            sys.stderr.write("; ".join(["interrupted", *map(str, interrupt.args)]) + "\n")
         raise SystemExit(EXIT_INTERRUPTED) from None
 
 

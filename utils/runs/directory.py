@@ -22,6 +22,7 @@ from utils.runs.data_record import data_changes, data_record
 from utils.runs.logger import FROM_SCRATCH, ConsoleLogger, LoggedRun, Logger, NullLogger, Resumed, RunLogger
 from utils.runs.loggers import build_loggers
 from utils.runs.provenance import provenance, read_provenance
+from utils.training.checkpoint import FOLDER, saved_steps
 
 CONFIG_LINES, LONGEST_VALUE = 15, 80  # of the configuration in the log; a value's length in characters
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
@@ -61,7 +62,11 @@ class RunDirectory:
         self._world.watchdog.folder = Path(path)
         return self._choice or Choice(Path(path), resume)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        with contextlib.suppress(OSError):
+            if isinstance(error, KeyboardInterrupt) and self._choice and saved_steps(self._choice.path / FOLDER):
+                command = "the same command" + (" without --resume=no" if self._choice.resume == "no" else "")
+                error.args = (f"the last checkpoint is kept, and {command} continues from it (kill -TERM saves first)",)
         self._leave()
 
     def _claim(self) -> None:
