@@ -77,8 +77,7 @@ def evaluate(options: Options, world: World) -> None:
         results = evaluate_slabs(slabs, fields.target.planes, fields.statistics(config, world), metadata, world)
     for line in results.lines():
         log.info(line)
-    if not is_periodic:
-        log.warning(f"Note: {NOT_PERIODIC}")
+    fields.log_warnings(is_periodic, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 
 

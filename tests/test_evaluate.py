@@ -126,6 +126,28 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_constant_and_physical_fields_are_refused_as_by_a_training(
+    run: Path, box: Path, tmp_path: Path, volume_file: Any, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """They once ended with "R² nan" and exit code 0. A stored prediction of physical values gets a warning."""
+    without_page(monkeypatch)
+    output, given = f"--output={tmp_path / 'new'}", f"--input={box}"
+    for name, change in (("zero", lambda field: 0 * field), ("physical", lambda field: 1000 * field)):
+        with h5py.File(volume_file(tmp_path / f"{name}.h5"), "r+") as file:
+            file["Hydro"][...] = change(file["Hydro"][:])
+    zero, physical = (str(tmp_path / name) for name in ("zero.h5", "physical.h5"))
+    for message, arguments in (
+        ("zero.h5: Hydro is 0 everywhere; write", (f"--checkpoint={run}", f"--input={zero}")),
+        ("zero.h5: Hydro is 0 everywhere; write", (f"--checkpoint={run}", given, f"--target={zero}")),
+        ("zero.h5: Hydro is 0 everywhere; write", (f"--prediction={zero}", given)),
+        ("physical.h5: Hydro[0] holds physical values", (f"--checkpoint={run}", f"--input={physical}")),
+    ):
+        assert message in error_line(capfd, *arguments, output)
+    assert not (tmp_path / "new").exists()
+    evaluate.main([f"--prediction={physical}", given, output, "--device=cpu"])
+    assert "physical.h5: Hydro[0] has values up to ±" in capfd.readouterr().err
+
+
 def test_a_directory_that_is_not_a_report_is_never_replaced(
     run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

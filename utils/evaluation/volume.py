@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from utils.config import Config
 from utils.config.schema import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
+from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import Results
@@ -21,6 +24,8 @@ from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.progress import Progress
+
+log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra and divergence assume it: they are inaccurate near its faces"
@@ -51,10 +56,15 @@ class VolumeFields:
     target: FieldReader
     prediction: FieldReader | None
     transform: TransformConfig  # of the channels of all files
+    warnings: Sequence[str] = ()  # about unlikely values
 
     @classmethod
     def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
-        """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ."""
+        """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ.
+
+        Samples of their values are checked as those of a training. Nothing is known about the training that made a
+        stored prediction, so that physical values only get a warning there.
+        """
         if prediction is not None and not Path(prediction).exists():
             raise UserError(f"no such file: {prediction}; create it with predict.py")
         fields = cls(
@@ -68,7 +78,10 @@ class VolumeFields:
             if other.shape != shape:
                 raise UserError(f"{OUTPUT} of {other.path} has {other.shape} cells, but {INPUT} of {inputs} {shape}")
         attributes = {each.path: each.attributes for each in fields.all()}
-        return replace(fields, transform=file_transform(config.transform, attributes))
+        transform = file_transform(config.transform, attributes)
+        physical = config.allow_physical_values or prediction is not None
+        checked = (check_sample(each.path, each.name, each.values, physical) for each in fields.all())
+        return replace(fields, transform=transform, warnings=list(itertools.chain.from_iterable(checked)))
 
     def all(self) -> list[FieldReader]:
         return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
@@ -98,6 +111,12 @@ class VolumeFields:
                     np.array(fields.planes(planes.start, planes.stop)) for fields in (self.inputs, self.prediction)
                 ]
             yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
+
+    def log_warnings(self, is_periodic: bool, world: World) -> None:
+        """Logs the remarks on the volume on the first rank."""
+        if world.is_root:
+            for line in [*self.warnings, *([] if is_periodic else [f"Note: {NOT_PERIODIC}"])]:
+                log.warning(line)
 
     def close(self) -> None:
         for fields in self.all():

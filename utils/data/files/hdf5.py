@@ -102,7 +102,7 @@ class FieldReader:
             field = checked_field(file, path, name, channels, is_cube=False, remedies=Remedies(linked))
             self.attributes = dict(file.attrs)
             file_transform(transform, {path: self.attributes})
-            self._values = field.mapped()
+            self.values = field.mapped()
         self.path, self.name = path, name
         self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
         self.shape: tuple[int, int, int] = field.shape[1:]
@@ -116,7 +116,7 @@ class FieldReader:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
         self._size_check.check()
         with reading(self.path):
-            values = np.asarray(self._values[:, start:stop])
+            values = np.asarray(self.values[:, start:stop])
         place = nonfinite_place(values)
         if place is None:
             return values
