@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
 from utils.config.schema import TransformConfig
 from utils.data.files.attributes import file_transform
+from utils.data.files.hdf5 import open_volume
+from utils.data.files.values import check_all
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import gas
 
@@ -68,3 +74,24 @@ def test_channels_without_a_known_transform_have_names_only() -> None:
     assert target_channels(5, UNKNOWN)[4].name == "temperature"
     partly = target_channels(5, TransformConfig(density_log_scale=None))
     assert [channel.unit is None for channel in partly] == [True, False, False, False, False]
+
+
+def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults(tmp_path: Path) -> None:
+    """docs/data.md, Your own files."""
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "docs/data.md", "exec", dont_inherit=True), namespace)
+    rng, shape = np.random.default_rng(1), (16, 16, 16)
+    dark_rho, gas_rho, temperature = (np.exp(rng.normal(size=shape) + mean) for mean in (0, 3, 10))
+    dark_velocity, gas_velocity = 300 * rng.normal(size=(2, 3, *shape))
+    namespace["write"](tmp_path / "my.h5", dark_rho, list(dark_velocity), gas_rho, list(gas_velocity), temperature)
+    volume = open_volume(tmp_path / "my.h5", (4, 5), 16, TransformConfig())
+    assert volume.mapped
+    dark, gas_fields = [dark_rho / dark_rho.mean(), *dark_velocity], [gas_rho / gas_rho.mean(), *gas_velocity]
+    expected = [*dark, *gas_fields, temperature]
+    channels = [*input_channels(4, TransformConfig()), *KNOWN]
+    for channel, stored, values in zip(channels, [*volume.inputs, *volume.targets], expected, strict=True):
+        np.testing.assert_allclose(channel.to_physical(stored.astype("f8")), values, rtol=1e-5)
+    assert check_all(volume) == []
+    assert np.isfinite(namespace["density"](np.eye(3))).all()
