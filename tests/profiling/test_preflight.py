@@ -58,9 +58,10 @@ def test_valid_config_passes_and_its_properties_are_printed(preflight, tmp_path:
         "16³ cells, 0.00 GiB, all finite, mapped",
         "channels: ln(value / mean density) / 14; value / (900 km/s); (log10(value / K) - 5.211533783) / 3.474355855\n",
         "differences from base: ",
-        "data_size 64 -> 8",
+        "\npreflight:   train_path /data/train.h5 -> ",
     ):
         assert part in printed, part
+    assert max(map(len, lines)) < 300, "fixed: the differences were one line of 1000 characters"
 
 
 def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> None:
@@ -132,13 +133,17 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
         return output.out.replace("preflight: ", "") if code == 0 else output.err
 
     text = report()
-    assert f"run directory: {directory}-2 (00 is finished; --resume would continue it) is new\n" in text
+    assert f"run directory: {directory}-2 (00 is finished; --resume with more epochs would extend it) is new\n" in text
     assert f"warning: {data_flags[0].partition('train_path=')[2]}: {warning}\n" in text
     assert text.endswith("no errors; warnings: 1\n")
     text = report("--resume")
     assert f"run directory: {directory} exists: training resumes from its newest checkpoint\n" in text
     assert "warning: Nothing is left to train: " in text
     assert text.endswith("no errors; warnings: 2\n")
+    text = report("--resume", "--set=lr_schedule.start_lr=0.5", "--set=lr_schedule.scaling=sqrt")
+    assert re.search(
+        r"\nChanged config keys: lr_schedule.scaling none -> sqrt, lr_schedule.start_lr \S+ -> 0.5, ", text
+    )
     text = report("--resume", "--num_epochs=2")
     assert (
         f"Resuming from {directory}/checkpoints/step_00000008, after step 8\nChanged config keys: num_epochs 1 ->"
@@ -165,26 +170,33 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
 def test_first_nonfinite_value_is_located(preflight, tmp_path: Path, volume_file) -> None:
     path = volume_file(tmp_path / "bad.h5")
     with h5py.File(path, "r+") as file:
-        file["Hydro"][3, 2, 7, 15] = file["Hydro"][3, 9, 0, 0] = np.inf
+        file["Hydro"][3, 2, 8, 15] = file["Hydro"][3, 10, 0, 0] = np.inf  # not in the sample
     code, printed, errors = preflight(f"--set=val_path={path}")
     assert code == 2
-    assert errors.startswith(f"error: {path}: Hydro[3, 2, 7, 15] is inf; ")
+    assert errors.startswith(f"error: {path}: Hydro[3, 2, 8, 15] is inf; ")
     assert errors.count("\n") == 1
     assert "train data: " in printed
     assert "passed" not in printed
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_run_that_does_not_fit_the_memory_is_refused(preflight, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [(130_000, "lower local_batch_size or raise accumulation_steps"), (100_000, "lower network.width, or choose a")],
+)
+def test_run_that_does_not_fit_the_memory_is_refused(
+    preflight, limit: int, remedy: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed: a smaller batch was recommended although weights, gradients and optimizer alone, 123 kB, did not fit."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "Small")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1000))
-    monkeypatch.setattr("utils.profiling.preflight.memory_limit", lambda: 1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=limit))
+    monkeypatch.setattr("utils.profiling.preflight.memory_limit", lambda: limit)
     code, printed, errors = preflight(f"--set=device={device}")
     assert code == 2
     assert "passed" not in printed
     assert re.fullmatch(
-        r"error: memory per rank: about .* on (Small|this machine): it does not fit; lower local_batch_size or .*\n",
+        rf"error: memory per rank: about .* on (Small|this machine): it does not fit; {remedy}.*\n",
         errors,
     )
 
@@ -232,3 +244,14 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
     assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
+
+
+def test_a_cache_that_cannot_be_created_is_refused(preflight, tmp_path: Path) -> None:
+    """The preflight once passed with a use_cache to which the run could not copy its data."""
+    code, _, errors = preflight("--set=use_cache=/proc/nocache/data")
+    assert code == 2
+    assert re.fullmatch(
+        r"error: cannot stage data in use_cache=/proc/nocache/data: .+; choose another use_cache\n", errors
+    )
+    assert preflight(f"--set=use_cache={tmp_path / 'new' / 'cache'}")[0] == 0
+    assert not (tmp_path / "new").exists()

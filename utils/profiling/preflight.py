@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.files.hdf5 import Volume
+from utils.data.files.hdf5 import Volume, check_cache
 from utils.data.files.page_cache import memory_limit
 from utils.data.files.shared_memory import check_fits, free_shared_memory
 from utils.data.files.values import check_all, check_samples
@@ -40,6 +40,8 @@ from utils.training.checkpoint import FOLDER, saved_steps
 from utils.training.resume import find_start
 
 WARNING = "warning: "
+OTHER_BATCH = "lower local_batch_size or raise accumulation_steps"
+MOST_DIFFERENCES = 15
 
 
 def run(
@@ -103,7 +105,7 @@ def _report(
     if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
         yield f"channels: {'; '.join(dict.fromkeys(each.formula() for each in volume_channels(transformed)[1]))}"
     if "base" in configs.read_file(options.yaml_config):
-        yield _differences(configs.load(options.yaml_config, "base"), config)
+        yield from _differences(configs.load(options.yaml_config, "base"), config, options.overrides)
 
 
 def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
         f"memory per rank: about {memory.total / GIB:.2f} GiB (weights, gradients, optimizer {memory.state / GIB:.2f}; "
         f"activations {memory.activations / GIB:.2f}; batches {memory.batches / GIB:.2f})"
     )
-    remedy = "lower local_batch_size or raise accumulation_steps"
+    remedy = OTHER_BATCH
     if not uses_gpus(device):
         limit, place = memory_limit(), "on this machine"
         remedy += ", or, if the run is for GPUs of other machines, use --set device=cuda"
@@ -123,6 +125,8 @@ def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
         return
     line += f" of {limit / GIB:.2f} GiB {place}"
     if memory.total > limit:
+        if memory.state > limit:  # with any batch
+            remedy = remedy.replace(OTHER_BATCH, "lower network.width, or choose a smaller network")
         raise UserError(f"{line}: it does not fit; {remedy}")
     yield line
     if not uses_gpus(device) and ranks * memory.total > limit:
@@ -207,6 +211,8 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             split: open_split_npy(config, split).volume() if spec.reads == "npy" else open_split(config, split)
             for split in SPLITS
         }
+        if config.use_cache is not None:
+            check_cache(config.use_cache)
         if config.data_loader_config in ("inmem", "resident"):
             _check_room(config, volumes, memory, ranks)
         yield from (f"{WARNING}{line}" for line in check_samples(volumes, config.allow_physical_values)[0])
@@ -229,17 +235,19 @@ def _volume(volume: Volume, split: str) -> Iterator[str]:
         warnings = check_all(volume, progress.advance)
     access = "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
     if volume.conversion:
-        access = "converted as it is read"
+        access = "converted or reordered as it is read"
     yield f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {access}"
     yield from conversions({split: volume})
     yield from (f"{WARNING}{line}" for line in warnings)
 
 
-def _differences(base: Config, config: Config) -> str:
-    before = configs.flatten(base)
-    changes = [
-        f"{key} {before.get(key)} -> {value}"
-        for key, value in configs.flatten(config).items()
-        if before.get(key) != value and key != "local_batch_size"
-    ]
-    return f"differences from base: {'; '.join(changes) or 'none'}"
+def _differences(base: Config, config: Config, given: Collection[str]) -> Iterator[str]:
+    """The keys with other values than in `base`, one per line; first those `given` on the command line."""
+    before, changes = configs.flatten(base), configs.differences(config, base)
+    changes.pop("local_batch_size", None)
+    yield f"differences from base: {len(changes) or 'none'}"
+    keys = sorted(changes, key=lambda key: not any(f"{key}.".startswith(f"{each}.") for each in given))
+    lines = [f"  {key} {before[key]} -> {changes[key]}" for key in keys]
+    yield from lines[:MOST_DIFFERENCES]
+    if len(lines) > MOST_DIFFERENCES:
+        yield f"  and {len(lines) - MOST_DIFFERENCES} more; --print_config prints all keys"
