@@ -33,6 +33,7 @@ def refusals(path: Path, versions: Iterable[bytes], read: Callable[[], Any]) -> 
         except UserError as error:
             errors.append(str(error))
     assert [error for error in errors if "\n" in error] == []
+    assert {error for error in errors if "; " not in error} == set(), "no remedy"
     return len(errors)
 
 
