@@ -124,7 +124,7 @@ ZEROS = np.zeros((BOX, BOX, BOX, 4), np.float32)
         ),
         (cut, r"bad_data\.npy: the file is truncated; recreate it with .* -i .*bad\.h5 --overwrite"),
         (lambda path: path.write_text("text"), "it is not a .npy file"),
-        (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "it is a directory"),
         (saved(ZEROS.astype(">f4")), r"is >f4 .*, expected float32 \(12, 12, 12, 4\) in C order"),
         (saved(np.asfortranarray(ZEROS)), "in Fortran order, expected .* in C order"),
         (saved(ZEROS[:8]), r"is float32 \(8, 12, 12, 4\) in C order, expected float32 \(12, 12, 12, 4\)"),
