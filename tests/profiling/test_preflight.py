@@ -246,12 +246,11 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
 
 
-def test_a_cache_that_cannot_be_created_is_refused(preflight, tmp_path: Path) -> None:
-    """The preflight once passed with a use_cache to which the run could not copy its data."""
-    code, _, errors = preflight("--set=use_cache=/proc/nocache/data")
-    assert code == 2
-    assert re.fullmatch(
-        r"error: cannot stage data in use_cache=/proc/nocache/data: .+; choose another use_cache\n", errors
-    )
+def test_a_cache_that_cannot_be_created_is_a_warning(preflight, tmp_path: Path) -> None:
+    """The preflight once said nothing; it may run on a login node, which lacks the local disks of the run's nodes."""
+    code, output, _ = preflight("--set=use_cache=/proc/nocache/data")
+    assert code == 0
+    assert re.search(r"cannot stage data in use_cache=/proc/nocache/data: .+; choose another use_cache, unless", output)
+    assert "warnings: 1" in output
     assert preflight(f"--set=use_cache={tmp_path / 'new' / 'cache'}")[0] == 0
     assert not (tmp_path / "new").exists()

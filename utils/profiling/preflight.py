@@ -212,7 +212,10 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             for split in SPLITS
         }
         if config.use_cache is not None:
-            check_cache(config.use_cache)
+            try:
+                check_cache(config.use_cache)
+            except UserError as error:  # no failure: this may be a login node, which lacks the nodes' local disks
+                yield f"{WARNING}{error}, unless it exists on the nodes of the run"
         if config.data_loader_config in ("inmem", "resident"):
             _check_room(config, volumes, memory, ranks)
         yield from (f"{WARNING}{line}" for line in check_samples(volumes, config.allow_physical_values)[0])
