@@ -141,7 +141,7 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),
         (["--preflight", "--plot=missing/rate.png"], "cannot write --plot=missing/rate.png: "),
-        (["--preflight", "--plot=."], "output . is a directory; give another --plot"),
+        (["--preflight", "--plot=."], "argument --plot: '.' does not end in .png; name it *.png"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
     ("plot", "name", "settings"),
     [
         ("--plot", "learning_rate.png", ["base_batch_size=4", "lr_schedule.warmup_epochs=0.5"]),
-        ("--plot=rate", "rate", ["lr_schedule={shape: step, drop_epochs: [1]}"]),
+        ("--plot=rate.png", "rate.png", ["lr_schedule={shape: step, drop_epochs: [1]}"]),
     ],
 )
 def test_the_preflight_plots_the_learning_rate_of_every_step(
