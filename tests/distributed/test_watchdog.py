@@ -293,7 +293,8 @@ EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
     # Those that take until a time limit first: they run at the same time.
     "rank_0_is_suspended": ([None, 76, 76], SILENT.format(0, r"17 .*"), FILES),
     "rank_1_is_suspended": ([76, None, 76], SILENT.format(1, r"\d+ .*"), FILES),
-    "rank_0_is_suspended_in_the_rendezvous": ([None, 2, 2], rf"{NO_ANSWER}\nerror: {NO_ANSWER}", STORE_WARNINGS),
+    # One of the other ranks may have left the rendezvous before rank 0 stopped; the line of the last one is enough.
+    "rank_0_is_suspended_in_the_rendezvous": ([None, 2, 2], rf"({NO_ANSWER}\nerror: )?{NO_ANSWER}", STORE_WARNINGS),
     "rank_0_is_suspended_before_its_first_heartbeat": ([None, 2, 2], ABSENT.format(0), ""),
     "rank_1_is_suspended_before_its_first_heartbeat": ([2, None, 2], ABSENT.format(1), ""),
     "rank_1_hangs": (
