@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ class Loss(nn.Module):
     is_classification: ClassVar[bool]  # True if targets are classes, False if they are fields
 
 
-class FieldLoss(Loss):
+class FieldLoss(Loss, ABC):
     """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
 
     The density exp(14 x) spans many decades, so the densest cells dominate its term; squares of it would leave nothing
@@ -42,9 +43,9 @@ class FieldLoss(Loss):
         if weights is not None and len(set(weights)) > 1:
             self.weights = [weight / sum(weights) for weight in weights]
 
+    @abstractmethod
     def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss of each cell, in the shape of the fields."""
-        raise NotImplementedError
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # Half precision would round differences by about a tenth of the loss of a trained network.
