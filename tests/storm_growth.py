@@ -33,7 +33,7 @@ RECORDS = ("metrics.jsonl", "out.log", "logs")
 
 
 class Sample(NamedTuple):
-    """What a rank holds in the middle of an epoch."""
+    """The resources that a rank holds in the middle of an epoch."""
 
     step: int
     allocated: int  # bytes in use

@@ -47,7 +47,7 @@ def compared(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, list[
 
 
 def test_keys_that_differ_come_before_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a run that stopped early, one that is not finished, and one of an earlier version without some keys."""
+    """The runs: one that stopped early, one that is not finished, one of an earlier version without some keys."""
     first = make_run(tmp_path / "first", {"steps": 20, "early_stop": "the loss …"}, seed=1, local_batch_size=3)
     second = make_run(tmp_path / "second", seed=2, channel_weights=[1.0, 2.0, 1.0, 1.0, 1.0])
     cells = compared(capsys, first, second)

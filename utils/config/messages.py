@@ -99,7 +99,7 @@ def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
 
 
 def _expected(kind: str, context: Mapping[str, Any], value: Any) -> str:
-    """What an error type expects, without the words of pydantic's message."""
+    """The value that an error type expects, without the words of pydantic's message."""
     if kind == "float_type" and type(value) is int:
         return "a number below 1e308"  # too large to convert
     if kind in LIMITS:

@@ -19,7 +19,7 @@ Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
-Samples = Annotated[int, Field(ge=1, le=10**8)]  # a plan of so many needs several GB on each rank
+Samples = Annotated[int, Field(ge=1, le=10**8)]  # a plan of that size needs several GB on each rank
 Cells = Annotated[int, Field(ge=1, le=2**16)]  # per side
 Channels = Annotated[int, Field(ge=1, le=1024)]
 Width = Annotated[int, Field(ge=1, le=4096)]  # with 6 scales, 4096 is 480 billion parameters

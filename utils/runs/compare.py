@@ -50,7 +50,7 @@ def _flat_config(run: Path) -> dict[str, Any]:
 
 
 def _results(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """What came out, and where; `NOTHING` for what is not known."""
+    """The results of a run, and where it ran; `NOTHING` for values that are not known."""
     summary, provenance = (_read_mapping(run / name) for name in ("summary.json", "provenance.json"))
     with _reading(run / "metrics.jsonl") as path:
         records = read_records(path)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class CheckpointOptions(Protocol):
-    """When to save in addition to the end of each epoch; None: never."""
+    """Intervals of the saves in addition to those at the end of each epoch; None: no such saves."""
 
     @property
     def every_steps(self) -> int | None: ...
@@ -18,7 +18,7 @@ class CheckpointOptions(Protocol):
 
 
 class EarlyStoppingOptions(Protocol):
-    """When to end because the validation loss does not improve; `patience` None: never."""
+    """Condition for a stop because the validation loss does not improve; `patience` None: no such stop."""
 
     @property
     def patience(self) -> int | None: ...
