@@ -117,6 +117,7 @@ def test_networks_imports_only_torch_and_itself() -> None:
     """The exception is the module of Triton kernels, which is imported when the first kernel is needed."""
     allowed = {
         "__future__",
+        "abc",
         "collections",
         "dataclasses",
         "difflib",
