@@ -118,7 +118,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, results: Any) -> None:
     import torch
 
-    from utils.config.schema import TimeoutsConfig
+    from utils.config.sections import TimeoutsConfig
     from utils.distributed.world import connect
 
     os.environ.update(rank_variables(rank, size, port))

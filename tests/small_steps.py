@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from networks import build_loss, build_network, initialise
-from utils.config.schema import OptimizerConfig
+from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer

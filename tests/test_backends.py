@@ -11,7 +11,7 @@ import torch
 
 from utils import build
 from utils.config import Config
-from utils.config.schema import NetworkConfig
+from utils.config.sections import NetworkConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError

@@ -12,7 +12,7 @@ import predict
 import train
 from utils import __version__, cli
 from utils.config import Config, flatten, load, to_yaml
-from utils.config.schema import ProfileConfig
+from utils.config.sections import ProfileConfig
 from utils.data import LOADERS, get_loader
 from utils.errors import UserError
 

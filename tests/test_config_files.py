@@ -11,7 +11,8 @@ import train
 from utils import cli
 from utils.config import default_name, load, names, to_yaml
 from utils.config.paths import PathText
-from utils.config.schema import Config, DatasetConfig
+from utils.config.schema import Config
+from utils.config.sections import DatasetConfig
 from utils.errors import UserError
 
 PATHS = ["expdir", "train_path", "val_path", "use_cache"]

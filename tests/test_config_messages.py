@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from utils import cli
 from utils.config import Config, validate
 from utils.config.messages import SYNONYMS
-from utils.config.schema import Section
+from utils.config.sections import Section
 from utils.errors import UserError
 
 PYDANTIC = re.compile(

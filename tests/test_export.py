@@ -25,7 +25,7 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils import build
 from utils import config as configs
 from utils.config import Config
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program

@@ -23,7 +23,7 @@ from volume_files import smooth_field, write_volume
 import predict
 import train
 from utils import build
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.launch import Launch

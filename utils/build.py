@@ -19,7 +19,7 @@ from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.schema import ProfileConfig
+from utils.config.sections import ProfileConfig
 from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import Simulation, warn_of_other_simulation

@@ -215,7 +215,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 
 
 CONNECTING = """
-from utils.config.schema import TimeoutsConfig
+from utils.config.sections import TimeoutsConfig
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import connect
 from utils.errors import one_line_errors

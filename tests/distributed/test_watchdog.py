@@ -18,7 +18,7 @@ import torch.distributed as dist
 from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
 from utils import errors
-from utils.config.schema import TimeoutsConfig
+from utils.config.sections import TimeoutsConfig
 from utils.distributed import watchdog as watchdogs
 from utils.distributed.diagnosis import Event, Phase, RankStatus, decide, describe, find_absent
 from utils.distributed.launch import run_script

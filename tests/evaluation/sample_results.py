@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from volume_files import smooth_field
 
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results

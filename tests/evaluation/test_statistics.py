@@ -11,7 +11,7 @@ import torch
 from processes import run_ranks
 from volume_files import smooth_field
 
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.values import check_all

@@ -12,7 +12,7 @@ from torch import nn
 
 from utils import build
 from utils.config import Config
-from utils.config.schema import NetworkConfig, OptimizerConfig
+from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update

@@ -15,7 +15,7 @@ import train
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.schema import LrScheduleConfig
+from utils.config.sections import LrScheduleConfig
 from utils.errors import UserError
 from utils.optim.optimizers import OPTIMIZERS
 from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, lr_scale

@@ -18,7 +18,7 @@ from processes import run_ranks
 import train
 from utils import cli
 from utils.config import Config, load
-from utils.config.schema import ProfileConfig
+from utils.config.sections import ProfileConfig
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World

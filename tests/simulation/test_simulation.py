@@ -15,7 +15,7 @@ from processes import run
 
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate

@@ -8,7 +8,7 @@ import torch
 from processes import run_ranks
 
 from networks import build_loss, build_network, initialise
-from utils.config.schema import OptimizerConfig
+from utils.config.sections import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader

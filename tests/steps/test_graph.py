@@ -20,7 +20,7 @@ from torch import nn
 
 import train
 from networks import build_loss
-from utils.config.schema import OptimizerConfig
+from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors

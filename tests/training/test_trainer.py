@@ -18,7 +18,7 @@ from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
 
-from utils.config.schema import CheckpointConfig, EarlyStoppingConfig
+from utils.config.sections import CheckpointConfig, EarlyStoppingConfig
 from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals

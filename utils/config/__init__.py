@@ -1,7 +1,8 @@
 """The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen.
 
-`schema` declares every key, `paths` the type of those that are paths; `aliases` translates other names of some keys;
-`yaml_files` reads named configs; `messages` describes faults. This module applies overrides, and writes a config back.
+`schema` and `sections` declare every key, `paths` the type of those that are paths; `aliases` translates other names of
+some keys; `yaml_files` reads named configs; `messages` describes faults. This module applies overrides, and writes a
+config back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pydantic import ValidationError
 from utils.config.aliases import translate
 from utils.config.messages import REPLACED_KEYS, describe, meant_keys, nearest, similar
 from utils.config.paths import EXPAND, FOR_A_FILE, Verbatim
-from utils.config.schema import NEUTRAL_KEYS, Config, Section
+from utils.config.schema import NEUTRAL_KEYS, Config
+from utils.config.sections import Section
 from utils.config.yaml_files import LARGEST_FILE, default_name, find, names, read_file
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from utils.config.aliases import ALIASES
-from utils.config.schema import Config, Section
+from utils.config.schema import Config
+from utils.config.sections import Section
 
 LONGEST_SHOWN = 500  # characters of a value
 MOST_LISTED = 12  # keys of a section

@@ -1,152 +1,42 @@
-"""All keys of a config, with types, defaults and meaning, and the checks of their combinations."""
+"""All keys of a config, with types, defaults and meaning, and the checks of their combinations.
+
+The keys of its sections are in `sections`.
+"""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from utils.config.paths import PathText
+from utils.config.sections import (
+    BatchSize,
+    Cells,
+    Channels,
+    CheckpointConfig,
+    DatasetConfig,
+    EarlyStoppingConfig,
+    Epochs,
+    EvaluationConfig,
+    LrScheduleConfig,
+    Name,
+    NetworkConfig,
+    OptimizerConfig,
+    Positive,
+    PositiveFloat,
+    ProfileConfig,
+    Rate,
+    Samples,
+    Section,
+    Threads,
+    TimeoutsConfig,
+    TransformConfig,
+    VectorChannelsConfig,
+    WeightInitConfig,
+)
 from utils.errors import UserError
-
-# The limits are far above all useful values. They keep a slip, such as a digit too many, from filling the memory or
-# from failing later with an error that does not name the key.
-Positive = Annotated[int, Field(ge=1, le=10**9)]
-Count = Annotated[int, Field(ge=0, le=10**9)]
-Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-BatchSize = Annotated[int, Field(ge=1, le=2**20)]
-Samples = Annotated[int, Field(ge=1, le=10**8)]  # a plan of that size needs several GB on each rank
-Cells = Annotated[int, Field(ge=1, le=2**16)]  # per side
-Channels = Annotated[int, Field(ge=1, le=1024)]
-Width = Annotated[int, Field(ge=1, le=4096)]  # with 6 scales, 4096 is 480 billion parameters
-Scales = Annotated[int, Field(ge=1, le=16)]  # Cells has 16 powers of two
-Epochs = Annotated[int, Field(ge=1, le=10**6)]
-Threads = Annotated[int, Field(ge=0, le=1024)]
-LearningRate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
-LearningRateOrZero = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]  # four months
-Name = Annotated[str, Field(min_length=1)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """Base class of all sections. Types are strict: a string is not a number, and 1 is not a boolean."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class WeightInitConfig(Section):
-    """Initial weights and biases of all layers."""
-
-    conv_init: Literal["normal", "default", "glorot"] = "normal"  # normal, torch's defaults, or Glorot uniform
-    conv_scale: PositiveFloat = 0.02  # standard deviation of the normal distribution
-    conv_bias: Finite = 0.0  # initial value of all biases
-
-
-class LrScheduleConfig(Section):
-    """Learning rate: scaling with the batch size, linear warm-up, then the shape; see utils/optim/schedules.py."""
-
-    shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
-    scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
-    start_lr: LearningRate = 2e-4  # at base_batch_size
-    end_lr: LearningRateOrZero = 0.0  # cosine: learning rate of the last step
-    drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
-    drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
-    warmup_epochs: Rate = 0.0  # alternative to warmup_steps
-
-
-class NetworkConfig(Section):
-    """The network."""
-
-    name: str = "unet"  # a name of NETWORKS in networks
-    width: Width = 64  # unet: channels at the first scale
-    scales: Scales | None = None  # unet: number of downsamplings; None: 6, or 5 if full_scale is false
-    # unet: layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
-    space_to_depth: list[Literal["down1", "last"]] = []
-    norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its options; an optimizer ignores options that it does not have."""
-
-    name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    eps: PositiveFloat = 1e-8
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    weight_decay: Rate = 0.0
-
-
-class DatasetConfig(Section):
-    """Data set of a classification task, used instead of volumes."""
-
-    name: str | None = None  # a name of DATASETS in utils/data/datasets
-    directory: PathText = "./data"  # directory of the data set's files
-    verify: bool = True  # check the files against the published checksums
-
-
-class TransformConfig(Section):
-    """Transforms from physical values to channels x, see utils/inference/channels.py; None: no physical units.
-
-    Attributes of the data files take precedence over the defaults, which are those of the published data set, stated by
-    scripts of its later users: density / mean = exp(14 x), v = 9e7 x cm/s, T / K = exp(8 (x + 1.5)).
-    """
-
-    density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
-    velocity_scale_km_s: PositiveFloat | None = 900.0  # x = velocity / scale
-    temperature_log10_center: Finite = 12.0 / math.log(10.0)  # x = (log10(T / K) - center) / scale
-    temperature_log10_scale: PositiveFloat | None = 8.0 / math.log(10.0)
-
-
-class EvaluationConfig(Section):
-    """Evaluation of the whole validation volume during training; see utils/evaluation."""
-
-    every_epochs: Count = 0  # 0: never; else also after the last epoch
-    window: Cells | None = None  # cells per side of the network's input; None: data_size
-    overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
-
-
-class VectorChannelsConfig(Section):
-    """Triples of channels that are the x, y and z components of a vector; all other channels are scalars."""
-
-    inputs: list[list[Count]] = [[1, 2, 3]]
-    targets: list[list[Count]] = [[1, 2, 3]]
-
-
-class ProfileConfig(Section):
-    """Options of enable_manual_profiling; see utils/profiling/profiler.py."""
-
-    first_step: Count | None = None  # counted from 0 over the whole run; None: the sixth step of the second epoch
-    steps: Positive = 30  # number of steps
-    ranks: Literal["root", "all"] = "root"  # ranks that are profiled
-    profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, otherwise torch
-
-
-class TimeoutsConfig(Section):
-    """Timeouts in seconds."""
-
-    rendezvous: Seconds = 600.0  # until all ranks are connected
-    collective: Seconds = 1800.0  # for one collective operation
-    hang: SecondsOrZero = 600.0  # for one step; then the watchdog stops the run; 0: no limit
-
-
-class CheckpointConfig(Section):
-    """Checkpoints in addition to the one at the end of each epoch; see utils/training/checkpoint.py."""
-
-    every_steps: Positive | None = None  # None: not by steps
-    every_minutes: PositiveFloat | None = 10.0  # None: not by time
-    keep_last: Positive = 2  # checkpoints to keep in addition to the best one
-
-
-class EarlyStoppingConfig(Section):
-    """Ends a training whose validation loss no longer improves. The learning-rate schedule stays that of all epochs."""
-
-    patience: Positive | None = None  # epochs without improvement after which training ends; None: never
-    min_delta: Rate = 0.0  # an improvement lowers the validation loss by more than this
 
 
 class Config(Section):
@@ -196,7 +86,7 @@ class Config(Section):
     network: NetworkConfig = NetworkConfig()
     dataset: DatasetConfig = DatasetConfig()
     loss: str = "l1"  # a name of LOSSES in networks: l1, mse, huber; for classes cross_entropy
-    metrics: list[str] = []  # names of METRICS in networks, computed along with the validation loss
+    metrics: list[str] = Field(default=[])  # names of METRICS in networks, computed along with the validation loss
     optimizer: OptimizerConfig = OptimizerConfig()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
@@ -233,7 +123,7 @@ class Config(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
     # Names of LOGGERS in utils/runs/loggers.py. out.log and metrics.jsonl are always written.
-    loggers: list[str] = ["tensorboard"]
+    loggers: list[str] = Field(default=["tensorboard"])
     report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations, if matplotlib is installed
 
     @property

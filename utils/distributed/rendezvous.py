@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.config.schema import TimeoutsConfig
+from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import RankDevice, choose_devices
 from utils.distributed.identity import describe_differences, identify
 from utils.distributed.launch import Launch

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from utils.config.schema import TimeoutsConfig
+from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
 from utils.distributed.rendezvous import OTHER_PROGRAM, rendezvous

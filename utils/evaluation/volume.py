@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from utils.config import Config
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
 from utils.data.files.values import check_sample

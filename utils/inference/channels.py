@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from utils.config.schema import Config, TransformConfig
+from utils.config.schema import Config
+from utils.config.sections import TransformConfig
 from utils.errors import UserError
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"

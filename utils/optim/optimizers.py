@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from utils.config import nearest
-from utils.config.schema import OptimizerConfig
+from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
 
 Parameters = dict[str, torch.nn.Parameter]

@@ -1,7 +1,7 @@
 """Learning-rate schedules: the learning rate as a pure function of the step.
 
 To add one, write a subclass of Schedule and a builder, add a line to SCHEDULES, and add the name to the values of
-`lr_schedule.shape` in utils/config/schema.py.
+`lr_schedule.shape` in utils/config/sections.py.
 """
 
 from __future__ import annotations

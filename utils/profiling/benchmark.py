@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from utils.config import LARGEST_FILE, parse_value, validate_section
-from utils.config.schema import Section
+from utils.config.sections import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users

@@ -11,7 +11,7 @@ import pytest
 from trainings import YAML
 
 from utils import config as configs
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform, simulation_of, warnings_of_unstated
 from utils.data.splits import with_file_transform
 from utils.errors import UserError

@@ -12,7 +12,7 @@ import pytest
 from damage import bytewise, replacements
 from volume_files import write_volume
 
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.files.npy import open_npy_volume
 from utils.data.files.values import check_all

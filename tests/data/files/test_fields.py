@@ -15,7 +15,7 @@ import torch
 from volume_files import write_volume
 
 from utils.config import Config, load
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.convert_to_npy import convert
 from utils.data import get_loader
 from utils.data.files.fields import as_float32, checked_field

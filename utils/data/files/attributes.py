@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from utils.config import validate_section
-from utils.config.schema import TransformConfig
+from utils.config.sections import TransformConfig
 from utils.errors import UserError
 
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
