@@ -12,15 +12,15 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from utils.config.schema import TransformConfig
-from utils.data.files.attributes import cell_size, file_transform, simulation_of
+from utils.config.sections import TransformConfig
+from utils.data.files.attributes import Simulation, cell_size, file_transform, simulation_of
 from utils.data.files.fields import Remedies, checked_field
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
@@ -47,6 +47,13 @@ class Volume:
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
     names: tuple[str, str] = DATASETS
     conversion: str = ""  # datasets that are converted as they are read, and how, for the log
+    simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Cells along x, y and z."""
+        x, y, z = self.inputs.shape[1:]
+        return int(x), int(y), int(z)
 
     @property
     def box(self) -> int:
@@ -150,7 +157,8 @@ def open_volume(
         ]
         if transform is not None:
             file_transform(transform, {path: file.attrs})
-        cell = cell_size(file.attrs, stored[0].shape[-1], path)
+        cell = cell_size(file.attrs, max(stored[0].shape[1:]), path)
+        simulation = simulation_of(file.attrs, cell)
         fields = [each.mapped() for each in stored]
     shapes = [each.shape for each in stored]
     if shapes[0][1:] != shapes[1][1:]:
@@ -162,7 +170,7 @@ def open_volume(
         conversion = f"{names[0]} and {names[1]} are {conversions[0]}"
     if conversion:
         conversion += f": {max(each.change for each in stored if each.conversion)}"  # rather converted than reordered
-    return Volume(path, fields[0], fields[1], files, cell, names, conversion)
+    return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation)
 
 
 def _simulation(path: str, box: int | None) -> str:
