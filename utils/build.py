@@ -31,14 +31,12 @@ from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.evaluation import results
-from utils.evaluation.callback import VolumeEvaluation, plane_readers
-from utils.evaluation.statistics import VolumeStatistics
+from utils.evaluation.callback import build_evaluation, evaluation_grid
 from utils.inference.channels import Channel, check_physical_units, volume_channels
 from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
-from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.inference.window_grid import build_window_grid
 from utils.optim.optimizers import build_optimizer, describe_optimizer
 from utils.optim.schedules import build_schedule
 from utils.profiling import preflight
@@ -51,7 +49,7 @@ from utils.runs.logger import Logger
 from utils.runs.loggers import check_loggers
 from utils.steps.backends import backends as backends
 from utils.steps.eager import EagerStep, Metric, StepOptions, weights_difference
-from utils.training.callbacks import Callbacks, NullEvaluation
+from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
 from utils.training.checkpointer import build_checkpointer
@@ -246,7 +244,9 @@ def callbacks(
     """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
     about = config.model_dump(), training_simulation(config)
     checkpointer = build_checkpointer(directory / FOLDER, *about, config.checkpoint.keep_last, world, directory / LOCK)
-    evaluation = _evaluation(config, volume, train_step, world, directory, logger) if volume else NullEvaluation()
+    evaluation: Evaluation = NullEvaluation()
+    if volume:
+        evaluation = build_evaluation(config, volume, train_step.predict, world, directory, logger)
     return Callbacks(logger, checkpointer, profiler, evaluation)
 
 
@@ -259,37 +259,8 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
         return None
     with world.raise_together():
         volume = open_box(config, "valid", get_loader(config.data_loader_config).reads)
-        _evaluation_grid(config, volume)
+        evaluation_grid(config, volume)
     return volume
-
-
-def _evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
-    options = config.evaluation
-    try:
-        return build_window_grid((volume.box,) * 3, options.window or config.data_size, options.overlap)
-    except UserError as error:
-        raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
-
-
-def _evaluation(
-    config: Config, volume: Volume, train_step: EagerStep, world: World, directory: Path, logger: Logger
-) -> VolumeEvaluation:
-    """Predictions of the whole validation volume, and their statistics."""
-    assert config.local_batch_size is not None
-    grid = _evaluation_grid(config, volume)
-    inputs, targets = volume_channels(config)
-    # No more cells at once than in training.
-    batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
-    read, target = plane_readers(volume)
-    return VolumeEvaluation(
-        SlidingWindowPredictor(train_step.predict, read, grid, (len(inputs), len(targets)), batch_size, world),
-        target,
-        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
-        every_epochs=config.evaluation.every_epochs,
-        folder=directory / results.FOLDER,
-        logger=logger,
-        metadata={"input": volume.path, "run": str(directory)},
-    )
 
 
 def benchmark(

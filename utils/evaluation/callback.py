@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from utils.config import Config
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.files.size_check import SizeCheck
+from utils.distributed.world import World
+from utils.errors import UserError
 from utils.evaluation import results
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_slabs
-from utils.inference.sliding_window import ReadPlanes, SlidingWindowPredictor
+from utils.inference.channels import volume_channels
+from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
+from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.profiling.memory import out_of_memory_for_users
 from utils.runs import tags
 from utils.runs.logger import Logger
@@ -77,7 +82,37 @@ class VolumeEvaluation:
             self._logger.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
 
 
-def plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
+def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
+    """The windows of an evaluation; UserError if they do not suit the volume."""
+    options = config.evaluation
+    try:
+        return build_window_grid(volume.shape, options.window or config.data_size, options.overlap)
+    except UserError as error:
+        raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
+
+
+def build_evaluation(
+    config: Config, volume: Volume, predict: Predict, world: World, directory: Path, logger: Logger
+) -> VolumeEvaluation:
+    """Predictions of the whole validation volume, and their statistics."""
+    assert config.local_batch_size is not None
+    grid = evaluation_grid(config, volume)
+    inputs, targets = volume_channels(config)
+    # No more cells at once than in training.
+    batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
+    read, target = _plane_readers(volume)
+    return VolumeEvaluation(
+        SlidingWindowPredictor(predict, read, grid, (len(inputs), len(targets)), batch_size, world),
+        target,
+        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
+        every_epochs=config.evaluation.every_epochs,
+        folder=directory / results.FOLDER,
+        logger=logger,
+        metadata={"input": volume.path, "run": str(directory)},
+    )
+
+
+def _plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
     """Readers of planes along x of a volume's inputs and targets; LocalError if a file has become shorter."""
     size_check = SizeCheck(volume.files)
 
