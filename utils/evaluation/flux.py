@@ -1,0 +1,265 @@
+"""Lyman-alpha forest of simulated gas: neutral hydrogen, optical depth in redshift space, flux and its power.
+
+Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionisation equilibrium with a uniform
+background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
+the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697, section 3.3). The optical
+depths are to be rescaled to an observed mean flux, because the amplitude of the background is not known well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.data.files.attributes import Simulation
+from utils.errors import UserError
+
+# CODATA 2022 and IAU 2015, SI units.
+BOLTZMANN = 1.380649e-23
+HYDROGEN_MASS = 1.6735328e-27  # atom
+ELECTRON_RADIUS = 2.8179403205e-15
+LIGHT_SPEED = 2.99792458e8
+GRAVITY = 6.67430e-11
+MEGAPARSEC = 3.0856775815e22
+# Lyman alpha: oscillator strength and wavelength (Morton 2003, ApJS 149, 205).
+STRENGTH = 0.4164
+WAVELENGTH = 1.21567e-7
+# Integral of the cross-section over velocity, m³/s: π e² f λ / (4 π ε0 m_e c).
+CROSS_SECTION = math.pi * ELECTRON_RADIUS * LIGHT_SPEED * STRENGTH * WAVELENGTH
+
+HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
+# Electrons per hydrogen atom from helium, which is taken as doubly ionised, as it is after He II reionisation (z < 3).
+HELIUM_ELECTRONS = 2 * (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)
+IONISATION_KELVIN = 157807.0  # 13.6 eV / k_B
+TEMPERATURE_RANGE = (3.0, 1e9)  # K, of the fit of the recombination rate; temperatures are clamped to it
+
+# Becker & Bolton 2013, MNRAS 436, 1023, table 1: redshift, log10 of the photo-ionisation rate in 1e-12 / s.
+BACKGROUND = (
+    (2.40, 2.80, 3.20, 3.60, 4.00, 4.40, 4.75),
+    (0.015, -0.066, -0.103, -0.097, -0.072, -0.019, -0.029),
+)
+# Gaikwad et al. 2021, MNRAS 506, 4389: redshift, temperature at the mean density in K, gamma.
+TEMPERATURE_DENSITY = (
+    (2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2, 3.4, 3.6, 3.8),
+    (9500.0, 11000.0, 12750.0, 13500.0, 14750.0, 14750.0, 12750.0, 11250.0, 10250.0, 9250.0),
+    (1.5, 1.425, 1.325, 1.275, 1.25, 1.225, 1.275, 1.35, 1.4, 1.525),
+)
+
+SATURATION = 4.0  # erf is ±1 in float32 from here on: a profile ends exactly at this many Doppler widths
+UNIFORM = 1.25  # a periodic Gaussian whose b is this many times the line's length is constant to 4e-7
+CELLS_AT_ONCE = 2**18
+VALUES_AT_ONCE = 2**17
+
+
+@dataclass(frozen=True)
+class Universe:
+    """Redshift and cosmology of a snapshot: ΛCDM, flat or curved, without radiation."""
+
+    redshift: float
+    h: float
+    omega_m: float
+    omega_l: float
+    omega_b: float
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> Universe | None:
+        """None if the simulation does not state all five numbers, or states that there are no baryons."""
+        names = ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0")
+        values = [simulation.get(name) for name in names]
+        redshift, hubble, omega_m, omega_l, omega_b = (
+            value if isinstance(value, float) and math.isfinite(value) else -math.inf for value in values
+        )
+        if min(redshift, hubble, omega_m, omega_b) < 0 or min(hubble, omega_m, omega_b) == 0 or omega_l == -math.inf:
+            return None
+        return cls(redshift, hubble / 100, omega_m, omega_l, omega_b)
+
+    def pixel_width(self, cell: float) -> float:
+        """Hubble flow in km/s across a cell whose side is `cell` comoving Mpc/h."""
+        return 100 * self._expansion() * cell / (1 + self.redshift)
+
+    def hubble_rate(self) -> float:
+        """H(z) in 1/s."""
+        return 1e5 * self.h * self._expansion() / MEGAPARSEC
+
+    def hydrogen_density(self) -> float:
+        """Mean number density of hydrogen nuclei, proper, per cm³."""
+        critical = 3 * (1e5 * self.h / MEGAPARSEC) ** 2 / (8 * math.pi * GRAVITY)
+        atoms = HYDROGEN_FRACTION * self.omega_b * critical / HYDROGEN_MASS
+        return 1e-6 * atoms * (1 + self.redshift) ** 3
+
+    def _expansion(self) -> float:
+        """H(z) / H0."""
+        a, curvature = 1 + self.redshift, 1 - self.omega_m - self.omega_l
+        return math.sqrt(self.omega_m * a**3 + curvature * a**2 + self.omega_l)
+
+
+# --- gas -------------------------------------------------------------------------------------------------------------
+
+
+def photoionisation_rate(redshift: float) -> float:
+    """Γ of neutral hydrogen per second at 2.4 ≤ z ≤ 4.75 (Becker & Bolton 2013); beyond, that of the nearest end."""
+    return float(1e-12 * 10 ** np.interp(redshift, *BACKGROUND))
+
+
+def neutral_fraction(density: Tensor, temperature: Tensor, universe: Universe) -> Tensor:
+    """Neutral fraction of hydrogen in equilibrium of photo- and collisional ionisation with recombination.
+
+    `density` in units of the mean, `temperature` in K. The rates, case A, are the fits of Hui & Gnedin 1997, MNRAS 292,
+    27, appendix A. With n_e = n_H (q - x), q = 1 + HELIUM_ELECTRONS, the equilibrium Γ x + β n_e x = α n_e (1 - x) is
+    a x² - b x + c = 0. Its smaller root is computed without a difference of nearly equal numbers.
+    """
+    temperature = temperature.clamp(*TEMPERATURE_RANGE)
+    ratio = 2 * IONISATION_KELVIN / temperature
+    recombination = 1.269e-13 * ratio**1.503 / (1 + (ratio / 0.522) ** 0.470) ** 1.923
+    collisions = 21.11 * temperature**-1.5 * torch.exp(-ratio / 2) * ratio**-1.089
+    collisions = collisions / (1 + (ratio / 0.354) ** 0.874) ** 1.101
+    electrons = 1 + HELIUM_ELECTRONS
+    scaled = density * (universe.hydrogen_density() / photoionisation_rate(universe.redshift))  # n_H / Γ
+    down, up = recombination * scaled, collisions * scaled
+    b = 1 + up * electrons + down * (1 + electrons)
+    c = down * electrons / b
+    return 2 * c / (1 + (1 - 4 * c * (down + up) / b).sqrt())
+
+
+def fgpa_temperature(density: Tensor, redshift: float = 3.0) -> Tensor:
+    """Temperature in K of photo-ionised gas of this density in units of the mean: T0 density**(gamma - 1).
+
+    T0 and gamma were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
+    with the density and velocity of dark matter this is the fluctuating Gunn-Peterson approximation.
+    """
+    redshifts, temperatures, gammas = TEMPERATURE_DENSITY
+    gamma = float(np.interp(redshift, redshifts, gammas))
+    return float(np.interp(redshift, redshifts, temperatures)) * density ** (gamma - 1)
+
+
+# --- optical depth ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, universe: Universe, cell: float) -> Tensor:
+    """Optical depth of Lyman alpha along periodic sight-lines in redshift space, [lines, N], float32.
+
+    `density` in units of the mean, peculiar `velocity` along the line in km/s, `temperature` in K, each [lines, N];
+    `cell` in comoving Mpc/h. Pixels are the cells, in velocity. A non-finite value makes all pixels that its cell could
+    reach NaN. The lines are processed in groups, so the memory in addition to arguments and result is bounded.
+    """
+    lines = max(1, CELLS_AT_ONCE // density.shape[1])
+    parts = zip(*(field.float().split(lines) for field in (density, velocity, temperature)), strict=True)
+    result = torch.empty(density.shape, device=density.device)
+    for part, out in zip(parts, result.split(lines), strict=True):
+        out.copy_(_some_lines(*part, universe, cell))
+    return result
+
+
+def _some_lines(density: Tensor, velocity: Tensor, temperature: Tensor, universe: Universe, cell: float) -> Tensor:
+    cells = density.shape[1]
+    width = universe.pixel_width(cell)
+    fraction = neutral_fraction(density, temperature, universe)
+    depth = density * fraction * (1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate())
+    shift = velocity / width
+    doppler = (temperature.clamp(*TEMPERATURE_RANGE) * (2 * BOLTZMANN / HYDROGEN_MASS)).sqrt() / (1e3 * width)
+    doppler = doppler.clamp(max=UNIFORM * cells)
+    finite = torch.isfinite(depth) & torch.isfinite(shift) & torch.isfinite(doppler)
+    depth = torch.where(finite, depth, torch.nan)
+    shift, doppler = torch.where(finite, shift, 0), torch.where(finite, doppler, 1)
+    whole = shift.round()
+    pixel = (torch.arange(cells, device=density.device) + whole.long()) % cells
+    return _deposit(pixel, shift - whole, doppler, depth)
+
+
+def _deposit(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tensor) -> Tensor:
+    """Sums Gaussian profiles, averaged over pixels; arguments [lines, N], lengths in pixels.
+
+    Cells are sorted by the width of their profile, and processed in blocks that fit into a CPU's cache.
+    """
+    lines, cells = pixel.shape
+    halves = (SATURATION * doppler).ceil().long().flatten()
+    halves, order = halves.sort()
+    wraps = -(-int(halves[-1]) // cells)
+    row = (2 * wraps + 1) * cells  # the periodic images of a line side by side
+    starts = torch.arange(lines, device=pixel.device)[:, None] * row + wraps * cells
+    pixel = (starts + pixel).flatten()[order]
+    offset, inverse = offset.flatten()[order], (1 / doppler).flatten()[order]
+    depth = (depth / 2).flatten()[order]
+    images = torch.zeros(lines * row, device=pixel.device)
+    start = 0
+    while start < len(halves):
+        half = int(halves[start])
+        stop = start + max(1, VALUES_AT_ONCE // (2 * half + 2))
+        half = int(halves[min(stop, len(halves)) - 1])
+        some = slice(start, stop)
+        edges = torch.arange(-half, half + 2, device=pixel.device) - 0.5
+        integral = torch.erf((edges - offset[some, None]) * inverse[some, None])
+        values = (integral[:, 1:] - integral[:, :-1]) * depth[some, None]
+        index = pixel[some, None] + torch.arange(-half, half + 1, device=pixel.device)
+        images.scatter_add_(0, index.flatten(), values.flatten())
+        start = stop
+    return images.view(lines, 2 * wraps + 1, cells).sum(1)
+
+
+# --- flux ------------------------------------------------------------------------------------------------------------
+
+
+def published_mean_flux(redshift: float) -> float:
+    """Observed mean flux exp(-τ_eff); UserError outside of 1.7 ≤ z ≤ 4.85.
+
+    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067, section 3.2; below, that of Kim et al. 2007,
+    MNRAS 382, 1657.
+    """
+    if 2.15 <= redshift <= 4.85:
+        return math.exp(0.132 - 0.751 * ((1 + redshift) / 4.5) ** 2.90)
+    if 1.7 <= redshift < 2.15:
+        return math.exp(-0.0023 * (1 + redshift) ** 3.65)
+    raise UserError(f"no fit of the observed mean flux at redshift {redshift:.4g} (1.7 to 4.85); give the mean flux")
+
+
+def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: float) -> float:
+    """The factor A with ⟨exp(-A τ)⟩ = `target` to a relative 1e-8, or NaN if the mean is NaN.
+
+    `mean_and_slope(A)` returns that mean and its derivative in A. Newton's method for ln(-ln mean) as a function of
+    ln A, which is nearly a straight line, needs about four calls; a bracket guards it. Raises UserError if there is no
+    such factor.
+    """
+    if not 0 < target < 1:
+        raise UserError(f"a mean flux of {target} is not between 0 and 1; choose another one")
+    low, high, guess = -math.inf, math.inf, 0.0
+    for _ in range(60):
+        mean, slope = mean_and_slope(math.exp(guess))
+        if math.isnan(mean):
+            return math.nan
+        if abs(mean / target - 1) < 1e-8:
+            return math.exp(guess)
+        low, high = (guess, high) if mean > target else (low, guess)
+        step = math.nan
+        if 0 < mean < 1 and slope < 0:
+            step = math.log(math.log(target) / math.log(mean)) * mean * math.log(mean) / (slope * math.exp(guess))
+        proposed = guess + step
+        if low < proposed < high:
+            guess = proposed
+        elif math.isfinite(low) and math.isfinite(high):
+            guess = (low + high) / 2
+        else:
+            guess += 3.0 if mean > target else -3.0
+    raise UserError(f"no factor of the optical depth gives a mean flux of {target:.6g}; give another mean flux")
+
+
+def power_sums(flux_contrast: Tensor) -> Tensor:
+    """Σ |FFT|² over lines [lines, N] of F / ⟨F⟩ - 1, for the modes 0 … N / 2: [N // 2 + 1], float64."""
+    sums = torch.zeros(flux_contrast.shape[1] // 2 + 1, dtype=torch.float64, device=flux_contrast.device)
+    for part in flux_contrast.split(max(1, CELLS_AT_ONCE // flux_contrast.shape[1])):
+        sums += torch.view_as_real(torch.fft.rfft(part)).double().square().sum((0, 2))
+    return sums
+
+
+def flux_power(sums: Tensor, lines: int, cells: int, width: float) -> tuple[Tensor, Tensor]:
+    """Wavenumbers k in s/km and P1D(k) in km/s, of `power_sums` over lines of `cells` pixels of `width` km/s.
+
+    P1D(k) = L / N² ⟨|FFT|²⟩ with L = N width, k = 2 π m / L. The constant, m = 0, is left out.
+    """
+    modes = torch.arange(1, len(sums), dtype=torch.float64, device=sums.device)
+    return 2 * math.pi / (cells * width) * modes, sums[1:] * (width / (cells * lines))
