@@ -105,13 +105,19 @@ class Training:
         """True if the training is finished, with this commit and these settings."""
         try:
             made = json.loads((self.directory / "provenance.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return made.get("git_commit") == provenance(common.this_machine())["git_commit"] and self.is_trained()
+
+    def is_trained(self) -> bool:
+        """True if the training is finished, with these settings and any commit."""
+        try:
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
             requested = with_file_transform(self.config)
         except (OSError, ValueError, UserError):
             return False
-        same_commit = made.get("git_commit") == provenance(common.this_machine())["git_commit"]
         steps = saved_steps(self.directory / FOLDER)
-        return same_commit and config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
+        return config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
 
     def run(self, limit: float) -> None:
         """Trains; UserError with the reason if that fails."""

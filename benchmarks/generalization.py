@@ -1,0 +1,276 @@
+"""Generalization: networks trained on one simulated box, evaluated on boxes of other redshifts, cosmologies and cells.
+
+python -m benchmarks.generalization
+
+benchmarks/generalization.yaml defines the conditions. Each network is evaluated on held-out boxes of every condition;
+for some conditions, networks are trained on a box of that condition as well. Boxes, networks and evaluations are kept
+in --runs: an interrupted study resumes with the missing ones. After changes to the evaluation, remove the directory
+`evaluations` in --runs. Spreads are standard deviations over all pairs of a network and a box.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml
+
+from benchmarks import common, convergence
+from utils import build
+from utils.cli import positive, read_changes
+from utils.errors import UserError, one_line_errors
+from utils.evaluation import results
+from utils.evaluation.baselines import volume_losses
+from utils.evaluation.results import Results
+from utils.evaluation.volume import VolumeFields, evaluate_slabs, predicted_slabs
+from utils.inference.options import InferenceOptions
+from utils.training.checkpoint import FOLDER, step_directory
+
+PLAN = Path(__file__).with_name("generalization.yaml")
+BASELINES = ("best constant per channel", "copying density and velocities")
+NETWORK, REFERENCE = "network", "trained on the condition"
+WAVENUMBERS = (1.0, 3.0)  # h/Mpc, resolved by all cells
+FLUX_ERROR, FLUX_BASELINE = "flux P1D error, prediction", "flux P1D error, FGPA"  # if evaluations have the flux
+SMALL_SCALES = f"P ratio at k = {WAVENUMBERS[-1]:g} h/Mpc"
+PLOTTED = {"L1": "log", "R2 temperature": "linear", SMALL_SCALES: "linear", FLUX_ERROR: "log"}  # and the axis
+COLUMNS = ("R2 gas density", "R2 gas velocity", "R2 temperature", SMALL_SCALES, FLUX_ERROR, FLUX_BASELINE)
+
+
+class Condition(NamedTuple):
+    """Parameters of a simulation; `cell` is the side of a cell in Mpc/h."""
+
+    redshift: float
+    cosmology: str
+    cell: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.cosmology}_z{self.redshift:g}_cell{self.cell:g}"
+
+    def box(self, folder: Path, grid: int, seed: int) -> Path:
+        """A box of grid³ cells; it is simulated if it is missing."""
+        path = folder / f"{self.label}_grid{grid}_seed{seed}.h5"
+        if not path.exists():
+            from utils.simulation.simulate import main as simulate  # needs colossus
+
+            given = self._asdict()
+            given["box_size"] = given.pop("cell") * grid
+            given |= {"grid": grid, "seed": seed, "threads": torch.get_num_threads(), "output": path}
+            simulate([f"--{name}={value}" for name, value in given.items()])
+        return path
+
+
+class Study:
+    """The boxes, networks and evaluations of a plan; each is made when it is first needed, and kept."""
+
+    def __init__(self, plan: Mapping[str, Any], options: argparse.Namespace) -> None:
+        self._plan, self._folder, self._limit = plan, options.runs.absolute(), options.limit
+        self._changes = read_changes(options.changes)
+        self._seeds = range(options.seeds)
+        self._world = common.this_machine()
+        self.trained = Condition(**plan["trained"])
+
+    def panels(self) -> dict[str, dict[str, Condition]]:
+        """The conditions of each panel by name."""
+        return {
+            panel: {name: self.trained._replace(**changed) for name, changed in conditions.items()}
+            for panel, conditions in self._plan["panels"].items()
+        }
+
+    def boxes(self, condition: Condition) -> Iterator[Path]:
+        """The held-out boxes of a condition."""
+        held_out = self._plan["evaluation"]
+        for seed in held_out["seeds"]:
+            yield condition.box(self._folder / "boxes", held_out["grid"], seed)
+
+    def network(self, condition: Condition, seed: int) -> Path:
+        """The last checkpoint of a training on a box of the condition."""
+        plan, folder = self._plan["training"], self._folder / "boxes"
+        train, valid = (condition.box(folder, *pair) for pair in zip(plan["grid"], plan["seeds"], strict=True))
+        paths = {"train_path": str(train), "val_path": str(valid), "box_size": plan["grid"]}
+        recipe = convergence.Condition(condition.label, plan["config"], 1, plan.get("changes", {}))
+        training = convergence.Training(condition.label, recipe, seed, self._folder, {**paths, **self._changes})
+        if not training.is_trained():
+            sys.stderr.write(f"training on {condition.label}, seed {seed}\n")
+            training.run(self._limit)
+        return step_directory(training.directory / FOLDER, training.config.total_steps)
+
+    def evaluation(self, checkpoint: Path, network: str, box: Path) -> Results:
+        """The evaluation of a network on a box; `network` names its directory."""
+        path = self._folder / "evaluations" / network / f"{box.stem}.npz"
+        if path.exists() and path.stat().st_mtime > max(each.stat().st_mtime for each in (checkpoint, box)):
+            with contextlib.suppress(UserError):  # of an older version
+                return results.load(path)
+        trained = build.load_trained(checkpoint, self._world.device)
+        with closing(VolumeFields.open(str(box), None, None, trained.config)) as fields:
+            predictor = build.predictor(trained, fields.inputs, InferenceOptions(), self._world)
+            slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
+            statistics = fields.statistics(trained.config, self._world)
+            found = evaluate_slabs(slabs, fields.target.planes, statistics, {"input": str(box)}, self._world)
+        results.save(found, path)
+        return found
+
+    def measures(self, trained_on: Condition, condition: Condition) -> dict[str, Any]:
+        """Mean, spread and values of each measure: networks trained on one condition, and boxes of another."""
+        found = []
+        for seed in self._seeds:
+            checkpoint = self.network(trained_on, seed)
+            found += [
+                measures(self.evaluation(checkpoint, f"{trained_on.label}-seed{seed}", box))
+                for box in self.boxes(condition)
+            ]
+        return {name: convergence.spread([each[name] for each in found]) for name in found[0]}
+
+    def summary(self, condition: Condition, with_reference: bool) -> dict[str, Any]:
+        """The measures of a condition, and the errors of predictors that learn nothing."""
+        summary = {**condition._asdict(), NETWORK: self.measures(self.trained, condition)}
+        if with_reference:
+            summary[REFERENCE] = self.measures(condition, condition)
+        errors = [self._baselines(box) for box in self.boxes(condition)]
+        return summary | {name: convergence.spread([each[name] for each in errors]) for name in BASELINES}
+
+    def _baselines(self, box: Path) -> dict[str, float]:
+        config = build.load_trained(self.network(self.trained, 0), self._world.device).config
+        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+            size = fields.inputs.shape[0]
+            whole = [torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target)]
+            return volume_losses(OneBatch(*whole), build.loss(config), self._world)
+
+
+class OneBatch:
+    """A loader of a single batch."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self._batch = inputs, targets
+
+    def __len__(self) -> int:
+        return 1
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield self._batch
+
+
+def measures(found: Results) -> dict[str, float]:
+    """The scalars that do not depend on the box's wavenumbers, and the spectrum of ln(density) at WAVENUMBERS."""
+    scalars = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
+    scalars["R2 gas velocity"] = float(np.mean([scalars[f"R2 gas velocity {axis}"] for axis in "xyz"]))
+    spectrum = found.spectra["log density"]
+    for k in WAVENUMBERS:
+        for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
+            scalars[f"{name} at k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
+    return scalars
+
+
+def add_ratios(summary: dict[str, Any], trained: Mapping[str, Any]) -> None:
+    """Adds the ratios of a condition's error to those of the training condition, its baselines and its reference."""
+    errors = {"training condition": trained[NETWORK]["L1"]["mean"]}
+    errors |= {name: summary[name]["mean"] for name in BASELINES}
+    if REFERENCE in summary:
+        errors[REFERENCE] = summary[REFERENCE]["L1"]["mean"]
+    summary["L1 ratio"] = {name: summary[NETWORK]["L1"]["mean"] / error for name, error in errors.items()}
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def shown(values: Mapping[str, Any] | None, digits: int) -> str:
+    return f"{values['mean']:.{digits}f} ± {values['stdev']:.{digits}f}" if values else ""
+
+
+def result_table(panels: Mapping[str, Any]) -> str:
+    """A row per condition."""
+    present = [column for column in COLUMNS if any(column in each[NETWORK] for each in all_of(panels))]
+    heads = [
+        "",
+        "condition",
+        "L1",
+        "× as trained",
+        f"L1, {REFERENCE}",
+        *(f"L1, {name}" for name in BASELINES),
+        *present,
+    ]
+    rows = []
+    for panel, conditions in panels.items():
+        for name, summary in conditions.items():
+            cells = [panel, name, shown(summary[NETWORK]["L1"], 4)]
+            cells += [f"{summary['L1 ratio']['training condition']:.2f}"]
+            cells += [shown(summary.get(REFERENCE, {}).get("L1"), 4)]
+            cells += [shown(summary[baseline], 4) for baseline in BASELINES]
+            rows.append(cells + [shown(summary[NETWORK].get(column), 3) for column in present])
+    return common.table(heads, rows, left=2)
+
+
+def all_of(panels: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [summary for conditions in panels.values() for summary in conditions.values()]
+
+
+def draw(panels: Mapping[str, Any], trained: Condition, path: Path) -> None:
+    """A row per measure, a column per panel."""
+    measures = {name: scale for name, scale in PLOTTED.items() if any(name in each[NETWORK] for each in all_of(panels))}
+    sizes = [len(conditions) for conditions in panels.values()]
+    size = 1.5 + 0.75 * sum(sizes), 2.5 * len(measures) + 1.6
+    options = {"sharex": "col", "sharey": "row", "width_ratios": sizes}
+    label = f"trained on z = {trained.redshift:g}, {trained.cosmology}, {trained.cell:g} Mpc/h"
+    with common.plot(path, size, len(panels), len(measures), **options) as axes:
+        for row, (measure, scale) in zip(axes, measures.items(), strict=True):
+            row[0].set_ylabel(measure)
+            for panel, conditions in zip(row, panels.values(), strict=True):
+                panel.set_yscale(scale)
+                panel.grid(alpha=0.3, axis="y")
+                draw_panel(panel, conditions, measure, label)
+        for panel, title in zip(axes[0], panels, strict=True):
+            panel.set_title(title)
+
+
+def draw_panel(panel: Any, conditions: Mapping[str, Any], measure: str, label: str) -> None:
+    """Means with standard deviations; the predictors that learn nothing have an L1 only, FGPA a flux only."""
+    series = [(label, NETWORK, measure, "o"), (REFERENCE, REFERENCE, measure, "s")]
+    if measure == FLUX_ERROR:
+        series.append(("FGPA", NETWORK, FLUX_BASELINE, "x"))
+    for name, key, value, marker in series:
+        found = {place: each[key] for place, each in enumerate(conditions.values()) if value in each.get(key, {})}
+        means, spreads = ([each[value][part] for each in found.values()] for part in ("mean", "stdev"))
+        panel.errorbar(list(found), means, spreads, fmt=marker, capsize=3, markersize=5, label=name)
+    if measure == "L1":
+        for name, marker in zip(BASELINES, ("_", "+"), strict=True):
+            means = [summary[name]["mean"] for summary in conditions.values()]
+            panel.plot(range(len(means)), means, marker, color="gray", label=name)
+    panel.set_xticks(range(len(conditions)), list(conditions), rotation=35, ha="right")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = common.Parser(__doc__)
+    parser.add_argument("--seeds", type=positive, default=3, help="networks per training condition (%(default)s)")
+    parser.add_argument("--plan", type=Path, default=PLAN, help="YAML file of the conditions (%(default)s)")
+    convergence.add_options(parser, "generalization")
+    options = parser.parse_args(argv)
+    plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
+    study = Study(plan, options)
+    named = study.panels()
+    distinct = dict.fromkeys(condition for conditions in named.values() for condition in conditions.values())
+    references = {
+        conditions[name] for name in plan["references"] for conditions in named.values() if name in conditions
+    }
+    summaries = {condition: study.summary(condition, condition in references) for condition in distinct}
+    for summary in summaries.values():
+        add_ratios(summary, summaries[study.trained])
+    panels = {
+        panel: {name: summaries[condition] for name, condition in conditions.items()}
+        for panel, conditions in named.items()
+    }
+    result = {"settings": common.settings(options), "plan": plan, "panels": panels}
+    common.publish(
+        "generalization", result, options.output, result_table(panels), lambda path: draw(panels, study.trained, path)
+    )
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
