@@ -2,8 +2,9 @@
 
 Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionisation equilibrium with a uniform
 background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
-the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697, section 3.3). The optical
-depths are to be rescaled to an observed mean flux, because the amplitude of the background is not known well.
+the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697, section 3.3). Damping wings,
+which matter for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux,
+because the amplitude of the background is not known well.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ SATURATION = 4.0  # erf is ±1 in float32 from here on: a profile ends exactly a
 UNIFORM = 1.25  # a periodic Gaussian whose b is this many times the line's length is constant to 4e-7
 CELLS_AT_ONCE = 2**18
 VALUES_AT_ONCE = 2**17
+LARGEST_LOG_SCALE, LARGEST_STEP = 60.0, 5.0  # ln of factors of the optical depth that float32 can hold
 
 
 @dataclass(frozen=True)
@@ -145,61 +147,58 @@ def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, univer
     """Optical depth of Lyman alpha along periodic sight-lines in redshift space, [lines, N], float32.
 
     `density` in units of the mean, peculiar `velocity` along the line in km/s, `temperature` in K, each [lines, N];
-    `cell` in comoving Mpc/h. Pixels are the cells, in velocity. A non-finite value makes all pixels that its cell could
-    reach NaN. The lines are processed in groups, so the memory in addition to arguments and result is bounded.
+    `cell` in comoving Mpc/h. The pixels are as wide as the cells. The error of a cell's share in a pixel is about 1e-7
+    of the cell's total. A non-finite value makes its line NaN. Lines are processed in groups, so the memory needed in
+    addition to arguments and result does not grow with their number.
     """
     lines = max(1, CELLS_AT_ONCE // density.shape[1])
-    parts = zip(*(field.float().split(lines) for field in (density, velocity, temperature)), strict=True)
     result = torch.empty(density.shape, device=density.device)
-    for part, out in zip(parts, result.split(lines), strict=True):
-        out.copy_(_some_lines(*part, universe, cell))
+    groups = zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True)
+    for *fields, out in groups:
+        out.copy_(_depth_of_group(*(field.float().contiguous() for field in fields), universe, cell))
     return result
 
 
-def _some_lines(density: Tensor, velocity: Tensor, temperature: Tensor, universe: Universe, cell: float) -> Tensor:
-    cells = density.shape[1]
-    width = universe.pixel_width(cell)
-    fraction = neutral_fraction(density, temperature, universe)
-    depth = density * fraction * (1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate())
+def _depth_of_group(density: Tensor, velocity: Tensor, temperature: Tensor, universe: Universe, cell: float) -> Tensor:
+    cells, width = density.shape[1], universe.pixel_width(cell)
+    uniform_depth = 1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate()  # if all were neutral
+    depth = uniform_depth * density * neutral_fraction(density, temperature, universe)
     shift = velocity / width
     doppler = (temperature.clamp(*TEMPERATURE_RANGE) * (2 * BOLTZMANN / HYDROGEN_MASS)).sqrt() / (1e3 * width)
-    doppler = doppler.clamp(max=UNIFORM * cells)
-    finite = torch.isfinite(depth) & torch.isfinite(shift) & torch.isfinite(doppler)
+    finite = (depth + shift + doppler).isfinite().all(1, keepdim=True)
     depth = torch.where(finite, depth, torch.nan)
     shift, doppler = torch.where(finite, shift, 0), torch.where(finite, doppler, 1)
     whole = shift.round()
     pixel = (torch.arange(cells, device=density.device) + whole.long()) % cells
-    return _deposit(pixel, shift - whole, doppler, depth)
+    return _sum_of_profiles(pixel, shift - whole, doppler.clamp(max=UNIFORM * cells), depth)
 
 
-def _deposit(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tensor) -> Tensor:
-    """Sums Gaussian profiles, averaged over pixels; arguments [lines, N], lengths in pixels.
+def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tensor) -> Tensor:
+    """Sums the cells' Gaussians, averaged over each pixel, [lines, N].
 
-    Cells are sorted by the width of their profile, and processed in blocks that fit into a CPU's cache.
+    `offset` is the distance of a Gaussian's center from that of its `pixel`, `doppler` its b, both in pixels; `depth`
+    is the sum of its values over all pixels. Cells are sorted by width and processed in blocks that fit into a CPU's
+    cache. Sums do not depend on the blocks, because profiles are zero beyond their own width and the sort is stable.
     """
     lines, cells = pixel.shape
-    halves = (SATURATION * doppler).ceil().long().flatten()
-    halves, order = halves.sort()
-    wraps = -(-int(halves[-1]) // cells)
-    row = (2 * wraps + 1) * cells  # the periodic images of a line side by side
-    starts = torch.arange(lines, device=pixel.device)[:, None] * row + wraps * cells
-    pixel = (starts + pixel).flatten()[order]
-    offset, inverse = offset.flatten()[order], (1 / doppler).flatten()[order]
-    depth = (depth / 2).flatten()[order]
-    images = torch.zeros(lines * row, device=pixel.device)
+    half_widths, order = (SATURATION * doppler).ceil().short().flatten().sort(stable=True)  # int16 sorts faster
+    half_widths = half_widths.cpu()
+    wraps = -(-int(half_widths[-1]) // cells)
+    images = 2 * wraps + 1  # of a line, side by side, so that the profiles need no modulo
+    starts = torch.arange(lines, device=pixel.device)[:, None] * (images * cells) + wraps * cells
+    pixel, half_depth = ((starts + pixel).flatten()[order, None], (depth / 2).flatten()[order, None])
+    offset, inverse = offset.flatten()[order, None], doppler.reciprocal().flatten()[order, None]
+    sums = torch.zeros(lines * images * cells, device=pixel.device)
     start = 0
-    while start < len(halves):
-        half = int(halves[start])
-        stop = start + max(1, VALUES_AT_ONCE // (2 * half + 2))
-        half = int(halves[min(stop, len(halves)) - 1])
-        some = slice(start, stop)
-        edges = torch.arange(-half, half + 2, device=pixel.device) - 0.5
-        integral = torch.erf((edges - offset[some, None]) * inverse[some, None])
-        values = (integral[:, 1:] - integral[:, :-1]) * depth[some, None]
-        index = pixel[some, None] + torch.arange(-half, half + 1, device=pixel.device)
-        images.scatter_add_(0, index.flatten(), values.flatten())
+    while start < len(order):
+        stop = min(len(order), start + max(1, VALUES_AT_ONCE // (2 * int(half_widths[start]) + 1)))
+        block, half = slice(start, stop), int(half_widths[stop - 1])
+        places = torch.arange(-half, half + 2, device=pixel.device)
+        integral = (places - 0.5 - offset[block]).mul_(inverse[block]).erf_()  # at the edges of the pixels
+        values = (integral[:, 1:] - integral[:, :-1]).mul_(half_depth[block])
+        sums.scatter_add_(0, (pixel[block] + places[:-1]).flatten(), values.flatten())
         start = stop
-    return images.view(lines, 2 * wraps + 1, cells).sum(1)
+    return sums.view(lines, images, cells).sum(1)
 
 
 # --- flux ------------------------------------------------------------------------------------------------------------
@@ -219,33 +218,27 @@ def published_mean_flux(redshift: float) -> float:
 
 
 def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: float) -> float:
-    """The factor A with ⟨exp(-A τ)⟩ = `target` to a relative 1e-8, or NaN if the mean is NaN.
+    """The factor A with ⟨exp(-A τ)⟩ = `target` to a relative 1e-6, or NaN if the mean is NaN.
 
     `mean_and_slope(A)` returns that mean and its derivative in A. Newton's method for ln(-ln mean) as a function of
-    ln A, which is nearly a straight line, needs about four calls; a bracket guards it. Raises UserError if there is no
-    such factor.
+    ln A, which is nearly a straight line, needs about four calls; steps that leave the bracket are replaced by its
+    middle. Raises UserError if there is no such factor.
     """
     if not 0 < target < 1:
         raise UserError(f"a mean flux of {target} is not between 0 and 1; choose another one")
-    low, high, guess = -math.inf, math.inf, 0.0
-    for _ in range(60):
-        mean, slope = mean_and_slope(math.exp(guess))
-        if math.isnan(mean):
-            return math.nan
-        if abs(mean / target - 1) < 1e-8:
-            return math.exp(guess)
+    low, high, guess = -math.inf, math.inf, 0.0  # of ln A
+    while abs(guess) < LARGEST_LOG_SCALE and high - low > 1e-12:
+        scale = math.exp(guess)
+        mean, slope = mean_and_slope(scale)
+        if math.isnan(mean) or abs(mean / target - 1) < 1e-6:
+            return math.nan if math.isnan(mean) else scale
         low, high = (guess, high) if mean > target else (low, guess)
-        step = math.nan
+        step = math.copysign(LARGEST_STEP, mean - target)
         if 0 < mean < 1 and slope < 0:
-            step = math.log(math.log(target) / math.log(mean)) * mean * math.log(mean) / (slope * math.exp(guess))
-        proposed = guess + step
-        if low < proposed < high:
-            guess = proposed
-        elif math.isfinite(low) and math.isfinite(high):
-            guess = (low + high) / 2
-        else:
-            guess += 3.0 if mean > target else -3.0
-    raise UserError(f"no factor of the optical depth gives a mean flux of {target:.6g}; give another mean flux")
+            newton = math.log(math.log(target) / math.log(mean)) * mean * math.log(mean) / (slope * scale)
+            step = math.copysign(min(abs(newton), LARGEST_STEP), step)
+        guess = guess + step if low < guess + step < high else (low + high) / 2
+    raise UserError(f"no factor of the optical depth gives a mean flux of {target:.6g}; choose another mean flux")
 
 
 def power_sums(flux_contrast: Tensor) -> Tensor:
