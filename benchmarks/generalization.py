@@ -248,10 +248,9 @@ def draw_panel(panel: Any, conditions: Mapping[str, Any], measure: str, label: s
 def main(argv: list[str] | None = None) -> None:
     parser = common.Parser(__doc__)
     parser.add_argument("--seeds", type=positive, default=3, help="networks per training condition (%(default)s)")
-    parser.add_argument("--plan", type=Path, default=PLAN, help="YAML file of the conditions (%(default)s)")
     convergence.add_options(parser, "generalization")
     options = parser.parse_args(argv)
-    plan = yaml.safe_load(options.plan.read_text(encoding="utf-8"))
+    plan = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
     study = Study(plan, options)
     named = study.panels()
     distinct = dict.fromkeys(condition for conditions in named.values() for condition in conditions.values())

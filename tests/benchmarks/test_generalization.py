@@ -1,0 +1,112 @@
+"""The generalization study: which networks are evaluated on which boxes, what is kept, and the table and plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
+
+from benchmarks import generalization, processes
+from benchmarks.convergence import Training
+from benchmarks.generalization import NETWORK, REFERENCE
+from utils.evaluation import results
+from utils.simulation import simulate
+
+PLAN = """
+training:
+  config: test
+  changes: {num_epochs: 1, report_baselines: false, report_pictures: false, log_noise_scale: false}
+  grid: [16, 16]
+  seeds: [1, 2]
+evaluation: {grid: 16, seeds: [11, 12]}
+trained: {redshift: 2.0, cosmology: planck18, cell: 0.5}
+panels:
+  redshift:
+    z = 2: {}
+    z = 4: {redshift: 4.0}
+  cell size:
+    0.5 Mpc/h: {}
+    1 Mpc/h: {cell: 1.0}
+references: [z = 4]
+"""
+
+
+@pytest.fixture
+def study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, volume_file: Callable[..., Path], run_forked: Any
+) -> Callable[[], dict[str, Any]]:
+    """Runs a study of small random boxes in `tmp_path`; it returns the results."""
+
+    def write_box(argv: Sequence[str]) -> None:
+        options = simulate.parse(argv)
+        path = volume_file(options.output, options.grid, seed=options.seed + round(100 * options.redshift))
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(simulate.file_attributes(options))
+
+    def run() -> dict[str, Any]:
+        arguments = ["--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
+        generalization.main(arguments)
+        return json.loads((tmp_path / "generalization.json").read_text())["panels"]
+
+    (tmp_path / "boxes").mkdir()
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    monkeypatch.setattr(generalization, "PLAN", tmp_path / "plan.yaml")
+    monkeypatch.setattr(simulate, "main", write_box)
+    monkeypatch.setattr(processes, "run_group", run_forked)
+    return run
+
+
+def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
+    study: Callable[[], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels = study()
+    changed, cells = panels["redshift"]["z = 4"], panels["cell size"]["1 Mpc/h"]
+    assert panels["redshift"]["z = 2"] == panels["cell size"]["0.5 Mpc/h"]
+    assert (changed["redshift"], changed["cell"], cells["redshift"], cells["cell"]) == (4, 0.5, 2, 1)
+    with h5py.File(tmp_path / "boxes/planck18_z2_cell1_grid16_seed11.h5") as file:
+        assert file.attrs["box_size_mpc_h"] == 16
+
+    folder = tmp_path / "evaluations"
+    for key, trained in ((NETWORK, 2), (REFERENCE, 4)):
+        kept = [
+            results.load(folder / f"planck18_z{trained}_cell0.5-seed0/planck18_z4_cell0.5_grid16_seed{box}.npz")
+            for box in (11, 12)
+        ]
+        errors = [float(each.l1.mean()) for each in kept]
+        assert changed[key]["L1"]["values"] == errors
+        assert changed[key]["L1"]["stdev"] == pytest.approx(statistics.stdev(errors))
+    assert REFERENCE not in cells
+    error = changed[NETWORK]["L1"]["mean"]
+    assert changed["L1 ratio"] == {
+        "training condition": pytest.approx(error / panels["redshift"]["z = 2"][NETWORK]["L1"]["mean"]),
+        "best constant per channel": pytest.approx(error / changed["best constant per channel"]["mean"]),
+        "copying density and velocities": pytest.approx(error / changed["copying density and velocities"]["mean"]),
+        REFERENCE: pytest.approx(error / changed[REFERENCE]["L1"]["mean"]),
+    }
+    with h5py.File(tmp_path / "boxes/planck18_z4_cell0.5_grid16_seed11.h5") as file:
+        target = file["Hydro"][:]
+    median = np.median(target.reshape(5, -1), axis=1).reshape(5, 1, 1, 1)
+    constant = changed["best constant per channel"]["values"]
+    assert constant[0] == pytest.approx(np.abs(target - median).mean(), rel=1e-3)
+    assert len((tmp_path / "generalization.md").read_text().splitlines()) == 6
+    assert (tmp_path / "generalization.png").read_bytes().startswith(b"\x89PNG")
+
+    evaluated: list[Path] = []
+    evaluate = generalization.evaluate_slabs
+    monkeypatch.setattr(Training, "run", lambda training, limit: pytest.fail("trained twice"))
+    monkeypatch.setattr(simulate, "main", lambda argv: pytest.fail("simulated twice"))
+    monkeypatch.setattr(generalization, "evaluate_slabs", lambda *all: evaluated.append(all[3]) or evaluate(*all))
+    newer, damaged = (tmp_path / f"boxes/planck18_z{z}_cell0.5_grid16_seed12.h5" for z in (2, 4))
+    os.utime(newer)  # as if it had been simulated again
+    (folder / "planck18_z2_cell0.5-seed0" / f"{damaged.stem}.npz").write_bytes(b"")
+    assert study() == panels
+    assert [each["input"] for each in evaluated] == [str(newer), str(damaged)]
