@@ -33,9 +33,10 @@ from utils import build
 from utils import config as configs
 from utils.cli import positive, read_changes
 from utils.config import Config
+from utils.data import get_loader
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
-from utils.data.splits import with_file_transform
+from utils.data.splits import with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -113,7 +114,7 @@ class Training:
         """True if the training is finished, with these settings and any commit."""
         try:
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
-            requested = with_file_transform(self.config)
+            requested = with_file_values(self.config, get_loader(self.config.data_loader_config).reads)
         except (OSError, ValueError, UserError):
             return False
         steps = saved_steps(self.directory / FOLDER)

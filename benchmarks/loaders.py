@@ -125,7 +125,9 @@ def build_loader(options: argparse.Namespace, name: str) -> Loaders:
 
 
 def train_crops(options: argparse.Namespace) -> CropOptions:
-    return crop_options(loader_config(options, "lowmem"), common.this_machine(), "train")
+    with h5py.File(options.data) as file:
+        boxes = [file["Nbody"].shape[1:]]
+    return crop_options(loader_config(options, "lowmem"), common.this_machine(), "train", boxes)
 
 
 class PlainDataset(Dataset):

@@ -11,11 +11,16 @@ import h5py
 import numpy as np
 
 from utils.data import Batch, symmetry
-from utils.data.plan import SamplePlan
+from utils.data.plan import Box, SamplePlan
 
 VolumeFile = Callable[..., Path]
 Fields = Sequence[np.ndarray]
 VECTORS = ([(1, 2, 3)], [(1, 2, 3)])
+
+
+def cubes(*sides: int) -> tuple[Box, ...]:
+    """The shapes of cubes."""
+    return tuple((side, side, side) for side in sides)
 
 
 def digest(batch: Batch) -> list[str]:
@@ -24,13 +29,13 @@ def digest(batch: Batch) -> list[str]:
     return [_digest([part[slot] for part in parts]) for slot in range(len(parts[0]))]
 
 
-def reference(fields: Fields, plan: SamplePlan, epoch: int, mode: str = "full") -> list[str]:
+def reference(volumes: Sequence[Fields], plan: SamplePlan, epoch: int, mode: str = "full") -> list[str]:
     """The digests of all samples of an epoch, in the plan's order."""
     drawn = plan.epoch(epoch)
     found = []
-    for origin, index in zip(drawn.origins, drawn.symmetries, strict=True):
+    for volume, origin, index in zip(drawn.volumes, drawn.origins, drawn.symmetries, strict=True):
         x, y, z = (slice(start, start + plan.crop) for start in origin)
-        crops = [field[:, x, y, z] for field in fields]
+        crops = [field[:, x, y, z] for field in volumes[volume]]
         found.append(_digest([symmetry.apply(crop, int(index), VECTORS[0], mode) for crop in crops]))
     return found
 

@@ -181,7 +181,7 @@ def all_nan(path: Path, volume_file: Any) -> None:
         (truncated, "the file is truncated"),
         (
             lambda path, volume_file: volume_file(path, box=24),
-            "Nbody has 24 cells per side, but box_size is 16; set box_size to [",
+            "the volume has 24 cells per side, but box_size is 16; set box_size to [",
         ),
     ],
 )
@@ -254,7 +254,11 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
 def volume_with_a_nan(path: Path, volume_file: Any) -> int:
     """Writes a volume with one NaN outside the sample; returns the first step that reads it, 5 to 7, from 1."""
     config = small_config()
-    origins, crop, batch = sample_plan(config, "train").epoch(0).origins, config.data_size, config.global_batch_size
+    origins, crop, batch = (
+        sample_plan(config, "train", [(16, 16, 16)]).epoch(0).origins,
+        config.data_size,
+        config.global_batch_size,
+    )
     for cell in np.ndindex(16, 16, 16):
         inside = ((origins <= cell) & (np.array(cell) < origins + crop)).all(axis=1)
         first = int(inside.argmax())

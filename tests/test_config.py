@@ -393,7 +393,6 @@ def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_fil
     [
         ({"static_graph": True, "accumulation_steps": 2}, 1, "static_graph needs accumulation_steps 1"),
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
-        ({"data_size": 600}, 1, r"data_size 600 is larger than the box \[1024, 512\]"),
         (
             {"N_in_channels": 3},
             1,

@@ -132,7 +132,7 @@ def test_files_and_datasets_that_cannot_be_converted_are_reported(
         file["eight"] = np.zeros((5, 8, 8, 8), np.float32)
         file["complex"] = np.zeros((4, 6, 6, 6), np.complex64)
     for data, label, message in (
-        ("flat", "six", "expected (channels, L, L, L) or (L, L, L, channels)"),
+        ("flat", "six", "expected (channels, X, Y, Z) or (X, Y, Z, channels)"),
         ("complex", "six", "expected real numbers"),
         ("six", "eight", "grids must be equal"),
     ):

@@ -80,8 +80,9 @@ def test_the_documented_loader_carries_out_the_sample_plan(
     loaders = build.loaders(config, World(Launch("test"), torch.device("cpu")))
     for split, loader in (("train", loaders.train), ("valid", loaders.valid)):
         fields = read_fields(getattr(config, split_settings(config, split).key))
+        plan = sample_plan(config, split, [fields[0].shape[1:]])
         for epoch, first in ((0, 0), (1, 0), (2, 3)):
-            samples = reference(fields, sample_plan(config, split), epoch, config.symmetries)
+            samples = reference([fields], plan, epoch, config.symmetries)
             wanted = rank_batches(samples, config.global_batch_size, 0, 1, drop_last=split == "train")
             assert len(loader) == len(wanted)
             assert [digest(batch) for batch in loader.epoch(epoch, first)] == wanted[first:]

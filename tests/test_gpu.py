@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from reference_samples import cubes
 from trainings import assert_same_training
 
 import train
@@ -76,10 +77,10 @@ def assert_same_batches(device: Loader, host: Loader, unfinished: bool = True) -
 def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, volume_file, channels_last) -> None:
     """Even while kernels that use a batch still run when the next ones are copied."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    plan = SamplePlan(48, 16, 8, seed=1)
+    plan = SamplePlan(48, cubes(16), 8, seed=1)
     options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
-    host = ThreadedCropLoader(volume, options)
-    device = ThreadedCropLoader(volume, dataclasses.replace(options, device=torch.device("cuda")))
+    host = ThreadedCropLoader([volume], options)
+    device = ThreadedCropLoader([volume], dataclasses.replace(options, device=torch.device("cuda")))
     assert_same_batches(device, host, unfinished=False)
 
 
@@ -95,24 +96,28 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
             values[:, ::3, ::2], values[:, 1::3, ::2, ::2] = 0.0, -0.0
             file[name][...] = values
     paths = tuple(str(copy) for copy in convert(path))
-    plan = SamplePlan(203, 16, 8, seed=1, split=split)
+    plan = SamplePlan(203, cubes(16), 8, seed=1, split=split)
     options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
-    copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5), 16)
-    host = ThreadedCropLoader(open_volume(path, (4, 5)), options)
-    assert_same_batches(DaliLoader(copies, dataclasses.replace(options, device=torch.device("cuda", 0))), host)
+    copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5))
+    host = ThreadedCropLoader([open_volume(path, (4, 5))], options)
+    assert_same_batches(DaliLoader([copies], dataclasses.replace(options, device=torch.device("cuda", 0))), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
-    """Over two epochs after an unfinished one, while kernels that use the batches still run."""
-    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    plan = SamplePlan(46, 16, 9, seed=1, split="train")
+    """Of two volumes, over two epochs after an unfinished one, while kernels that use the batches still run."""
+    boxes = ((16, 16, 16), (9, 20, 12))
+    volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
+    plan = SamplePlan(46, boxes, 9, seed=1, split="train")
     layout = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
-    stored = [torch.from_numpy(field[...]).to(dtype).float().numpy() for field in (volume.inputs, volume.targets)]
-    host = ThreadedCropLoader(Volume("in memory", *stored), CropOptions(plan, **layout))
+    stored = [
+        Volume("in memory", *(torch.from_numpy(field[...]).to(dtype).float().numpy() for field in fields))
+        for fields in ((volume.inputs, volume.targets) for volume in volumes)
+    ]
+    host = ThreadedCropLoader(stored, CropOptions(plan, **layout))
     cuda = torch.device("cuda")
-    loaded = load_resident(volume, World(Launch("single process"), cuda), dtype)
+    loaded = load_resident(volumes, World(Launch("single process"), cuda), dtype)
     assert_same_batches(GpuResidentLoader(loaded, CropOptions(plan, device=cuda, **layout)), host)
 
 
@@ -126,12 +131,17 @@ def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> No
     field.view(-1)[::7] = -0.0
     origins = np.random.default_rng(0).integers(0, box - crop + 1, (48, 3))
     origins[0], origins[-1] = 0, box - crop
-    plan = EpochPlan(origins, np.arange(48))
+    plan = EpochPlan(np.zeros(48, int), origins, np.arange(48))
     out = torch.empty(
         (48, channels, *(crop,) * 3), dtype=dtype, device="cuda", memory_format=memory_format(channels_last)
     )
-    kernel = TritonGather(field.cuda(), crop, VECTORS[0], "full", channels_last)
-    kernel(torch.from_numpy(device_plan(plan, box)).cuda(), torch.zeros((), dtype=torch.int64, device="cuda"), 1, out)
+    kernel = TritonGather([field.cuda()], crop, VECTORS[0], "full", channels_last)
+    kernel(
+        torch.from_numpy(device_plan(plan, cubes(box))).cuda(),
+        torch.zeros((), dtype=torch.int64, device="cuda"),
+        1,
+        out,
+    )
     for index, (origin, got) in enumerate(zip(origins, out.cpu(), strict=True)):
         x, y, z = (slice(start, start + crop) for start in origin)
         expected = torch.from_numpy(symmetry.apply(field.numpy()[:, x, y, z], index, VECTORS[0])).to(dtype)
@@ -146,10 +156,12 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     field = torch.zeros((channels, box, box, box), dtype=torch.float16, device="cuda")
     field[:, -crop:, -crop:, -crop:] = torch.randn((channels, crop, crop, crop), device="cuda")
     assert field.numel() > 2**31
-    plan = EpochPlan(np.full((1, 3), box - crop), np.array([29]))
+    plan = EpochPlan(np.zeros(1, int), np.full((1, 3), box - crop), np.array([29]))
     out = torch.empty((1, channels, crop, crop, crop), device="cuda")
     first = torch.zeros((), dtype=torch.int64, device="cuda")
-    TritonGather(field, crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, box)).cuda(), first, 1, out)
+    TritonGather([field], crop, VECTORS[0], "full")(
+        torch.from_numpy(device_plan(plan, cubes(box))).cuda(), first, 1, out
+    )
     corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
     assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
 
@@ -168,8 +180,8 @@ def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) 
         file["Hydro"][4, 15, 15, 15] = -1e5
     world = World(Launch("single process"), torch.device("cuda"))
     with pytest.raises(UserError, match=r"Hydro\[4\] has values beyond ±65504, .*resident_dtype=float32$"):
-        load_resident(open_volume(path, (4, 5)), world, torch.float16)
-    assert load_resident(open_volume(path, (4, 5)), world, torch.float32).targets.min() == -1e5
+        load_resident([open_volume(path, (4, 5))], world, torch.float16)
+    assert load_resident([open_volume(path, (4, 5))], world, torch.float32)[0].targets.min() == -1e5
 
 
 @pytest.fixture

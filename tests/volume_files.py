@@ -9,18 +9,19 @@ import h5py
 import numpy as np
 
 
-def smooth_field(channels: int, box: int, rng: np.random.Generator) -> np.ndarray:
-    """Random periodic waves a few cells long, in [-0.5, 0.5]: [channels, box, box, box]."""
-    noise = np.fft.rfftn(rng.standard_normal((channels, box, box, box)), axes=(1, 2, 3))
-    k = [np.fft.fftfreq(box), np.fft.fftfreq(box), np.fft.rfftfreq(box)]
+def smooth_field(channels: int, box: int | tuple[int, int, int], rng: np.random.Generator) -> np.ndarray:
+    """Random periodic waves a few cells long, in [-0.5, 0.5]: [channels, X, Y, Z]; `box` is its side or its shape."""
+    shape = (box,) * 3 if isinstance(box, int) else box
+    noise = np.fft.rfftn(rng.standard_normal((channels, *shape)), axes=(1, 2, 3))
+    k = [np.fft.fftfreq(shape[0]), np.fft.fftfreq(shape[1]), np.fft.rfftfreq(shape[2])]
     square = k[0][:, None, None] ** 2 + k[1][None, :, None] ** 2 + k[2][None, None, :] ** 2
-    field = np.fft.irfftn(noise * np.exp(-square / (2 * 0.15**2)), s=(box, box, box), axes=(1, 2, 3))
+    field = np.fft.irfftn(noise * np.exp(-square / (2 * 0.15**2)), s=shape, axes=(1, 2, 3))
     return 0.5 * field / np.abs(field).max()
 
 
 def write_volume(
     path: str | os.PathLike[str],
-    box: int = 16,
+    box: int | tuple[int, int, int] = 16,
     seed: int = 0,
     chunks: tuple[int, ...] | bool | None = None,
     dtype: str = "f4",

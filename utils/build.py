@@ -24,7 +24,7 @@ from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import check_data, open_box, training_simulation, with_file_transform
+from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
 from utils.distributed.launch import Launch, lasting_jobs
@@ -112,7 +112,7 @@ def loss(config: Config) -> nn.Module:
 def resolve(config: Config, world: World) -> Config:
     """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
     with world.raise_together():
-        return with_file_transform(config.for_world(world.size))
+        return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
 
 
 class TrainingModules(NamedTuple):
@@ -258,7 +258,7 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
     if not config.evaluation.every_epochs:
         return None
     with world.raise_together():
-        volume = open_box(config, "valid", get_loader(config.data_loader_config).reads)
+        (volume,) = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
         evaluation_grid(config, volume)
     return volume
 

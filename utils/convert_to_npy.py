@@ -1,9 +1,9 @@
-"""Converts an HDF5 volume to two `.npy` files with the axes [L, L, L, C], float32 in C order.
+"""Converts an HDF5 volume to two `.npy` files with the axes [X, Y, Z, C], float32 in C order.
 
     python -m utils.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
-The datasets may be [C, L, L, L] or [L, L, L, C], of any type of number. The memory needed does not depend on the size
+The datasets may be [C, X, Y, Z] or [X, Y, Z, C], of any type of number. The memory needed does not depend on the size
 of the volume: two buffers of 128 MiB, one chunk that HDF5 unpacks, and the values as stored if they are not float32.
 """
 
@@ -71,17 +71,17 @@ def convert(
 
 
 def _write_npy(field: StoredField, path: Path, progress: Progress, signals: Sequence[int]) -> None:
-    channels, box = field.shape[:2]
+    channels, *grid = field.shape
     size_x, size_y = _tile_shape(field)
     with open(path, "xb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (box, box, box, channels)}
+        header = {"descr": "<f4", "fortran_order": False, "shape": (*grid, channels)}
         np.lib.format.write_array_header_1_0(file, header)
         start = file.tell()
-        for x, y in itertools.product(range(0, box, size_x), range(0, box, size_y)):
+        for x, y in itertools.product(range(0, grid[0], size_x), range(0, grid[1], size_y)):
             with os_errors_for_users(f"cannot read {field.name} of {field.path}", "copy or recreate the file"):
                 values = field[:, x : x + size_x, y : y + size_y]
             for plane, rows in enumerate(np.moveaxis(values, 0, -1), x):
-                file.seek(start + 4 * channels * box * (plane * box + y))
+                file.seek(start + 4 * channels * grid[2] * (plane * grid[1] + y))
                 file.write(np.ascontiguousarray(rows).data)
                 progress.advance(len(rows))
             del values, rows  # before the next tile is read
@@ -94,14 +94,14 @@ def _tile_shape(field: StoredField) -> tuple[int, int]:
 
     Whole chunks, if they fit in the buffer: a chunk that is read in two parts is unpacked twice.
     """
-    channels, box = field.shape[:2]
+    channels, side_x, side_y, side_z = field.shape
     chunk_x, chunk_y = field.chunks[1:3] if field.chunks is not None else (1, 1)
-    rows = max(1, BUFFER_BYTES // (4 * channels * box))
-    size_x = min(chunk_x, box, rows)
+    rows = max(1, BUFFER_BYTES // (4 * channels * side_z))
+    size_x = min(chunk_x, side_x, rows)
     size_y = _multiple(rows // size_x, chunk_y)
-    if size_y < box:
+    if size_y < side_y:
         return size_x, size_y
-    return min(_multiple(rows // box, chunk_x), box), box
+    return min(_multiple(rows // side_y, chunk_x), side_x), side_y
 
 
 def _multiple(number: int, unit: int) -> int:

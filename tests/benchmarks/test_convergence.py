@@ -14,7 +14,7 @@ from benchmarks import convergence, processes
 from benchmarks.common import YAML
 from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, result_table, summarise
 from utils import config as configs
-from utils.data.splits import with_file_transform
+from utils.data.splits import with_file_values
 from utils.errors import UserError
 
 CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two"))
@@ -147,7 +147,7 @@ def test_a_training_on_files_that_state_their_transform_runs_once(
     with h5py.File(paths["train_path"], "r+") as file:
         file.attrs["velocity_scale_km_s"] = 500.0
     training = Training("it", Condition("it", "test", 1), 0, tmp_path / "runs", paths)
-    config = with_file_transform(training.config)
+    config = with_file_values(training.config, "hdf5")
     (training.directory / "checkpoints" / f"step_{config.total_steps:08d}").mkdir(parents=True)
     (training.directory / "provenance.json").write_text('{"git_commit": "abc"}')
     monkeypatch.setattr(convergence, "provenance", lambda world: {"git_commit": "abc"})

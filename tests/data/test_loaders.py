@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from contextlib import closing
@@ -28,7 +29,10 @@ from utils.errors import UserError
 TOP = Path(__file__).parents[2]
 ALONE = World(Launch("test"), torch.device("cpu"))
 GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and an incomplete one
-SIZE = 2 * 9 * 16**3 * 4  # bytes of both volumes
+# Two volumes to train on and one for validation, none of them a cube, by the config's key and the file's name.
+BOXES = {("train", "train"): (16, 9, 20), ("train", "more"): (8, 24, 12), ("val", "valid"): (18, 16, 8)}
+SIZE = sum(9 * math.prod(box) * 4 for box in BOXES.values())  # bytes of all volumes
+Paths = dict[str, Any]  # keys of the config; those of the training have lists
 
 
 def missing_requirement(name: str) -> str:
@@ -72,19 +76,18 @@ READINGS = [*WHOLE, *ENDED_EARLY, Reading("train", 2, 30), *RESUMED]
 
 
 @pytest.fixture(scope="module")
-def paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> Paths:
     folder = tmp_path_factory.mktemp("loaders")
-    found = {}
-    for key, split, seed in (("train", "train", 1), ("val", "valid", 2)):
-        path = volume_file(folder / f"{split}.h5", seed=seed)
+    found: Paths = {}
+    for seed, ((key, name), box) in enumerate(BOXES.items()):
+        path = volume_file(folder / f"{name}.h5", box, seed)
         write_signed_zeros(path)
-        inputs, targets = convert(path)
-        found |= {f"{key}_path": str(path)}
-        found |= {f"{key}_path_npy_data": str(inputs), f"{key}_path_npy_label": str(targets)}
-    return found
+        for kind, file in zip(("", "_npy_data", "_npy_label"), (path, *convert(path)), strict=True):
+            found.setdefault(f"{key}_path{kind}", []).append(str(file))
+    return found | {key: path for key, (path, *_) in found.items() if key.startswith("val")}
 
 
-def config_for(paths: dict[str, str], name: str, **changed: Any) -> Config:
+def config_for(paths: Paths, name: str, **changed: Any) -> Config:
     samples = {"Nsamples": TRAIN_SAMPLES, "Nsamples_val": VALID_SAMPLES, "global_batch_size": GLOBAL_BATCH}
     return load(str(TOP / "config" / "UNet.yaml"), "test", {**paths, **samples, "data_loader_config": name, **changed})
 
@@ -115,9 +118,10 @@ def expected(
 ) -> list[list[list[str]]]:
     """The digests of each reading's batches by definition."""
     found = []
-    fields = {"train": read_fields(config.train_path), "valid": read_fields(config.val_path)}
     for split, epoch, first, taken in readings:
-        samples = reference(fields[split], sample_plan(config, split), epoch, mode)
+        volumes = [read_fields(path) for path in config.paths("train_path" if split == "train" else "val_path")]
+        plan = sample_plan(config, split, [each[0].shape[1:] for each in volumes])
+        samples = reference(volumes, plan, epoch, mode)
         batches = rank_batches(samples, GLOBAL_BATCH, rank, size, drop_last=split == "train")
         found.append(batches[first:][:taken])
     return found
@@ -127,12 +131,15 @@ def expected(
 
 
 @EVERY_LOADER
-def test_one_rank_gets_the_samples_of_the_plan(paths: dict[str, str], name: str) -> None:
+def test_one_rank_gets_the_samples_of_the_plan(paths: Paths, name: str) -> None:
     """All 48 symmetries; complete epochs, ones that end early or resume in the middle; the notes name the files."""
     config = config_for(paths, name)
-    assert set(sample_plan(config, "train").epoch(0).symmetries) == set(range(48))
+    drawn = sample_plan(config, "train", [box for (key, _), box in BOXES.items() if key == "train"]).epoch(0)
+    assert (set(drawn.volumes), set(drawn.symmetries)) == ({0, 1}, set(range(48)))
     loaders = build_loaders(config)
-    files = ("train_data.npy", "valid_label.npy") if LOADERS[name].reads == "npy" else ("train.h5", "valid.h5")
+    files = tuple(f"{name}.h5" for _, name in BOXES)
+    if LOADERS[name].reads == "npy":
+        files = ("train_data.npy", "more_data.npy", "valid_label.npy")
     if name in PLACES:
         assert all(text in loaders.notes[-1] for text in (*files, PLACES[name]))
     first_note = "".join(loaders.notes[:1])
@@ -147,7 +154,7 @@ def test_one_rank_gets_the_samples_of_the_plan(paths: dict[str, str], name: str)
 @pytest.mark.parametrize(
     ("symmetries", "channels_last"), [("full", True), ("grid", False), ("grid", True), ("none", False), ("none", True)]
 )
-def test_modes_and_layouts(paths: dict[str, str], name: str, symmetries: str, channels_last: bool) -> None:
+def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
     """Each mode of the symmetries and each memory format gives the plan's samples, also in shorter last batches."""
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
     readings = [Reading("train", 0), Reading("valid", 0)]
@@ -155,7 +162,7 @@ def test_modes_and_layouts(paths: dict[str, str], name: str, symmetries: str, ch
     assert found == expected(config, readings, mode=symmetries)
 
 
-def read_on_ranks(world: World, paths: dict[str, str], names: list[str]) -> tuple[dict[str, Any], str]:
+def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], str]:
     """The loaders' batches on this rank; and the choice of `auto` if only the first rank has room in memory."""
     found = {}
     for name in names:
@@ -165,7 +172,7 @@ def read_on_ranks(world: World, paths: dict[str, str], names: list[str]) -> tupl
         found[name] = read(build_loaders(config, world), READINGS)
         found[name] += read(build_loaders(few, world), FEW)
     auto.free_shared_memory = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
-    chunked = config_for(paths, "auto", train_path=paths["train_path"].replace("train.h5", "chunked.h5"))
+    chunked = config_for(paths, "auto", train_path=paths["train_path"][0].replace("train.h5", "chunked.h5"))
     return found, choose(chunked, world, lambda: 0)[0]
 
 
@@ -173,10 +180,10 @@ def read_on_ranks(world: World, paths: dict[str, str], names: list[str]) -> tupl
     ("size", "names"), [(2, NAMES), (4, ["lowmem"]), pytest.param(4, NAMES, marks=pytest.mark.slow)], ids=str
 )
 def test_ranks_together_get_the_samples_of_the_plan(
-    paths: dict[str, str], volume_file: VolumeFile, size: int, names: list[str]
+    paths: Paths, volume_file: VolumeFile, size: int, names: list[str]
 ) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
-    volume_file(paths["train_path"].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
+    volume_file(paths["train_path"][0].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
     for rank, (found, choice) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
         for name, batches in found.items():
             config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
@@ -186,28 +193,27 @@ def test_ranks_together_get_the_samples_of_the_plan(
 
 
 @EVERY_LOADER
-def test_use_cache_reads_the_copies_of_the_node(paths: dict[str, str], tmp_path: Path, name: str) -> None:
+def test_use_cache_reads_the_copies_of_the_node(paths: Paths, tmp_path: Path, name: str) -> None:
     """The originals may be overwritten once the loaders are built."""
     (tmp_path / "cache").mkdir()
-    shutil.copytree(Path(paths["train_path"]).parent, tmp_path / "data")
-    moved = {key: str(tmp_path / "data" / Path(path).name) for key, path in paths.items()}
-    loaders = build_loaders(config_for(moved, name, use_cache=str(tmp_path / "cache")))
-    for path in moved.values():
+    shutil.copytree(Path(paths["val_path"]).parent, tmp_path / "data")
+    moved = config_for(paths, name, use_cache=str(tmp_path / "cache"))
+    keys = {key: [str(tmp_path / "data" / Path(path).name) for path in moved.paths(key)] for key in paths}
+    loaders = build_loaders(moved.model_copy(update=keys))
+    for path in [path for moved_paths in keys.values() for path in moved_paths]:
         size = os.path.getsize(path)
         with open(path, "r+b") as file:
             file.write(bytes(size))
     assert read(loaders, WHOLE) == expected(config_for(paths, name), WHOLE)
 
 
-def test_a_reading_time_of_minutes_is_logged_without_an_exponent(
-    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_time_of_minutes_is_logged_without_an_exponent(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was once logged as 1.3e+02 s."""
     clock = iter([0.0, 132.4])
     monkeypatch.setattr(splits.time, "perf_counter", lambda: next(clock))
-    volume = open_split(config_for(paths, "inmem"), "train")
-    _, note = load_volumes({"train": volume}, lambda volume: volume, "memory")
-    assert note == "train.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
+    volumes = open_split(config_for(paths, "inmem"), "train")
+    _, note = load_volumes({"train": volumes}, lambda each: each, "memory")
+    assert note == "train.h5 and more.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
 
 
 class CountingLoader(Loader):
@@ -244,7 +250,7 @@ def test_if_the_second_loader_fails_the_first_is_closed() -> None:
     ],
 )
 def test_auto_on_a_gpu(
-    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
 ) -> None:
     """Device memory if the volumes fit alongside the training, to the byte; else DALI; else the mapped file."""
 
@@ -261,12 +267,11 @@ def test_auto_on_a_gpu(
     assert all(text in reason for text in reasons), reason
 
 
-def test_auto_on_a_cpu(
-    paths: dict[str, str], volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_on_a_cpu(paths: Paths, volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contiguous files are mapped; chunked ones are unpacked if memory has room for both volumes, to the byte."""
     assert choose(config_for(paths, "auto"), ALONE, lambda: 0)[0] == "lowmem"
-    chunked = config_for(paths, "auto", train_path=str(volume_file(tmp_path / "chunked.h5", chunks=(1, 8, 8, 8))))
+    file = volume_file(tmp_path / "chunked.h5", BOXES["train", "train"], chunks=(1, 8, 8, 8))
+    chunked = config_for(paths, "auto", train_path=[str(file), paths["train_path"][1]])
     for free, wanted in ((SIZE, "inmem"), (SIZE - 1, "lowmem")):
         monkeypatch.setattr(auto, "free_shared_memory", lambda _, free=free: free)
         name, reason = choose(chunked, ALONE, lambda: 0)

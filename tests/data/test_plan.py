@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference_samples import cubes
 
 from utils.data import symmetry
 from utils.data.plan import EpochPlan, SamplePlan, rank_batches
@@ -33,7 +34,7 @@ GOLDEN = [
 
 
 def same(one: EpochPlan, other: EpochPlan) -> bool:
-    return np.array_equal(one.origins, other.origins) and np.array_equal(one.symmetries, other.symmetries)
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__)
 
 
 def counts(plan: EpochPlan, positions: int) -> np.ndarray:
@@ -48,14 +49,16 @@ def counts(plan: EpochPlan, positions: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("key", "epoch", "origins", "symmetries"), GOLDEN)
 def test_golden_plans(key: tuple, epoch: int, origins: list[list[int]], symmetries: list[int]) -> None:
-    drawn = SamplePlan(*key).epoch(epoch)
+    samples, box, *rest = key
+    drawn = SamplePlan(samples, cubes(box), *rest).epoch(epoch)
+    assert not drawn.volumes.any()
     assert drawn.origins.tolist() == origins
     assert drawn.symmetries.tolist() == symmetries
 
 
 def test_a_plan_depends_only_on_seed_split_and_epoch() -> None:
     """It neither reads nor advances numpy's global generator, and keeps no state between epochs."""
-    plan = SamplePlan(samples=100, box=32, crop=8, seed=5)
+    plan = SamplePlan(samples=100, boxes=cubes(32), crop=8, seed=5)
     np.random.seed(0)  # noqa: NPY002
     expected = np.random.random()  # noqa: NPY002
     np.random.seed(0)  # noqa: NPY002
@@ -64,22 +67,22 @@ def test_a_plan_depends_only_on_seed_split_and_epoch() -> None:
     plan.epoch(0)
     assert same(plan.epoch(3), original)
     for seed, split, epoch in ((6, "train", 3), (5, "train", 4), (5, "valid", 3), (3, "train", 5)):
-        other = SamplePlan(samples=100, box=32, crop=8, seed=seed, split=split).epoch(epoch)
+        other = SamplePlan(samples=100, boxes=cubes(32), crop=8, seed=seed, split=split).epoch(epoch)
         assert not np.array_equal(other.origins, original.origins), (seed, split, epoch)
         assert not np.array_equal(other.symmetries, original.symmetries), (seed, split, epoch)
 
 
 def test_validation_is_the_same_for_all_epochs_and_seeds_and_has_no_symmetry() -> None:
-    first = SamplePlan(samples=60, box=32, crop=8, seed=0, split="valid").epoch(0)
+    first = SamplePlan(samples=60, boxes=cubes(32), crop=8, seed=0, split="valid").epoch(0)
     assert (first.symmetries == symmetry.IDENTITY).all()
     for seed, epoch in ((0, 1), (0, 9), (7, 0), (7, 9)):
-        assert same(SamplePlan(samples=60, box=32, crop=8, seed=seed, split="valid").epoch(epoch), first)
+        assert same(SamplePlan(samples=60, boxes=cubes(32), crop=8, seed=seed, split="valid").epoch(epoch), first)
 
 
 def test_without_augmentation_every_symmetry_is_the_identity_and_crops_are_the_same() -> None:
-    plain = SamplePlan(samples=50, box=32, crop=8, augment=False).epoch(2)
+    plain = SamplePlan(samples=50, boxes=cubes(32), crop=8, augment=False).epoch(2)
     assert (plain.symmetries == symmetry.IDENTITY).all()
-    np.testing.assert_array_equal(plain.origins, SamplePlan(samples=50, box=32, crop=8).epoch(2).origins)
+    np.testing.assert_array_equal(plain.origins, SamplePlan(samples=50, boxes=cubes(32), crop=8).epoch(2).origins)
 
 
 # --- positions and symmetries --------------------------------------------------------------------------------------
@@ -89,19 +92,21 @@ def test_without_augmentation_every_symmetry_is_the_identity_and_crops_are_the_s
 def test_positions_repeat_only_after_all_were_used(samples: int) -> None:
     """Of 27 positions, more than half are drawn with another algorithm, which must have the same property."""
     for epoch in range(20):
-        plan = SamplePlan(samples=samples, box=6, crop=4).epoch(epoch)
+        plan = SamplePlan(samples=samples, boxes=cubes(6), crop=4).epoch(epoch)
         assert len(plan) == samples
         repeats = counts(plan, 3)  # fails for a position beyond the last
         assert repeats.min() == samples // 27
         assert repeats.max() == -(-samples // 27)
         assert samples < 54 or not np.array_equal(plan.origins[:27], plan.origins[27:54]), "rounds in the same order"
-    assert not SamplePlan(samples=samples, box=8, crop=8).epoch(0).origins.any(), "one position, the box itself"
+    assert not SamplePlan(samples=samples, boxes=cubes(8), crop=8).epoch(0).origins.any(), (
+        "one position, the box itself"
+    )
 
 
 def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
     """48,000 samples at 49³ positions, of which some collide at first; the bounds are five standard deviations."""
     samples, positions = 48_000, 49
-    plan = SamplePlan(samples=samples, box=64, crop=16, seed=1).epoch(0)
+    plan = SamplePlan(samples=samples, boxes=cubes(64), crop=16, seed=1).epoch(0)
     assert len(np.unique(plan.origins, axis=0)) == samples
     for axis in range(3):
         slabs = np.bincount(plan.origins[:, axis], minlength=positions)

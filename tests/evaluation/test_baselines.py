@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import cubes
 
 from networks import build_loss
 from utils.data.files.hdf5 import open_volume
@@ -35,19 +36,19 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 
 
 def baselines(world: World, path: str, name: str) -> dict[str, float]:
-    plan = SamplePlan(SAMPLES, 16, 8, split="valid")
+    plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
     volume = open_volume(path, (4, 5))
     options = CropOptions(plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0)
     # Channel weights have no effect on a validation.
     loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])
-    return volume_losses(ThreadedCropLoader(volume, options), loss, world)
+    return volume_losses(ThreadedCropLoader([volume], options), loss, world)
 
 
 @pytest.mark.parametrize("name", CELLWISE)
 def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: Path, volume_file) -> None:
     """The second of two ranks has fewer crops than the first."""
     path = str(volume_file(tmp_path / "box.h5"))
-    volume, plan = open_volume(path, (4, 5)), SamplePlan(SAMPLES, 16, 8, split="valid").epoch(0)
+    volume, plan = open_volume(path, (4, 5)), SamplePlan(SAMPLES, cubes(16), 8, split="valid").epoch(0)
     crops = [tuple(slice(int(start), int(start) + 8) for start in origin) for origin in plan.origins]
     inputs = np.stack([volume.inputs[(slice(None), *crop)] for crop in crops]).astype(np.float64)
     targets = np.stack([volume.targets[(slice(None), *crop)] for crop in crops]).astype(np.float64)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import cubes
 from torch import nn
 
 from utils.data.loaders.crops import CropOptions
@@ -64,7 +65,7 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
     step, logger = CountingStep(), RecordingLogger()
     # Three batches per epoch, so that a trial of five needs a second epoch.
-    plan = SamplePlan(samples=12 * world.size, box=8, crop=4, seed=0, split="train")
+    plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
     settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
+from reference_samples import cubes
 
 from networks import build_loss, build_network, initialise
 from utils.config.sections import OptimizerConfig
@@ -42,8 +43,8 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
     volume = open_volume(path, (4, 5))
     layout = {"rank": world.rank, "world_size": world.size, "vectors": VECTORS}
     batch_size = GLOBAL_BATCH // world.size
-    plan = SamplePlan(GLOBAL_BATCH * 12, 16, 8, seed=5)
-    loader = ThreadedCropLoader(volume, CropOptions(plan, batch_size, **layout))
+    plan = SamplePlan(GLOBAL_BATCH * 12, cubes(16), 8, seed=5)
+    loader = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
     losses, crops = [], []
     lr = 0.02 if optimizer == "sgd" else 1e-3
     for number in range(STEPS):
@@ -54,8 +55,8 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
         loss = step(inputs.to(dtype), targets.to(dtype), lr)
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
-    plan = SamplePlan(VALIDATION_SAMPLES, 16, 8, split="valid")
-    valid = ThreadedCropLoader(volume, CropOptions(plan, batch_size, **layout))
+    plan = SamplePlan(VALIDATION_SAMPLES, cubes(16), 8, split="valid")
+    valid = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
     mean, samples = WeightedMean(world), 0
     for inputs, targets in valid.epoch(0):
         mean.add(step.evaluate(inputs.to(dtype), targets.to(dtype)), len(inputs))
@@ -87,6 +88,8 @@ CASES: dict[str, dict] = {
         "accumulation_steps": 2,
     },
     "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "log_noise_scale": True},
+    "soap float64": {"optimizer": "soap", "dtype": torch.float64},
+    "muon float64": {"optimizer": "muon", "dtype": torch.float64},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
 NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from utils.config.aliases import ALIASES
+from utils.config.paths import LIST, ONE
 from utils.config.schema import Config
 from utils.config.sections import Section
 
@@ -82,16 +83,17 @@ def describe(section: type[Section], error: ValidationError) -> str:
 
 def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
     """One of pydantic's error records."""
-    key, kind, value = ".".join(map(str, fault["loc"])), fault["type"], fault["input"]
+    location = tuple(part for part in fault["loc"] if part not in (ONE, LIST))
+    key, kind, value = ".".join(map(str, location)), fault["type"], fault["input"]
     if kind == "extra_forbidden":
         return f"{key} {REPLACED_KEYS[key]}" if key in REPLACED_KEYS else f"unknown key {key}{_hint(section, key)}"
     if kind in ("model_type", "dict_type"):
-        example = _example(section, fault["loc"], value)
+        example = _example(section, location, value)
         return f"{key}: expected a section with keys, got {_shown(value)}{example}".removeprefix(": ")
     if kind == "value_error":  # raised by the schema's own checks, whose messages contain the value
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     expected, example = _expected(kind, fault.get("ctx", {}), value), ""
-    path, field = _field(section, fault["loc"])
+    path, field = _field(section, location)
     if field is not None and kind not in ("bool_type", "literal_error"):
         default = field.get_default()
         expected += " or None" if type(None) in get_args(field.annotation) else ""

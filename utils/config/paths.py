@@ -6,7 +6,16 @@ import os
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, SerializationInfo, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    Tag,
+    ValidationInfo,
+)
 
 EXPAND = {"expand": True}  # the context of a validation that expands paths
 FOR_A_FILE = "file"  # the mode of model_dump that writes paths so that reading them expands nothing
@@ -71,3 +80,25 @@ def _write(path: str, info: SerializationInfo) -> str:
 
 
 PathText = Annotated[str, BeforeValidator(_read), AfterValidator(_check), PlainSerializer(_write)]
+
+# Tags of the two types of a value that may also be a list; error messages leave them out.
+ONE, LIST = "=one", "=list"
+one_or_list = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
+
+
+def _distinct(paths: str | list[str]) -> str | list[str]:
+    """Refuses a path that is listed twice; a list of one path is that path."""
+    if isinstance(paths, str):
+        return paths
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise ValueError(f"expected different paths, got {path} twice; remove one")
+    return paths if len(paths) > 1 else paths[0]
+
+
+# One path, or a list of paths.
+PathTexts = Annotated[
+    Annotated[PathText, Tag(ONE)] | Annotated[list[PathText], Field(min_length=1), Tag(LIST)],
+    one_or_list,
+    AfterValidator(_distinct),
+]

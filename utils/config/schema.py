@@ -8,9 +8,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 
-from utils.config.paths import PathText
+from utils.config.paths import LIST, ONE, PathText, PathTexts, one_or_list
 from utils.config.sections import (
     BatchSize,
     Cells,
@@ -38,6 +38,11 @@ from utils.config.sections import (
 )
 from utils.errors import UserError
 
+Shape = Annotated[list[Cells], Field(min_length=3, max_length=3)]
+CellsOrShapes = Annotated[
+    Annotated[Cells, Tag(ONE)] | Annotated[list[Shape], Field(min_length=1), Tag(LIST)], one_or_list
+]
+
 
 class Config(Section):
     """All keys of a config."""
@@ -58,15 +63,16 @@ class Config(Section):
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
-    # Cells per side of the volumes: training, validation.
-    box_size: list[Cells] = Field(default=[1024, 512], min_length=2, max_length=2)
+    # Cells per side of the cubes for training and for validation. In place of several volumes, or of one that is not a
+    # cube, the number has no effect: the run replaces it by a list of their shapes [x, y, z], read from the files.
+    box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Cells = 64  # cells per side of a crop
     num_data_workers: Threads = 2  # loader threads per rank
     N_out_channels: Channels = 5
-    train_path: PathText = "/data/train.h5"
+    train_path: PathTexts = "/data/train.h5"  # one file, or a list of files
     val_path: PathText = "/data/val.h5"
-    train_path_npy_data: PathText | None = None  # .npy copies of the HDF5 files, shape (L, L, L, C), for DALI
-    train_path_npy_label: PathText | None = None
+    train_path_npy_data: PathTexts | None = None  # .npy copies of the HDF5 files, shape (X, Y, Z, C), for DALI
+    train_path_npy_label: PathTexts | None = None
     val_path_npy_data: PathText | None = None
     val_path_npy_label: PathText | None = None
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
@@ -130,6 +136,11 @@ class Config(Section):
     def is_classification(self) -> bool:
         """True if the samples have labels, false if they are pairs of volumes."""
         return self.dataset.name is not None
+
+    def paths(self, key: str) -> list[str]:
+        """The files that a key of files names; none if it is not set."""
+        value = getattr(self, key)
+        return list(value) if isinstance(value, list) else [] if value is None else [value]
 
     @property
     def scales(self) -> int:
@@ -220,8 +231,6 @@ class Config(Section):
     def _cross_check(self) -> Config:
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
-        if self.data_size > min(self.box_size):
-            raise ValueError(f"data_size {self.data_size} is larger than the box {self.box_size}; lower data_size")
         for name, triples, channels in (
             ("inputs", self.vector_channels.inputs, self.N_in_channels),
             ("targets", self.vector_channels.targets, self.N_out_channels),

@@ -6,19 +6,24 @@ So batches do not depend on the loader, the number of threads or a restart. Rank
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from utils.data import symmetry
 
+Box = tuple[int, int, int]  # cells along x, y and z
+
 SPLITS = {"train": 0, "valid": 1}  # and the part of the random stream's key
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """One epoch's samples: crop origins [N, 3] in cells, symmetry indices [N]."""
+    """One epoch's samples: indices of volumes [N], crop origins [N, 3] in cells, indices of symmetries [N]."""
 
+    volumes: np.ndarray
     origins: np.ndarray
     symmetries: np.ndarray
 
@@ -26,15 +31,18 @@ class EpochPlan:
         return len(self.origins)
 
     def rows(self, selection: slice | np.ndarray) -> EpochPlan:
-        return EpochPlan(self.origins[selection], self.symmetries[selection])
+        return EpochPlan(self.volumes[selection], self.origins[selection], self.symmetries[selection])
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """`samples` (Nsamples or Nsamples_val) crops of `crop`³ cells in a box of `box`³, at all positions that fit."""
+    """`samples` (Nsamples or Nsamples_val) crops of `crop`³ cells in volumes of the shapes `boxes`.
+
+    All positions that fit are equally likely, so a volume's share of the samples is its share of the positions.
+    """
 
     samples: int
-    box: int
+    boxes: tuple[Box, ...]
     crop: int
     seed: int = 0
     split: str = "train"
@@ -52,14 +60,21 @@ class SamplePlan:
         """
         fixed = self.split == "valid"
         words = _PhiloxStream((0 if fixed else self.seed, SPLITS[self.split], 0 if fixed else epoch))
-        positions = self.box - self.crop + 1
-        flat = _sample_without_replacement(words, self.samples, positions**3)
-        origins = np.stack(np.unravel_index(flat, (positions,) * 3), axis=1)
+        grids = [tuple(side - self.crop + 1 for side in box) for box in self.boxes]  # positions along each axis
+        ends = list(itertools.accumulate(map(math.prod, grids)))
+        assert ends[-1] < 2**62, "more positions than the random stream has words for"
+        flat = _sample_without_replacement(words, self.samples, ends[-1])
+        volumes = np.searchsorted(ends, flat, side="right")
+        origins = np.empty((self.samples, 3), dtype=np.int64)
+        for number, (grid, end) in enumerate(zip(grids, ends, strict=True)):
+            chosen = volumes == number
+            places = flat[chosen] - (end - math.prod(grid))
+            origins[chosen] = np.stack(np.unravel_index(places, grid), axis=1)
         if not self.is_augmented:
             symmetries = np.full(self.samples, symmetry.IDENTITY, dtype=np.int64)
         else:
             symmetries = words.below(symmetry.COUNT, self.samples)
-        return EpochPlan(origins, symmetries)
+        return EpochPlan(volumes, origins, symmetries)
 
 
 @dataclass(frozen=True)

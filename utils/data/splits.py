@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from utils.config import Config
 from utils.data.datasets import get_dataset
-from utils.data.files.attributes import (
-    Simulation,
-    cell_size,
-    file_transform,
-    simulation_of,
-    warnings_of_unstated,
-)
-from utils.data.files.hdf5 import Volume, open_file, open_volume, reading, stage
+from utils.data.files.attributes import Simulation, common_simulation, file_transform, warnings_of_unstated
+from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.values import check_samples
 from utils.data.loader import Loader, Loaders
 from utils.data.loaders.crops import CropOptions
-from utils.data.plan import SPLITS, SamplePlan
+from utils.data.plan import SPLITS, Box, SamplePlan
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
@@ -33,10 +28,13 @@ Files = TypeVar("Files", Volume, NpyVolume)
 
 
 class Split(NamedTuple):
-    """The config's values for one split, and the key of its HDF5 file."""
+    """The config's values for one split, and the key of its HDF5 files.
+
+    `box` is its entry of box_size.
+    """
 
     samples: int
-    box: int
+    box: int | list[list[int]]
     key: str
 
     @property
@@ -76,12 +74,11 @@ def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor
 # --- plans and options ---------------------------------------------------------------------------------------------
 
 
-def sample_plan(config: Config, split: str) -> SamplePlan:
-    """The plan of one split, 'train' or 'valid'."""
-    samples, box, _ = split_settings(config, split)
+def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
+    """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
     return SamplePlan(
-        samples=samples,
-        box=box,
+        samples=split_settings(config, split).samples,
+        boxes=tuple(boxes),
         crop=config.data_size,
         seed=config.seed,
         split=split,
@@ -89,11 +86,11 @@ def sample_plan(config: Config, split: str) -> SamplePlan:
     )
 
 
-def crop_options(config: Config, world: World, split: str) -> CropOptions:
-    """The options of this rank's crop loader for one split."""
+def crop_options(config: Config, world: World, split: str, boxes: Iterable[Box]) -> CropOptions:
+    """The options of this rank's crop loader for one split with volumes of these shapes."""
     assert config.local_batch_size is not None
     return CropOptions(
-        plan=sample_plan(config, split),
+        plan=sample_plan(config, split, boxes),
         batch_size=config.local_batch_size,
         rank=world.rank,
         world_size=world.size,
@@ -117,50 +114,115 @@ def build_splits(build: Callable[[str], Loader], world: World, *notes: str) -> L
     return Loaders(loaders[0], loaders[1], tuple(note for note in notes if note))
 
 
+def build_crop_loaders(
+    config: Config,
+    world: World,
+    volumes: Mapping[str, Sequence[Files]],
+    loader: Callable[[Sequence[Files], CropOptions], Loader],
+    *notes: str,
+) -> Loaders:
+    """Builds a loader for the volumes of each split, see `build_splits`."""
+
+    def build(split: str) -> Loader:
+        boxes = [volume.shape for volume in volumes[split]]
+        return loader(volumes[split], crop_options(config, world, split, boxes))
+
+    return build_splits(build, world, *notes)
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 
-def with_file_transform(config: Config) -> Config:
-    """The config with the transform of its HDF5 files; UserError if they contradict it or each other."""
-    files = dict(_attributes(config, split) for split in SPLITS)
-    return config.model_copy(update={"transform": file_transform(config.transform, files)})
+def with_file_values(config: Config, reads: str | None) -> Config:
+    """The config with what its files state: the transform, and the shapes of volumes that are not one cube.
+
+    `reads` is the kind of files that its loader reads. Raises UserError if the files contradict the config or each
+    other. Files that cannot be read are left to a loader that needs them.
+    """
+    config = config.model_copy(update={"transform": file_transform(config.transform, _attributes(config))})
+    box_size = [_stated_box(config, split, reads) for split in SPLITS]
+    return config.model_copy(update={"box_size": box_size})
+
+
+def _stated_box(config: Config, split: str, reads: str | None) -> int | list[list[int]]:
+    """The entry of box_size for a split: the cells per side of one cube, else a list of shapes."""
+    if reads in ("hdf5", "npy"):
+        with contextlib.suppress(UserError):
+            shapes = [volume.shape for volume in open_boxes(config, split, reads)]
+            is_cube = len(shapes) == 1 and _is_cube(shapes[0])
+            return shapes[0][0] if is_cube else [list(shape) for shape in shapes]
+    return split_settings(config, split).box
 
 
 def training_simulation(config: Config) -> Simulation:
-    """Redshift, cosmology and size of a cell of the training file, as far as it states them."""
-    path, attributes = _attributes(config, "train")
-    return simulation_of(attributes, cell_size(attributes, config.box_size[0], path))
-
-
-def _attributes(config: Config, split: str) -> tuple[str, dict[str, Any]]:
-    """Path and attributes of a split's HDF5 file; none if it cannot be read: a loader that needs it reports that."""
-    path = getattr(config, split_settings(config, split).key)
+    """Redshift, cosmology and size of a cell that all training files state, as far as they agree."""
     if not config.is_classification:
+        with contextlib.suppress(UserError):
+            return common_simulation([volume.simulation for volume in open_split(config, "train")])
+    return {}
+
+
+def _attributes(config: Config) -> dict[str, dict[str, Any]]:
+    """The attributes of each HDF5 file by its path; none if it cannot be read: a loader that needs it reports that."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in () if config.is_classification else [*config.paths("train_path"), *config.paths("val_path")]:
+        found[path] = {}
         with contextlib.suppress(UserError), reading(path), open_file(path) as file:
-            return path, dict(file.attrs)
-    return path, {}
+            found[path] = dict(file.attrs)
+    return found
 
 
-def open_split(config: Config, split: str) -> Volume:
-    """The HDF5 volume of one split, checked against the config."""
+def open_split(config: Config, split: str) -> list[Volume]:
+    """The HDF5 volumes of one split, checked against the config."""
     values, names = split_settings(config, split), dataset_names(config)
-    path, channels = getattr(config, values.key), channel_counts(config)
-    boxes = ["{}" if name == split else str(size) for name, size in zip(SPLITS, config.box_size, strict=True)]
-    remedy = f"set box_size to [{', '.join(boxes)}] (training, validation)"
-    return open_volume(path, channels, values.box, config.transform, values.key, names, remedy)
+    side = values.box if isinstance(values.box, int) else None
+    expected = channel_counts(config), side, config.transform, values.key, names
+    return _checked(config, split, [open_volume(path, *expected) for path in config.paths(values.key)])
 
 
-def open_split_npy(config: Config, split: str) -> NpyVolume:
-    """The `.npy` files of one split, checked against the config and, if it exists, against the HDF5 file."""
-    values = split_settings(config, split)
-    source, keys = getattr(config, values.key), values.npy_keys
-    volume = open_split(config, split) if os.path.exists(source) else None
-    paths = (getattr(config, keys[0]), getattr(config, keys[1]))
-    return open_npy_volume(paths, keys, source, channel_counts(config), values.box, volume, dataset_names(config))
+def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
+    """The `.npy` files of one split, checked against the config and, as far as they exist, against the HDF5 files."""
+    keys = split_settings(config, split).npy_keys
+    sources, *paths = (config.paths(key) for key in (split_settings(config, split).key, *keys))
+    for key, found in zip(keys, paths, strict=True):
+        if found and len(found) != len(sources):
+            raise UserError(
+                f"{key} and {keys[0].removesuffix('_npy_data')} list {len(found)} and {len(sources)} files; list the "
+                f".npy file of each HDF5 file, in the same order"
+            )
+    channels, names, volumes = channel_counts(config), dataset_names(config), []
+    for source, *pair in itertools.zip_longest(sources, *paths):
+        exists = os.path.exists(source)
+        volume = open_volume(source, channels, None, config.transform, names=names) if exists else None
+        volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
+    _checked(config, split, [each.volume() for each in volumes])
+    return volumes
 
 
-def open_box(config: Config, split: str, reads: str | None) -> Volume:
-    """One split's volume, to be read as a whole, from the HDF5 file or, for a loader of `.npy` files, from those.
+def _checked(config: Config, split: str, volumes: list[Volume]) -> list[Volume]:
+    """The volumes; UserError if a crop does not fit into one, or for one cube of another side than box_size states."""
+    side, shape = split_settings(config, split).box, volumes[0].shape
+    if len(volumes) == 1 and _is_cube(shape) and isinstance(side, int) and shape[0] != side:
+        sides = [shape[0] if name == split else other for name, other in zip(SPLITS, config.box_size, strict=True)]
+        raise UserError(
+            f"{volumes[0].path}: the volume has {shape[0]} cells per side, but box_size is {side}; set box_size to "
+            f"{sides} (training, validation)"
+        )
+    for volume in volumes:
+        if min(volume.shape) < config.data_size:
+            raise UserError(
+                f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size "
+                f"{config.data_size} do not fit; lower data_size, or choose another file"
+            )
+    return volumes
+
+
+def _is_cube(shape: Box) -> bool:
+    return len(set(shape)) == 1
+
+
+def open_boxes(config: Config, split: str, reads: str | None) -> list[Volume]:
+    """One split's volumes, to be read as a whole, from the HDF5 files or, for a loader of `.npy` files, from those.
 
     Raises UserError if the config's loader, which reads files of kind `reads`, reads no volumes.
     """
@@ -169,36 +231,42 @@ def open_box(config: Config, split: str, reads: str | None) -> Volume:
             f"evaluation.every_epochs: data_loader_config {config.data_loader_config} reads no volumes to predict; "
             f"set it to 0, or choose another loader"
         )
-    if reads == "npy" and not os.path.exists(getattr(config, split_settings(config, split).key)):
-        return open_split_npy(config, split).volume()
+    if reads == "npy" and not all(map(os.path.exists, config.paths(split_settings(config, split).key))):
+        return [volume.volume() for volume in open_split_npy(config, split)]
     return open_split(config, split)
 
 
-def open_volumes(config: Config, world: World) -> dict[str, Volume]:
+def of_both_splits(volumes: Mapping[str, Sequence[Files]]) -> list[Files]:
+    """The volumes of training and validation in one list."""
+    return [volume for each in volumes.values() for volume in each]
+
+
+def open_volumes(config: Config, world: World) -> dict[str, list[Volume]]:
     """The HDF5 volumes of both splits; their copies in `use_cache`, if that is set."""
     return _open_or_stage(config, world, open_split, [split_settings(config, split).key for split in SPLITS])
 
 
-def open_npy_volumes(config: Config, world: World) -> dict[str, NpyVolume]:
+def open_npy_volumes(config: Config, world: World) -> dict[str, list[NpyVolume]]:
     """The `.npy` files of both splits; their copies in `use_cache`, if that is set."""
     keys = [key for split in SPLITS for key in split_settings(config, split).npy_keys]
     return _open_or_stage(config, world, open_split_npy, keys)
 
 
 def _open_or_stage(
-    config: Config, world: World, open_files: Callable[[Config, str], Files], keys: list[str]
-) -> dict[str, Files]:
+    config: Config, world: World, open_files: Callable[[Config, str], list[Files]], keys: list[str]
+) -> dict[str, list[Files]]:
     """Opens both splits; if `use_cache` is set, copies the files that the keys name, once per node, and opens those."""
     with world.raise_together():
         opened = {split: open_files(config, split) for split in SPLITS}
     if config.use_cache is None:
         return opened
-    for key in keys:
+    for path in [path for key in keys for path in config.paths(key)]:
         with world.raise_together():
             if world.is_node_leader:
-                stage(getattr(config, key), config.use_cache)
+                stage(path, config.use_cache)
     with world.raise_together():
-        copies = {key: stage(getattr(config, key), config.use_cache) for key in keys}  # finds the leader's copies
+        # Finds the leader's copies.
+        copies = {key: [stage(path, config.use_cache) for path in config.paths(key)] for key in keys}
         staged = config.model_copy(update=copies)
         return {split: open_files(staged, split) for split in SPLITS}
 
@@ -220,31 +288,32 @@ def check_data(config: Config, reads: str | None, world: World) -> DataCheck:
         if world.is_root and reads in ("hdf5", "npy") and not config.enable_benchy:
             volumes = {}
             with contextlib.suppress(UserError):
-                volumes = {split: open_box(config, split, reads) for split in SPLITS}
+                volumes = {split: open_boxes(config, split, reads) for split in SPLITS}
             if volumes:
                 together, channels = check_samples(volumes, config.allow_physical_values)
-                unstated = warnings_of_unstated(dict(_attributes(config, split) for split in SPLITS))
-                lines = conversions(volumes) if reads == "hdf5" else ()
+                unstated = warnings_of_unstated(_attributes(config))
+                lines = conversions(of_both_splits(volumes)) if reads == "hdf5" else ()
                 found = DataCheck(lines, [*unstated, *together, *channels])
     return DataCheck(*world.gather_json(found)[0])
 
 
-def conversions(volumes: Mapping[str, Volume]) -> list[str]:
+def conversions(volumes: Iterable[Volume]) -> list[str]:
     """Lines for the log about volumes that are converted."""
     cost = "each time values are read; the loaders inmem and resident do so only once"
-    return [f"{volume.path}: {volume.conversion} {cost}" for volume in volumes.values() if volume.conversion]
+    return [f"{volume.path}: {volume.conversion} {cost}" for volume in volumes if volume.conversion]
 
 
 def load_volumes(
-    volumes: dict[str, Volume], load: Callable[[Volume], Volume], place: str
-) -> tuple[dict[str, Volume], str]:
-    """The volumes as `load` returns them, and a note for the log on size and speed."""
+    volumes: Mapping[str, list[Volume]], load: Callable[[list[Volume]], list[Volume]], place: str
+) -> tuple[dict[str, list[Volume]], str]:
+    """The volumes of each split as `load` returns them, and a note for the log on size and speed."""
     loaded, notes = {}, []
-    for split, volume in volumes.items():
+    for split, each in volumes.items():
         started = time.perf_counter()
-        loaded[split] = load(volume)
+        loaded[split] = load(each)
         seconds = time.perf_counter() - started
-        name, size = os.path.basename(volume.path), volume.bytes
+        name = " and ".join(os.path.basename(volume.path) for volume in each)
+        size = sum(volume.bytes for volume in each)
         speed = f"{size / 1e9 / seconds:.1f} GB/s"
         notes.append(f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2f} s ({speed})")
     return loaded, "; ".join(notes)

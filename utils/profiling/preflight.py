@@ -13,14 +13,14 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.files.hdf5 import Volume, check_cache
+from utils.data.files.hdf5 import Volume, cells_text, check_cache
 from utils.data.files.page_cache import memory_limit
 from utils.data.files.shared_memory import check_fits, free_shared_memory
 from utils.data.files.values import check_all, check_samples
 from utils.data.loaders import auto, gpu_resident
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.splits import conversions, meta_batch, open_split, open_split_npy, with_file_transform
+from utils.data.splits import conversions, meta_batch, of_both_splits, open_split, open_split_npy, with_file_values
 from utils.distributed.devices import choose_device, uses_gpus
 from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
@@ -77,7 +77,7 @@ def _report(
     build_network: Callable[[Config], nn.Module],
     build_step: Callable[[Config], Step],
 ) -> Iterator[str]:
-    transformed = with_file_transform(config)
+    transformed = with_file_values(config, get_loader(config.data_loader_config).reads)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
@@ -208,7 +208,9 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
     else:
         volumes = {
-            split: open_split_npy(config, split).volume() if spec.reads == "npy" else open_split(config, split)
+            split: [each.volume() for each in open_split_npy(config, split)]
+            if spec.reads == "npy"
+            else open_split(config, split)
             for split in SPLITS
         }
         if config.use_cache is not None:
@@ -217,17 +219,18 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             except UserError as error:  # no failure: this may be a login node, which lacks the nodes' local disks
                 yield f"{WARNING}{error}, unless it exists on the nodes of the run"
         if config.data_loader_config in ("inmem", "resident"):
-            _check_room(config, volumes, memory, ranks)
+            _check_room(config, of_both_splits(volumes), memory, ranks)
         yield from (f"{WARNING}{line}" for line in check_samples(volumes, config.allow_physical_values)[0])
-        for split, volume in volumes.items():
-            yield from _volume(volume, split)
+        for split, each in volumes.items():
+            for volume in each:
+                yield from _volume(volume, split)
 
 
-def _check_room(config: Config, volumes: dict[str, Volume], memory: TrainingMemory, ranks: int) -> None:
+def _check_room(config: Config, volumes: list[Volume], memory: TrainingMemory, ranks: int) -> None:
     """Raises UserError if a loader that keeps the volumes in memory would, as far as this machine can tell."""
     if not uses_gpus(config.device):
         world = World(Launch("preflight", world_size=ranks), torch.device("cpu"))
-        check_fits(list(volumes.values()), free_shared_memory(world))
+        check_fits(volumes, free_shared_memory(world))
     elif config.data_loader_config == "resident" and torch.cuda.is_available():
         world = World(Launch("preflight"), choose_device(config.device, 0))
         gpu_resident.check_memory(config, world, volumes, lambda: memory.reserve)
@@ -239,8 +242,9 @@ def _volume(volume: Volume, split: str) -> Iterator[str]:
     access = "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
     if volume.conversion:
         access = "converted or reordered as it is read"
-    yield f"{split} data: {volume.path}, {volume.box}³ cells, {volume.bytes / GIB:.2f} GiB, all finite, {access}"
-    yield from conversions({split: volume})
+    size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
+    yield f"{split} data: {volume.path}, {size}, all finite, {access}"
+    yield from conversions([volume])
     yield from (f"{WARNING}{line}" for line in warnings)
 
 

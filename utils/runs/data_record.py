@@ -62,8 +62,9 @@ def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
         for values in (split_settings(config, split) for split in SPLITS):
             npy_keys = values.npy_keys if reads == "npy" or config.data_loader_config == "auto" else ()
             for key in (values.key, *npy_keys):
-                if getattr(config, key) is not None:
-                    yield key, Path(getattr(config, key))
+                paths = config.paths(key)
+                for number, path in enumerate(paths):
+                    yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
 
 
 def _describe(path: Path) -> dict[str, Any]:

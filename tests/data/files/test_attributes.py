@@ -13,7 +13,7 @@ from trainings import YAML
 from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform, simulation_of, warnings_of_unstated
-from utils.data.splits import with_file_transform
+from utils.data.splits import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
 
@@ -65,7 +65,7 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
 
 
 def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
-    line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used for both"
+    line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used"
     assert warnings_of_unstated({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
     assert warnings_of_unstated({"a.h5": OTHER, "b.h5": OTHER}) == warnings_of_unstated({"a.h5": {}, "b.h5": {}}) == []
 
@@ -90,15 +90,15 @@ def files(tmp_path: Path, volume_file: Any) -> dict[str, str]:
 def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_path: Path) -> None:
     """It can be repeated from its own config.yaml, which sets all keys, and continued by the same command."""
     config = configs.load(YAML, "test", files)
-    transformed = with_file_transform(config)
+    transformed = with_file_values(config, "hdf5")
     assert transformed.transform == TransformConfig(**OTHER)
     assert transformed.model_copy(update={"transform": DEFAULT}) == config
     (tmp_path / "config.yaml").write_text(configs.to_yaml(transformed, "test"))
     repeated = configs.load(str(tmp_path / "config.yaml"), "test")
-    assert configs.result_changes(with_file_transform(repeated), transformed) == []
+    assert configs.result_changes(with_file_values(repeated, "hdf5"), transformed) == []
     with h5py.File(files["val_path"], "r+") as file:
         file.attrs["temperature_log10_center"] = 5.0
     with pytest.raises(UserError, match=r"val_path\.h5 were computed with temperature_log10_center 5, those of .* 4;"):
-        with_file_transform(config)
+        with_file_values(config, "hdf5")
     elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
-    assert with_file_transform(elsewhere) == elsewhere, "a loader of .npy files needs no HDF5 files"
+    assert with_file_values(elsewhere, "hdf5") == elsewhere, "a loader of .npy files needs no HDF5 files"

@@ -72,7 +72,7 @@ def test_damaged_npy_file(tmp_path: Path, count: int) -> None:
     content, files = path.read_bytes(), (str(paths[0]), str(paths[1]))
 
     def read() -> None:
-        open_npy_volume(files, ("data", "label"), str(tmp_path / "x.h5"), CHANNELS, BOX)
+        open_npy_volume(files, ("data", "label"), str(tmp_path / "x.h5"), CHANNELS)
 
     refusals(path, bytewise(content, count, 3), read)
     heads = (version + content[head:] for version in bytewise(content[:head], count, 4))

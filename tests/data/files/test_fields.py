@@ -103,7 +103,7 @@ def test_all_loaders_and_readers_get_the_same_values_of_any_stored_type_and_orde
     with closing(FieldReader(str(stored), NAMES[0], 4, TransformConfig())) as reader:
         np.testing.assert_array_equal(reader.planes(3, 7), fields[0][:, 3:7])
         assert (reader.conversion == "") == (dtype == "<f4" and not channels_last)
-    volume = open_split(config_for(stored, "lowmem", dataset_names=names), "train")
+    (volume,) = open_split(config_for(stored, "lowmem", dataset_names=names), "train")
     assert bool(volume.conversion) == bool(reader.conversion)
     for number, channel, start, values in volume.slabs():
         assert values.dtype == np.float32
@@ -113,12 +113,31 @@ def test_all_loaders_and_readers_get_the_same_values_of_any_stored_type_and_orde
 def test_the_log_names_what_is_converted(tmp_path: Path) -> None:
     path = store(tmp_path / "a.h5", write_volume(tmp_path / "box.h5"), ">f8", True)
     volume = open_volume(path, (4, 5), names=NAMES)
-    (line,) = conversions({"train": volume})
+    (line,) = conversions([volume])
     assert line.startswith(f"{path}: fields/dark and gas are big-endian float64 with the channels last: ")
     assert "converted to float32 each time" in line
     path = store(tmp_path / "b.h5", tmp_path / "box.h5", "<f4", True)
-    (line,) = conversions({"train": open_volume(path, (4, 5), names=NAMES)})
+    (line,) = conversions([open_volume(path, (4, 5), names=NAMES)])
     assert ": fields/dark and gas are float32 with the channels last: axes reordered each time" in line
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "stated"),
+    [
+        ((8, 6, 6, 6), None, (8, 6, 6, 6)),  # a cube
+        ((4, 6, 8, 5), 4, (4, 6, 8, 5)),
+        ((4, 6, 8, 5), 5, (5, 4, 6, 8)),
+        ((4, 6, 8, 4), 4, (4, 6, 8, 4)),  # both fit
+        ((4, 6, 8, 5), None, (4, 6, 8, 5)),  # the shorter axis
+        ((7, 6, 8, 5), None, (5, 7, 6, 8)),
+    ],
+)
+def test_the_order_of_axes_follows_from_the_shape(
+    tmp_path: Path, shape: tuple[int, ...], channels: int | None, stated: tuple[int, ...]
+) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["a"] = np.zeros(shape, np.float32)
+        assert checked_field(file, "a.h5", "a", channels).shape == stated
 
 
 def test_types_of_hdf5_that_numpy_lacks_are_converted_by_hdf5(tmp_path: Path) -> None:
@@ -130,7 +149,7 @@ def test_types_of_hdf5_that_numpy_lacks_are_converted_by_hdf5(tmp_path: Path) ->
         dataset = h5py.h5d.create(file.id, b"a", kind, h5py.h5s.create_simple(values.shape))
         h5py.Dataset(dataset)[...] = values
     with h5py.File(tmp_path / "a.h5") as file:
-        field = checked_field(file, "a.h5", "a", 4, is_cube=False).mapped()
+        field = checked_field(file, "a.h5", "a", 4).mapped()
         np.testing.assert_array_equal(field[:, :, :, :], values.astype("f4"))
 
 

@@ -36,7 +36,7 @@ def test_contiguous_datasets_are_mapped_read_only(volume_file: VolumeFile, tmp_p
     path = volume_file(tmp_path / "a.h5")
     volume = open_volume(path, CHANNELS, 16)
     assert volume.mapped
-    assert volume.box == 16
+    assert volume.shape == (16, 16, 16)
     assert volume.bytes == 4 * 9 * 16**3
     for field, expected in zip((volume.inputs, volume.targets), contents(path), strict=True):
         assert type(field) is np.ndarray
@@ -76,9 +76,9 @@ def test_unaligned_data_behind_a_user_block_and_behind_an_external_link_are_mapp
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-def refused(path: Path, match: str, channels: tuple[int, int] = CHANNELS, box: int | None = None) -> None:
+def refused(path: Path, match: str, channels: tuple[int, int] = CHANNELS) -> None:
     with pytest.raises(UserError, match=match) as caught:
-        open_volume(path, channels, box)
+        open_volume(path, channels)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -99,9 +99,9 @@ def test_files_that_are_missing_truncated_or_not_hdf5_are_refused(volume_file: V
     [
         ({"Nbody": random_fields()[0], "gas": random_fields()[1]}, "no dataset Hydro; it contains Nbody, gas"),
         ({"Nbody/x": np.zeros(1)}, "no dataset Nbody; it contains group Nbody"),
-        ({"Nbody": h5py.Empty("f4")}, r"expected \(4, L, L, L\)"),  # has no shape; a fixed bug: this was a traceback
-        ({"Nbody": np.zeros((4, 6, 6, 7), "f4")}, r"Nbody is \(4, 6, 6, 7\), expected \(4, L, L, L\)"),
-        ({"Nbody": np.zeros((4, 0, 0, 0), "f4")}, r"Nbody is \(4, 0, 0, 0\), expected \(4, L, L, L\)"),
+        ({"Nbody": h5py.Empty("f4")}, r"expected \(4, X, Y, Z\)"),  # has no shape; a fixed bug: this was a traceback
+        ({"Nbody": np.zeros((4, 6, 6), "f4")}, r"Nbody is \(4, 6, 6\), expected \(4, X, Y, Z\)"),
+        ({"Nbody": np.zeros((4, 0, 0, 0), "f4")}, r"Nbody is \(4, 0, 0, 0\), expected \(4, X, Y, Z\)"),
         ({"Nbody": random_fields(6)[0], "Hydro": random_fields(8)[1]}, "their grids must be equal"),
     ],
 )
@@ -114,9 +114,8 @@ def test_other_datasets_and_shapes_are_refused(tmp_path: Path, datasets: dict[st
 
 def test_channels_and_boxes_that_differ_from_the_config_are_refused(volume_file: VolumeFile, tmp_path: Path) -> None:
     path = volume_file(tmp_path / "a.h5")
-    refused(path, r"expected \(3, L, L, L\) or \(L, L, L, 3\); set N_in_channels to 4$", (3, 5))
-    refused(path, r"expected \(6, L, L, L\) or \(L, L, L, 6\); set N_out_channels to 5$", (4, 6))
-    refused(path, "has 16 cells per side, but box_size is 32; set box_size to 16$", box=32)
+    refused(path, r"expected \(3, X, Y, Z\) or \(X, Y, Z, 3\); set N_in_channels to 4$", (3, 5))
+    refused(path, r"expected \(6, X, Y, Z\) or \(X, Y, Z, 6\); set N_out_channels to 5$", (4, 6))
 
 
 # --- staging -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def random_plan(symmetries: np.ndarray, box: int = BOX, crop: int = CROP) -> Epo
     """Random origins, including both ends of the box."""
     origins = np.random.default_rng(1).integers(0, box - crop + 1, (len(symmetries), 3))
     origins[0], origins[-1] = 0, box - crop
-    return EpochPlan(origins, symmetries)
+    return EpochPlan(np.zeros(len(symmetries), dtype=int), origins, symmetries)
 
 
 def expected_samples(field: torch.Tensor, plan: EpochPlan, crop: int = CROP) -> torch.Tensor:
@@ -64,8 +64,8 @@ def gathered(
     """The samples of a plan as the kernel gathers them."""
     shape = (len(plan), len(field), *(crop,) * 3)
     out = torch.empty(shape, dtype=dtype, memory_format=memory_format(channels_last)).fill_(torch.nan)
-    rows = torch.from_numpy(device_plan(plan, field.shape[-1]))
-    TritonGather(field, crop, VECTORS, "full", channels_last)(rows, torch.tensor(0), 1, out)
+    rows = torch.from_numpy(device_plan(plan, [field.shape[1:]]))
+    TritonGather([field], crop, VECTORS, "full", channels_last)(rows, torch.tensor(0), 1, out)
     return out
 
 
@@ -109,7 +109,7 @@ def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype
 def test_nan_and_subnormals_are_kept() -> None:
     field = torch.full((4, CROP, CROP, CROP), torch.nan)
     field[:, 0] = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest positive number
-    plan = EpochPlan(np.zeros((6, 3), dtype=int), ALL[7::8])
+    plan = EpochPlan(np.zeros(6, dtype=int), np.zeros((6, 3), dtype=int), ALL[7::8])
     got, expected = gathered(field, plan), expected_samples(field, plan)
     assert got.isnan().sum() == 6 * 4 * CROP**2 * (CROP - 1)
     assert_same_bits(got.nan_to_num(5.0), expected.nan_to_num(5.0))
@@ -132,14 +132,15 @@ def test_a_crop_of_any_size_with_several_tiles(monkeypatch: pytest.MonkeyPatch, 
 
 def test_addresses_of_the_full_volume_do_not_overflow() -> None:
     """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
-    rows = device_plan(EpochPlan(np.full((1, 3), 960, dtype=np.int32), np.array([47])), 1024)
-    table = walks(1024, 64, (64 * 64 * 5, 64 * 5, 5))
+    box, zeros = (1024, 1024, 1024), np.zeros(1, dtype=int)
+    rows = device_plan(EpochPlan(zeros, np.full((1, 3), 960, dtype=np.int32), np.array([47])), [box])
+    table = walks(box, 64, (64 * 64 * 5, 64 * 5, 5))
     assert rows.dtype == table.dtype == np.int64
     assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
     for start, strides in ((table[:, 1], table[:, 2:5]), (table[:, 5], table[:, 6:9])):
         assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
     assert (table[:, 1] + 63 * table[:, 2:5].clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
-    kernel = TritonGather(random_field(5, box=1), 1, VECTORS, "full")
+    kernel = TritonGather([random_field(5, box=1)], 1, VECTORS, "full")
     assert kernel._inputs[2].dtype == torch.int64
 
 
@@ -150,7 +151,7 @@ def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "triton", None)
     crop_kernels._kernel.cache_clear()
     with pytest.raises(UserError, match=r"needs triton on a GPU: pip install triton, or use --data_loader_config=lowm"):
-        TritonGather(random_field(4), CROP, VECTORS, "full")
+        TritonGather([random_field(4)], CROP, VECTORS, "full")
 
 
 @pytest.mark.parametrize(("channels_last", "capability"), [(False, 80), (True, 90)], ids=["A100", "H200"])

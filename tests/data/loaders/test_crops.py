@@ -20,7 +20,7 @@ ORIGINS = np.array([(0, 0, 0), (7, 7, 7), (3, 0, 7), (1, 6, 4)])
 
 def copied(copier: CropCopier, origin: np.ndarray, index: int) -> np.ndarray:
     out = np.full((5, CROP, CROP, CROP), np.nan, dtype=np.float32)
-    copier.copy(origin, index, out)
+    copier.copy(0, origin, index, out)
     return out
 
 
@@ -30,7 +30,7 @@ def test_all_48_symmetries_are_bit_identical_to_the_definition(tmp_path: Path, s
     with h5py.File(tmp_path / "field.h5", "w") as file:
         dataset = file.create_dataset("field", data=FIELD, chunks=(1, 4, 4, 4), compression="gzip")
         field = {"in C order": FIELD, "in Fortran order": np.asfortranarray(FIELD), "chunked": dataset}[stored]
-        full, grid = (CropCopier(field, CROP, VECTORS, mode) for mode in ("full", "grid"))
+        full, grid = (CropCopier([field], CROP, VECTORS, mode) for mode in ("full", "grid"))
         for index in range(symmetry.COUNT):
             for origin in ORIGINS:
                 x, y, z = (slice(start, start + CROP) for start in origin)
@@ -44,12 +44,12 @@ def test_all_48_symmetries_are_bit_identical_to_the_definition(tmp_path: Path, s
 def test_one_copier_serves_several_threads_at_once() -> None:
     """Each thread has its own scratch block. The crop is large enough for numpy to release the interpreter lock."""
     field = np.random.default_rng(1).standard_normal((4, 24, 24, 24)).astype(np.float32)
-    copier = CropCopier(field, 24, VECTORS, "full")
+    copier = CropCopier([field], 24, VECTORS, "full")
     expected = [symmetry.apply(field, index, VECTORS) for index in range(symmetry.COUNT)]
 
     def copy(index: int) -> np.ndarray:
         out = np.empty_like(field)
-        copier.copy(np.zeros(3, dtype=int), index, out)
+        copier.copy(0, np.zeros(3, dtype=int), index, out)
         return out
 
     with ThreadPoolExecutor(4) as pool:

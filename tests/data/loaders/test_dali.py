@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from processes import GENEROUS, context
-from reference_samples import VolumeFile
+from reference_samples import VolumeFile, cubes
 
 from utils.convert_to_npy import convert
 from utils.data import symmetry
@@ -52,11 +52,11 @@ def paths_of(source: Path) -> tuple[str, str]:
 
 
 def opened(source: Path) -> NpyVolume:
-    return open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX, open_volume(source, (4, 5)))
+    return open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), open_volume(source, (4, 5)))
 
 
 def loader_of(volume: NpyVolume) -> DaliLoader:
-    return DaliLoader(volume, CropOptions(SamplePlan(samples=24, box=BOX, crop=CROP, seed=3), batch_size=4))
+    return DaliLoader([volume], CropOptions(SamplePlan(samples=24, boxes=cubes(BOX), crop=CROP, seed=3), batch_size=4))
 
 
 def test_one_transposition_permutes_axes_like_all_48_symmetries() -> None:
@@ -153,24 +153,29 @@ def test_a_missing_npy_file_of_another_name_is_answered_with_the_key_to_set(
         f"train_path_npy_data to it"
     )
     with pytest.raises(UserError) as caught:
-        open_npy_volume(("x.npy", "y.npy"), KEYS, str(source), (4, 5), BOX)
+        open_npy_volume(("x.npy", "y.npy"), KEYS, str(source), (4, 5))
     assert str(caught.value) == says
 
 
 def test_npy_files_of_another_box_and_missing_paths(volume_file: VolumeFile, tmp_path: Path) -> None:
     small, large = volume_file(tmp_path / "small.h5", box=8), volume_file(tmp_path / "large.h5", box=BOX)
     convert(small)
-    with pytest.raises(UserError, match=r"small_data\.npy does not match .*large\.h5: other values; recreate"):
-        open_npy_volume(paths_of(small), KEYS, str(large), (4, 5), 8, open_volume(large, (4, 5)))
+    with pytest.raises(UserError, match=r"small_data\.npy is float32 \(8, 8, 8, 4\) .* \(12, 12, 12, 4\) in C order;"):
+        open_npy_volume(paths_of(small), KEYS, str(large), (4, 5), open_volume(large, (4, 5)))
+    os.replace(tmp_path / "small_label.npy", tmp_path / "other_label.npy")
+    convert(large)
+    os.replace(tmp_path / "large_label.npy", tmp_path / "small_label.npy")
+    with pytest.raises(UserError, match=r"small_label\.npy is .*, expected float32 \(8, 8, 8, 5\) in C order;"):
+        open_npy_volume(paths_of(small), KEYS, str(small), (4, 5))
     with pytest.raises(UserError, match=r"train_path_npy_label is not set, .* utils\.convert_to_npy -i box\.h5"):
-        open_npy_volume((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5), BOX)
+        open_npy_volume((None, None), (KEYS[1], KEYS[0]), "box.h5", (4, 5))
 
 
 def read_while_it_shrinks(folder: Path) -> None:
     """Runs in a separate process. The file shrinks while no crop is read: a read of a lost page kills the process."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     source = folder / "box.h5"
-    volume = open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), BOX)
+    volume = open_npy_volume(paths_of(source), KEYS, str(source), (4, 5))
     with one_line_errors(), closing(loader_of(volume)) as loader:
         list(loader.epoch(0))
         cut(folder / "box_label.npy")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
-from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
+from reference_samples import VECTORS, Fields, VolumeFile, cubes, digest, rank_batches, read_fields, reference
 from triton_interpreter import interpreted
 
 from utils.data.files import hdf5
@@ -33,6 +33,7 @@ from utils.errors import UserError
 from utils.pending_work import PendingWork
 
 BOX, CROP = 8, 3
+BOXES = ((7, 8, 4), (3, 5, 9))
 ALONE = World(Launch("single process"), torch.device("cpu"))
 GIB = 2**30
 
@@ -47,12 +48,15 @@ def fields(path: Path) -> Fields:
     return read_fields(path)
 
 
-def on_device(fields: Fields, dtype: torch.dtype = torch.float32) -> Volume:
-    return Volume("box.h5", *(torch.from_numpy(field).to(dtype) for field in fields))
+@pytest.fixture(scope="module")
+def two_paths(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two volumes that are not cubes."""
+    folder = tmp_path_factory.mktemp("two volumes")
+    return [volume_file(folder / f"{seed}.h5", box=box, seed=seed) for seed, box in enumerate(BOXES)]
 
 
 def sample_plan(samples: int = 12, **changed: Any) -> SamplePlan:
-    return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
+    return SamplePlan(**({"samples": samples, "boxes": cubes(BOX), "crop": CROP, "seed": 3} | changed))
 
 
 # --- the loader ----------------------------------------------------------------------------------------------------
@@ -87,16 +91,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 @pytest.mark.parametrize(("mode", "split", "size"), [("full", "train", 1), ("grid", "train", 2), ("full", "valid", 4)])
 def test_on_a_device_batches_match_the_definition(
-    cuda: torch.device, fields: Fields, mode: str, split: str, size: int
+    cuda: torch.device, two_paths: list[Path], mode: str, split: str, size: int
 ) -> None:
     """Bit for bit for each rank, over two epochs, one that ends early and one that resumes in the middle."""
-    plan = sample_plan(11, split=split)
+    plan = sample_plan(11, split=split, boxes=BOXES)
+    assert set(plan.epoch(0).volumes) == {0, 1}
+    volumes = load_resident([open_volume(path, (4, 5)) for path in two_paths], ALONE, torch.float32)
+    both = [read_fields(path) for path in two_paths]
     layout: dict[str, Any] = {"vectors": VECTORS, "symmetry_mode": mode, "channels_last": True}
     for rank in range(size):
         options = CropOptions(plan, batch_size=4 // size, rank=rank, world_size=size, device=cuda, **layout)
-        loader = GpuResidentLoader(on_device(fields), options)
+        loader = GpuResidentLoader(volumes, options)
         for epoch, first, taken in ((0, 0, 1), (1, 0, None), (0, 1, None)):
-            expected = rank_batches(reference(fields, plan, epoch, mode), 4, rank, size, split == "train")
+            expected = rank_batches(reference(both, plan, epoch, mode), 4, rank, size, split == "train")
             assert len(loader) == len(expected)
             with closing(loader.epoch(epoch, first)) as batches:
                 found = [digest(batch) for batch in itertools.islice(batches, taken)]
@@ -109,16 +116,17 @@ def test_on_a_device_batches_match_the_definition(
         loader.close()
 
 
-def test_float16_storage_gives_the_batches_of_the_rounded_volume(cuda: torch.device, fields: Fields) -> None:
+def test_float16_storage_gives_the_batches_of_the_rounded_volume(
+    cuda: torch.device, path: Path, fields: Fields
+) -> None:
     plan = sample_plan(4)
     rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
-    loader = GpuResidentLoader(
-        on_device(fields, torch.float16), CropOptions(plan, batch_size=4, vectors=VECTORS, device=cuda)
-    )
+    volumes = load_resident([open_volume(path, (4, 5))], ALONE, torch.float16)
+    loader = GpuResidentLoader(volumes, CropOptions(plan, batch_size=4, vectors=VECTORS, device=cuda))
     batch = next(loader.epoch(0))
     assert all(part.is_contiguous() for part in batch)
     assert batch.inputs.dtype == batch.targets.dtype == torch.float32
-    assert digest(batch) == reference(rounded, plan, 0)
+    assert digest(batch) == reference([rounded], plan, 0)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def test_running_out_of_memory_while_loading_is_one_line(path: Path, monkeypatch
     monkeypatch.setattr(torch, "empty", no_memory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (size - 1, size))
     with pytest.raises(UserError, match=r"^the volumes need .* as float32; .*float16 .*=lowmem$"):
-        load_resident(open_volume(path, (4, 5)), World(Launch("single process"), torch.device("cuda")), torch.float32)
+        load_resident([open_volume(path, (4, 5))], World(Launch("single process"), torch.device("cuda")), torch.float32)
 
 
 # --- loading -------------------------------------------------------------------------------------------------------
@@ -163,8 +171,8 @@ def test_a_volume_is_read_into_tensors(
     monkeypatch.setattr(hdf5, "SLAB_VALUES", 3 * BOX**2)
     chunked = volume_file(tmp_path / "chunked.h5", box=BOX, chunks=(1, 5, 4, 7), compression="gzip")
     for file in (path, chunked):
-        volume = load_resident(open_volume(file, (4, 5)), ALONE, dtype)
-        assert (volume.path, volume.box) == (str(file), BOX)
+        (volume,) = load_resident([open_volume(file, (4, 5))], ALONE, dtype)
+        assert (volume.path, volume.shape) == (str(file), (BOX,) * 3)
         for got, values in zip((volume.inputs, volume.targets), read_fields(file), strict=True):
             assert torch.equal(got, torch.from_numpy(values).to(dtype))
 
@@ -180,15 +188,17 @@ def write_box(path: Path, value: float) -> Volume:
 def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values(tmp_path: Path) -> None:
     """--preflight reports NaN."""
     for value in (65504, -65504, float("nan")):
-        stored = load_resident(write_box(tmp_path / f"{value}.h5", value), ALONE, torch.float16).targets[2, 1, 1, 1]
+        stored = load_resident([write_box(tmp_path / f"{value}.h5", value)], ALONE, torch.float16)[0].targets[
+            2, 1, 1, 1
+        ]
         assert stored == value or (stored != stored and value != value)
     for value in (65505, -1e6, float("inf")):
         volume = write_box(tmp_path / f"{value}.h5", value)
         with pytest.raises(
             UserError, match=r"Hydro\[2\] has values beyond ±65504, .*use --set resident_dtype=float32$"
         ):
-            load_resident(volume, ALONE, torch.float16)
-        assert load_resident(volume, ALONE, torch.float32).targets.abs().max() == abs(value)
+            load_resident([volume], ALONE, torch.float16)
+        assert load_resident([volume], ALONE, torch.float32)[0].targets.abs().max() == abs(value)
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------
@@ -233,7 +243,7 @@ def load_on_nodes(world: World, path: str) -> list[list[tuple[list[bytes] | str,
             targets = CountedField(plain.targets, error if world.rank == sources[-1] else None)
             got: list[bytes] | str
             try:
-                loaded = load_resident(Volume(plain.path, inputs, targets), placed, dtype)
+                (loaded,) = load_resident([Volume(plain.path, inputs, targets)], placed, dtype)
                 got = [field.numpy().tobytes() for field in (loaded.inputs, loaded.targets)]
             except (UserError, ZeroDivisionError) as caught:
                 got = f"{type(caught).__name__}: {caught}"

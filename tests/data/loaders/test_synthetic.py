@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from reference_samples import cubes
 
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.synthetic import SyntheticLoader
@@ -14,7 +15,7 @@ from utils.data.plan import SamplePlan
 def loader(
     samples: int = 10, split: str = "train", seed: int = 0, channels: tuple[int, int] = (4, 5), **changed: Any
 ) -> SyntheticLoader:
-    plan = SamplePlan(samples, box=8, crop=4, seed=seed, split=split)
+    plan = SamplePlan(samples, boxes=cubes(8), crop=4, seed=seed, split=split)
     return SyntheticLoader(channels, CropOptions(plan, batch_size=3, **changed))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import wait_until
-from reference_samples import VECTORS, Fields, VolumeFile, digest, rank_batches, read_fields, reference
+from reference_samples import VECTORS, Fields, VolumeFile, cubes, digest, rank_batches, read_fields, reference
 
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.loaders.crops import CropOptions
@@ -40,16 +40,16 @@ def fields(files: dict[str, Path]) -> Fields:
 
 
 def loader_of(volume: Volume, plan: SamplePlan, **options: Any) -> ThreadedCropLoader:
-    return ThreadedCropLoader(volume, CropOptions(plan, **{"batch_size": 4, "vectors": VECTORS, **options}))
+    return ThreadedCropLoader([volume], CropOptions(plan, **{"batch_size": 4, "vectors": VECTORS, **options}))
 
 
 def training_plan(samples: int = 20, **changed: Any) -> SamplePlan:
-    return SamplePlan(**({"samples": samples, "box": BOX, "crop": CROP, "seed": 3} | changed))
+    return SamplePlan(**({"samples": samples, "boxes": cubes(BOX), "crop": CROP, "seed": 3} | changed))
 
 
 def batches_of(fields: Fields, plan: SamplePlan, epoch: int, batch_size: int = 4) -> list[list[str]]:
     """The digests of an epoch's batches by definition."""
-    return rank_batches(reference(fields, plan, epoch), batch_size, 0, 1, drop_last=plan.split == "train")
+    return rank_batches(reference([fields], plan, epoch), batch_size, 0, 1, drop_last=plan.split == "train")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -37,7 +37,7 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
     known = {key: (getattr(config, key), None) for key in config.model_fields_set}
     for path, attributes in files.items():
-        numbers = {key: _number(attributes, key, path) for key in TransformConfig.model_fields}
+        numbers = {key: number_of(attributes, key, path) for key in TransformConfig.model_fields}
         stated = {key: number for key, number in numbers.items() if number is not None}
         validate_section(TransformConfig, stated, f"attributes of {path}")
         for key, number in stated.items():
@@ -58,7 +58,7 @@ def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
     """A line for each file that states no transform although another one does."""
     stating = {path for path, attributes in files.items() if TransformConfig.model_fields.keys() & set(attributes)}
     return [
-        f"{path} has no attributes that state how its channels were computed; those of {min(stating)} are used for both"
+        f"{path} has no attributes that state how its channels were computed; those of {min(stating)} are used"
         for path in files
         if stating and path not in stating
     ]
@@ -66,7 +66,7 @@ def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
 
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
     """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
-    length = _number(attributes, "box_size_mpc_h", path)
+    length = number_of(attributes, "box_size_mpc_h", path)
     return None if length is None else length / side
 
 
@@ -75,6 +75,16 @@ def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
     names = ("redshift", *sorted(name for name in attributes if name.startswith("cosmology")))
     found = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
+    """What all simulations state and agree on."""
+    first, *others = simulations
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in other and _is_close(other[name], value) for other in others)
+    }
 
 
 def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) -> None:
@@ -88,7 +98,7 @@ def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) 
         log.warning("%s differs from the training data: %s; check the prediction", path, ", ".join(differences))
 
 
-def _number(attributes: Attributes, key: str, path: str) -> float | None:
+def number_of(attributes: Attributes, key: str, path: str) -> float | None:
     """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
     value = _scalar(attributes.get(key))
     try:

@@ -18,7 +18,6 @@ class Remedies(NamedTuple):
 
     name: str = "rename it"
     channels: str = "choose another file or dataset"
-    box: str = "set box_size to {}"
 
 
 class StoredField:
@@ -70,29 +69,23 @@ def checked_field(
     path: str,
     name: str,
     channels: int | None = None,
-    box: int | None = None,
-    is_cube: bool = True,
     remedies: Remedies = Remedies(),  # noqa: B008 # immutable
 ) -> StoredField:
-    """A dataset [C, L, L, L] or [L, L, L, C]; without `is_cube` the sides may differ. None accepts any number.
+    """A dataset [C, X, Y, Z] or [X, Y, Z, C]; `channels` None accepts any number.
 
-    If both orders fit the shape, the channels are first.
+    If both orders fit the shape, that of a cube is meant. If neither is one, a given number of channels is that of the
+    first axis, and an unknown one that of the shorter of the first and the last axis.
     """
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
         raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedies.name}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
-    orders = [last for last in (False, True) if _fits(shape, last, channels, is_cube)]
+    orders = _orders(shape, channels)
     if not orders:
-        count, sides = channels or "channels", "L, L, L" if is_cube else "X, Y, Z"
-        found = [shape[-1] if last else shape[0] for last in (False, True) if _fits(shape, last, None, is_cube)]
+        count, found = channels or "channels", [shape[-1] if last else shape[0] for last in _orders(shape, None)]
         remedy = remedies.channels.format(found[0]) if found else "write it with these axes"
-        raise UserError(f"{path}: {name} is {shape}, expected ({count}, {sides}) or ({sides}, {count}); {remedy}")
-    if box is not None and shape[1] != box:
-        raise UserError(
-            f"{path}: {name} has {shape[1]} cells per side, but box_size is {box}; {remedies.box.format(shape[1])}"
-        )
+        raise UserError(f"{path}: {name} is {shape}, expected ({count}, X, Y, Z) or (X, Y, Z, {count}); {remedy}")
     if dataset.dtype.kind not in "fiu":
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected real numbers; write it as float32")
     if not dataset.is_virtual and not dataset.external and dataset.id.get_storage_size() == 0:
@@ -100,11 +93,15 @@ def checked_field(
     return StoredField(dataset, orders[0])
 
 
-def _fits(shape: tuple[int, ...], channels_last: bool, channels: int | None, is_cube: bool) -> bool:
+def _orders(shape: tuple[int, ...], channels: int | None) -> list[bool]:
+    """The orders of axes that fit, the likeliest first; True: the channels are last."""
     if len(shape) != 4 or 0 in shape:
-        return False
-    count, cells = (shape[-1], shape[:-1]) if channels_last else (shape[0], shape[1:])
-    return count == (channels or count) and not (is_cube and len(set(cells)) > 1)
+        return []
+    found = []
+    for last, count, cells in ((False, shape[0], shape[1:]), (True, shape[-1], shape[:-1])):
+        if count == (channels or count):
+            found.append((len(set(cells)) > 1, count, last))
+    return [last for _, _, last in sorted(found)]
 
 
 def _type_name(dtype: np.dtype[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Simulation volumes on disk: HDF5 with `Nbody` [4, L, L, L] and `Hydro` [5, L, L, L], float32.
+"""Simulation volumes on disk: HDF5 with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z], float32.
 
 Contiguous datasets are mapped into memory: a crop reads only its own bytes, and all ranks of a node share the page
 cache. Chunked or compressed datasets are read through h5py. Other types of numbers and datasets with the channels last
@@ -35,7 +35,7 @@ SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 
 @dataclass(frozen=True)
 class Volume:
-    """Input and target fields [C, L, L, L]; both support field[channels, x, y, z] with slices.
+    """Input and target fields [C, X, Y, Z]; both support field[channels, x, y, z] with slices.
 
     `files` are read for as long as the volume is used; a volume in memory has none.
     """
@@ -56,10 +56,6 @@ class Volume:
         return int(x), int(y), int(z)
 
     @property
-    def box(self) -> int:
-        return int(self.inputs.shape[-1])
-
-    @property
     def mapped(self) -> bool:
         return isinstance(self.inputs, np.ndarray) and isinstance(self.targets, np.ndarray)
 
@@ -77,13 +73,18 @@ class Volume:
         ]
 
     def slabs(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """The whole volume in slabs: (field, channel, first x, values [n, L, L])."""
+        """The whole volume in slabs: (field, channel, first x, values [n, Y, Z])."""
         for number, channel, planes in self.slab_locations():
             field = (self.inputs, self.targets)[number]
             request_read_ahead(field, channel, planes)
             with reading(self.path):
                 values = field[channel, planes]
             yield number, channel, planes.start, values
+
+
+def cells_text(shape: Sequence[int]) -> str:
+    """The number of cells along each axis, for messages."""
+    return f"{shape[0]}³" if len(set(shape)) == 1 else " × ".join(map(str, shape))
 
 
 def slab_planes(shape: Sequence[int]) -> list[slice]:
@@ -99,14 +100,14 @@ def request_read_ahead(field: Any, channel: int, planes: slice) -> None:
 
 
 class FieldReader:
-    """Reads one dataset [C, X, Y, Z] of a file in planes along x; the grid need not be a cube."""
+    """Reads one dataset [C, X, Y, Z] of a file in planes along x."""
 
     def __init__(self, path: str, name: str, channels: int, transform: TransformConfig) -> None:
         """Raises UserError if the file does not match the config."""
         with reading(path):
             file = open_file(path)
             linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
-            field = checked_field(file, path, name, channels, is_cube=False, remedies=Remedies(linked))
+            field = checked_field(file, path, name, channels, Remedies(linked))
             self.attributes = dict(file.attrs)
             file_transform(transform, {path: self.attributes})
             self.values = field.mapped()
@@ -138,21 +139,23 @@ class FieldReader:
 def open_volume(
     path: str | os.PathLike[str],
     channels: tuple[int, int],
-    box: int | None = None,
+    side: int | None = None,
     transform: TransformConfig | None = None,
     key: str | None = None,
     names: tuple[str, str] = DATASETS,
-    box_remedy: str = "set box_size to {}",
 ) -> Volume:
-    """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`."""
+    """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`.
+
+    `side` is the number of cells per side in the remedy for a missing file.
+    """
     path = str(path)
-    missing = "give another path" if key is None else f"{_simulation(path, box)}, or set {key}"
+    missing = "give another path" if key is None else f"{_simulation(path, side)}, or set {key}"
     other = "give another path" if key is None else f"set {key} to an HDF5 file"
     with reading(path):
         file = open_file(path, missing, other)
         renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
         stored = [
-            checked_field(file, path, name, count, box, remedies=Remedies(renamed, f"set {counts} to {{}}", box_remedy))
+            checked_field(file, path, name, count, Remedies(renamed, f"set {counts} to {{}}"))
             for name, count, counts in zip(names, channels, ("N_in_channels", "N_out_channels"), strict=True)
         ]
         if transform is not None:
@@ -173,13 +176,13 @@ def open_volume(
     return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation)
 
 
-def _simulation(path: str, box: int | None) -> str:
+def _simulation(path: str, side: int | None) -> str:
     """The command that makes a file with this name, as a remedy."""
     name = os.path.basename(path)
     if name.startswith("demo_"):
         return "run make demo, which simulates it"
     seed = 2 if "val" in name else 1  # different volumes for training and validation
-    return f"simulate one with python -m utils.simulation --output {path} --grid {box or 128} --seed {seed}"
+    return f"simulate one with python -m utils.simulation --output {path} --grid {side or 128} --seed {seed}"
 
 
 def open_file(path: str, missing: str = "give another path", other: str = "give another path") -> h5py.File:

@@ -1,4 +1,4 @@
-"""The `.npy` files of a volume, [L, L, L, C] float32 in C order, from which DALI reads crops.
+"""The `.npy` files of a volume, [X, Y, Z, C] float32 in C order, from which DALI reads crops.
 
 Rows of a crop are C times as long as in the HDF5 file, so that a crop from an uncached file needs fewer reads.
 """
@@ -21,13 +21,19 @@ FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as uti
 
 @dataclass(frozen=True)
 class NpyVolume:
-    """Paths and mapped arrays [L, L, L, C] of the inputs and the targets."""
+    """Paths and mapped arrays [X, Y, Z, C] of the inputs and the targets."""
 
     paths: tuple[str, str]
     arrays: tuple[np.ndarray, np.ndarray]
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Cells along x, y and z."""
+        x, y, z = self.arrays[0].shape[:-1]
+        return x, y, z
+
     def volume(self) -> Volume:
-        """The same arrays as a volume with fields [C, L, L, L]."""
+        """The same arrays as a volume with fields [C, X, Y, Z]."""
         inputs, targets = (np.moveaxis(array, -1, 0) for array in self.arrays)
         return Volume(" and ".join(self.paths), inputs, targets, self.paths)
 
@@ -37,7 +43,6 @@ def open_npy_volume(
     keys: tuple[str, str],
     source: str,
     channels: tuple[int, int],
-    box: int,
     volume: Volume | None = None,
     names: tuple[str, str] = DATASETS,
 ) -> NpyVolume:
@@ -49,7 +54,8 @@ def open_npy_volume(
     command = f"python -m utils.convert_to_npy -i {source}"
     if names != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"
-    opened = []
+    opened: list[np.ndarray] = []
+    grid = volume.shape if volume else None  # that of the inputs is also expected for the targets
     for path, key, field, count in zip(paths, keys, FIELDS, channels, strict=True):
         converted = Path(source).with_name(f"{Path(source).stem}_{field}.npy")
         if path is None:
@@ -61,7 +67,8 @@ def open_npy_volume(
             create, recreate = f"create it with {command}, or set {key}", f"recreate it with {command} --overwrite"
         else:
             create = recreate = f"create {converted} with {command}, then set {key} to it"
-        opened.append(_open(path, (box, box, box, count), create, recreate))
+        opened.append(_open(path, grid, count, create, recreate))
+        grid = grid or opened[0].shape[:-1]
     if volume is not None:
         for array, field, path in zip(opened, (volume.inputs, volume.targets), paths, strict=True):
             if not _same_values(array, field):
@@ -71,8 +78,8 @@ def open_npy_volume(
     return NpyVolume((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
 
 
-def _open(path: str, shape: tuple[int, ...], create: str, recreate: str) -> np.ndarray:
-    """Maps a file of this shape; the remedies are `create` if there is no file and `recreate` if it is a wrong one."""
+def _open(path: str, grid: tuple[int, ...] | None, channels: int, create: str, recreate: str) -> np.ndarray:
+    """Maps a file with this grid, or with any; `create` and `recreate` are the remedies for no file and a wrong one."""
     with os_errors_for_users(f"cannot read {path}", recreate):
         try:
             open_regular(path).close()  # numpy would wait forever for the writer of a pipe
@@ -82,17 +89,18 @@ def _open(path: str, shape: tuple[int, ...], create: str, recreate: str) -> np.n
         except (ValueError, SyntaxError, RecursionError, tokenize.TokenError) as error:  # of the text in the header
             reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
             raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
-    if array.dtype != np.dtype("<f4") or array.shape != shape or not array.flags.c_contiguous:
+    fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels) and 0 not in array.shape
+    if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
         order = "C" if array.flags.c_contiguous else "Fortran"
+        shape = ", ".join(map(str, (*(grid or "XYZ"), channels)))
         raise UserError(
-            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 {shape} in C order; "
-            f"check box_size, or {recreate}"
+            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {recreate}"
         )
     return np.asarray(array)
 
 
 def _same_values(array: np.ndarray, field: np.ndarray) -> bool:
     """Compares rows across the middle and along three edges, which detects another simulation or a reflected box."""
-    last = len(array) - 1
-    rows = ((0, 0), (0, last), (last, 0), (last // 2, last // 3))
+    x, y = array.shape[0] - 1, array.shape[1] - 1
+    rows = ((0, 0), (0, y), (x, 0), (x // 2, y // 3))
     return all(np.array_equal(array[x, y].T, field[:, x, y], equal_nan=True) for x, y in rows)

@@ -37,12 +37,17 @@ def free_shared_memory(world: World) -> int:
     return shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0
 
 
-def share_volume(volume: Volume, world: World) -> Volume:
-    """Reads the volume once per node and returns arrays that all ranks of the node share."""
+def check_room(volumes: Sequence[Volume], world: World) -> None:
+    """Raises UserError if a node lacks the memory for all volumes together; every rank calls it."""
     with world.raise_together():
         free = free_shared_memory(world)
         if world.is_node_leader:
-            check_fits([volume], free)
+            check_fits(volumes, free)
+
+
+def share_volume(volume: Volume, world: World) -> Volume:
+    """Reads the volume once per node and returns arrays that all ranks of the node share."""
+    check_room([volume], world)
     if world.size == 1:
         fields = [np.empty(field.shape, np.float32) for field in (volume.inputs, volume.targets)]
     else:

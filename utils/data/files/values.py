@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from utils.errors import UserError
 # have a standard deviation of hundreds, and temperatures of diffuse gas are above 10⁴ K. It is a share, because single
 # extreme values do not make a channel physical.
 PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
+IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
 LARGEST_LIKELY = 30.0  # larger values get a warning
 LIKELY_ZEROS = 0.1  # share of zeros; a larger one gets a warning: parts of the file may not have been written
 
@@ -52,29 +54,37 @@ class ChannelValues:
         return ""
 
 
-def check_samples(volumes: Mapping[str, Volume], allow_physical: bool) -> tuple[list[str], list[str]]:
-    """Warnings about the training and the validation volume together, and about single channels, from samples.
+def check_samples(volumes: Mapping[str, Sequence[Volume]], allow_physical: bool) -> tuple[list[str], list[str]]:
+    """Warnings about training and validation volumes together, and about single channels, from samples.
 
     Raises UserError for NaN and infinite values, for physical values, unless they are allowed, and for a dataset with
     the same value everywhere.
     """
-    samples: dict[str, list[np.ndarray]] = {}
-    warnings = []
-    for split, volume in volumes.items():
-        samples[split] = []
-        for name, field in zip(volume.names, (volume.inputs, volume.targets), strict=True):
-            values = _sample(volume.path, field)
-            place = nonfinite_place(values)
-            if place is not None:
-                channel, row, z = place
-                raise _nonfinite(volume.path, name, (channel, *_places(field.shape[1:])[row], z), values[place])
-            samples[split].append(values)
-            warnings += _check_values(volume.path, name, values, allow_physical)
-    train, valid = samples.values()
-    if all(np.array_equal(*fields) for fields in zip(train, valid, strict=True)):
-        paths = " and ".join(dict.fromkeys(volume.path for volume in volumes.values()))
-        return [f"{paths}: training and validation use the same volume; results look better than they are"], warnings
-    return [], warnings
+    samples: dict[str, list[tuple[str, list[np.ndarray]]]] = {}
+    together, warnings = [], []
+    for split, each in volumes.items():
+        samples[split] = [(volume.path, _finite_samples(volume)) for volume in each]
+        for volume, (path, values) in zip(each, samples[split], strict=True):
+            for name, channels in zip(volume.names, values, strict=True):
+                warnings += _check_values(path, name, channels, allow_physical)
+    for (path, train), (other, valid) in itertools.product(*samples.values()):
+        if all(np.array_equal(*fields) for fields in zip(train, valid, strict=True)):
+            paths = " and ".join(dict.fromkeys((path, other)))
+            fault = "training and validation use the same volume; results look better than they are"
+            together.append(f"{paths}: {fault}")
+    return together, warnings
+
+
+def _finite_samples(volume: Volume) -> list[np.ndarray]:
+    """A sample of each field; UserError for NaN and infinite values."""
+    samples = []
+    for name, field in zip(volume.names, (volume.inputs, volume.targets), strict=True):
+        samples.append(_sample(volume.path, field))
+        place = nonfinite_place(samples[-1])
+        if place is not None:
+            channel, row, z = place
+            raise _nonfinite(volume.path, name, (channel, *_places(field.shape[1:])[row], z), samples[-1][place])
+    return samples
 
 
 def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> list[str]:
@@ -127,8 +137,8 @@ def _check_values(path: str, name: str, sample: np.ndarray, allow_physical: bool
         if not allow_physical and np.count_nonzero(np.abs(values) > PHYSICAL) > PHYSICAL_SHARE * values.size:
             raise UserError(
                 f"{path}: {name}[{number}] holds physical values (up to {np.abs(values).max():.3g}), but networks "
-                f"learn channels of about 1; transform the file as docs/data.md, Your own files, describes, or train "
-                f"with allow_physical_values: true"
+                f"learn channels of about 1; import the original fields with {IMPORTER} (docs/data.md, Your own "
+                f"files), or train with allow_physical_values: true"
             )
         channels.append(ChannelValues())
         channels[-1].add(values)

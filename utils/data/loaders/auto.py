@@ -10,7 +10,7 @@ from utils.data.files.shared_memory import free_shared_memory
 from utils.data.loader import Loaders, TrainingBytes
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.plan import SPLITS
-from utils.data.splits import open_split, open_split_npy
+from utils.data.splits import of_both_splits, open_split, open_split_npy
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
@@ -38,10 +38,10 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
     into memory first.
     """
     with world.raise_together():
-        volumes = {split: open_split(config, split) for split in SPLITS}
+        both = of_both_splits({split: open_split(config, split) for split in SPLITS})
     reasons = []
     if world.device.type == "cuda":
-        fault = _fault(world, lambda: gpu_resident.check_memory(config, world, volumes, training_bytes))
+        fault = _fault(world, lambda: gpu_resident.check_memory(config, world, both, training_bytes))
         if fault is None:
             return "resident", "the volumes fit into device memory alongside the training"
         reasons.append(fault)
@@ -49,9 +49,9 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes) -> tuple
         if fault is None:
             return "dali-lowmem", "; ".join([*reasons, "NVIDIA DALI is installed and the .npy files exist"])
         reasons.append(fault)
-    if all(volume.mapped for volume in volumes.values()):
+    if all(volume.mapped for volume in both):
         return "lowmem", "; ".join([*reasons, "the files are contiguous and mapped"])
-    size = sum(volume.bytes for volume in volumes.values())
+    size = sum(volume.bytes for volume in both)
     free = min(world.gather_json(free_shared_memory(world)))
     room = f"as float32 they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
     return ("inmem" if size <= free else "lowmem"), "; ".join(

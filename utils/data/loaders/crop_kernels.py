@@ -1,4 +1,4 @@
-"""Gathers crops under symmetries out of a volume in device memory, in one Triton kernel per field and batch.
+"""Gathers crops under symmetries out of volumes in device memory, in one Triton kernel per field and batch.
 
 The batch may have any memory format and float type.
 """
@@ -22,16 +22,21 @@ from utils.errors import UserError
 TILE_ALL_CHANNELS, TILE_ONE_CHANNEL = (32, 16), (32, 32)
 
 
-def device_plan(plan: EpochPlan, box: int) -> np.ndarray:
-    """[N, 2] int64: the cell of a channel of `box`³ cells where each sample's crop starts, and its symmetry."""
-    return np.stack([plan.origins.astype(np.int64) @ _strides(box), plan.symmetries], axis=1, dtype=np.int64)
+def device_plan(plan: EpochPlan, boxes: Sequence[Sequence[int]]) -> np.ndarray:
+    """[N, 2] int64: the cell of a channel of its volume where each sample's crop starts, and its row of the tables.
+
+    The tables have 48 rows for each volume, one for each symmetry.
+    """
+    strides = np.stack([_strides(box) for box in boxes])
+    starts = (plan.origins * strides[plan.volumes]).sum(axis=1)
+    return np.stack([starts, symmetry.COUNT * plan.volumes + plan.symmetries], axis=1, dtype=np.int64)
 
 
-def _strides(box: int) -> np.ndarray:
-    return np.array([box * box, box, 1], dtype=np.int64)
+def _strides(box: Sequence[int]) -> np.ndarray:
+    return np.array([box[1] * box[2], box[2], 1], dtype=np.int64)
 
 
-def walks(box: int, crop: int, strides: Sequence[int]) -> np.ndarray:
+def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
     """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
@@ -55,13 +60,15 @@ def walks(box: int, crop: int, strides: Sequence[int]) -> np.ndarray:
 
 
 class TritonGather:
-    """Gathers samples of one field on the device, on the current stream, with one kernel per batch."""
+    """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
     def __init__(
-        self, field: torch.Tensor, crop: int, vectors: Vectors, mode: str, channels_last: bool = False
+        self, fields: Sequence[torch.Tensor], crop: int, vectors: Vectors, mode: str, channels_last: bool = False
     ) -> None:
-        """`field` is [C, L, L, L], contiguous, float32 or float16."""
-        assert field.is_contiguous()
+        """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
+        field = fields[0]
+        assert all(each.is_contiguous() for each in fields)
+        assert len({each.untyped_storage().data_ptr() for each in fields}) == 1
         assert field.dtype in (torch.float32, torch.float16)
         try:
             self._kernel = _kernel()
@@ -69,14 +76,22 @@ class TritonGather:
             raise UserError(
                 "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
             ) from None
-        channels, box = field.shape[0], field.shape[-1]
+        channels = field.shape[0]
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
         sources, signs = symmetry.channel_table(channels, vectors, mode)
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
         flips = np.where(signs < 0, torch.iinfo(bits).min, 0)
-        tables = (walks(box, crop, self._strides[2:]), sources * box**3, flips)
+        volumes = [
+            (
+                walks(each.shape[1:], crop, self._strides[2:]),
+                each.storage_offset() - field.storage_offset() + sources * each[0].numel(),
+                flips,
+            )
+            for each in fields
+        ]
+        tables = (np.concatenate(parts) for parts in zip(*volumes, strict=True))
         walk, source, flip = (torch.from_numpy(table).to(field.device) for table in tables)
         self._inputs = field.view(bits), walk, source, flip.to(bits)
         lanes, (rows, columns) = 1, TILE_ONE_CHANNEL
@@ -152,10 +167,10 @@ def _kernel() -> Any:
         inside = (row < CROP) & (column < CROP) & (lane < CHANNELS)
         entry = plan + 2 * (tl.load(first) + sample * step)
         start = tl.load(entry)
-        symmetry = tl.load(entry + 1)
-        source = tl.load(sources + symmetry * CHANNELS + lane, mask=lane < CHANNELS, other=0)
-        flip = tl.load(flips + symmetry * CHANNELS + lane, mask=lane < CHANNELS, other=0)
-        walk = walks + symmetry * 9
+        number = tl.load(entry + 1)
+        source = tl.load(sources + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
+        flip = tl.load(flips + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
+        walk = walks + number * 9
         begin = field + start + tl.load(walk + 1) + plane * tl.load(walk + 2)
         if tl.load(walk) != 0:
             bits = tl.load(begin + (row + column * tl.load(walk + 4) + source), mask=inside, other=0)

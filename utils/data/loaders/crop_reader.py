@@ -22,19 +22,21 @@ from utils.errors import LocalError, os_errors_for_users
 # Batches whose reads are started in advance: the next batch is read while the current one is in use.
 BATCHES_AHEAD = 2
 
-# Called with an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the arrays.
-Copy = Callable[[np.ndarray, int, Sequence[np.ndarray]], None]
+# Called with a volume's index, an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the
+# arrays.
+Copy = Callable[[int, np.ndarray, int, Sequence[np.ndarray]], None]
 
 
 class CropReader:
     """Reads one rank's part of a sample plan, with one task per sample."""
 
-    def __init__(self, volume: Volume, options: CropOptions, buffers: Sequence[Batch], copy: Copy) -> None:
+    def __init__(self, volumes: Sequence[Volume], options: CropOptions, buffers: Sequence[Batch], copy: Copy) -> None:
         """There are more `buffers` than BATCHES_AHEAD, because the consumer holds at least one."""
         self.batches = options.batches()
-        self._plan, self._path, self._buffers, self._copy = options.plan, volume.path, buffers, copy
+        self._plan, self._buffers, self._copy = options.plan, buffers, copy
+        self._paths = [volume.path for volume in volumes]
         self._arrays = [[part.numpy() for part in buffer] for buffer in buffers]
-        self._size_check = SizeCheck(volume.files)
+        self._size_check = SizeCheck(path for volume in volumes for path in volume.files)
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="loader") if options.threads > 0 else None
 
     def read(self, epoch: int, first_batch: int) -> Generator[tuple[EpochPlan, Batch], None, None]:
@@ -43,18 +45,17 @@ class CropReader:
         pending: deque[tuple[EpochPlan, Batch, list[Future[None]]]] = deque()
         order = iter(range(first_batch, len(self.batches)))
         try:
-            with os_errors_for_users(f"cannot read {self._path}", "copy or recreate it", LocalError):
-                while True:
-                    self._size_check.check()
-                    while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
-                        pending.append(self._start(plan.rows(self.batches[number]), number % len(self._buffers)))
-                    if not pending:
-                        return
-                    rows, buffer, tasks = pending[0]
-                    for task in tasks:
-                        task.result()
-                    pending.popleft()
-                    yield rows, buffer
+            while True:
+                self._size_check.check()
+                while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
+                    pending.append(self._start(plan.rows(self.batches[number]), number % len(self._buffers)))
+                if not pending:
+                    return
+                rows, buffer, tasks = pending[0]
+                for task in tasks:
+                    task.result()
+                pending.popleft()
+                yield rows, buffer
         finally:
             # Even after an early end or a failure, no thread may still use a buffer when the next epoch starts.
             for _, _, tasks in pending:
@@ -69,10 +70,15 @@ class CropReader:
     def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
         """Starts to read a batch into buffer `number`; without threads, reads it."""
         tasks = []
-        for slot, (origin, symmetry) in enumerate(zip(rows.origins, rows.symmetries, strict=True)):
-            task = (origin, int(symmetry), [array[slot] for array in self._arrays[number]])
+        samples = zip(rows.volumes, rows.origins, rows.symmetries, strict=True)
+        for slot, (volume, origin, symmetry) in enumerate(samples):
+            task = (int(volume), origin, int(symmetry), [array[slot] for array in self._arrays[number]])
             if self._pool is None:
-                self._copy(*task)
+                self._read(*task)
             else:
-                tasks.append(self._pool.submit(self._copy, *task))
+                tasks.append(self._pool.submit(self._read, *task))
         return rows, self._buffers[number], tasks
+
+    def _read(self, volume: int, origin: np.ndarray, symmetry: int, sample: Sequence[np.ndarray]) -> None:
+        with os_errors_for_users(f"cannot read {self._paths[volume]}", "copy or recreate it", LocalError):
+            self._copy(volume, origin, symmetry, sample)

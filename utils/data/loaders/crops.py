@@ -60,19 +60,19 @@ class CropOptions:
 
 
 class CropCopier:
-    """Copies crops of one field; safe to call from several threads at once."""
+    """Copies crops of one field of several volumes; safe to call from several threads at once."""
 
-    def __init__(self, field: Any, crop: int, vectors: Vectors, mode: str) -> None:
-        """`field` is [C, L, L, L]: an array, mapped or not, or an HDF5 dataset."""
-        self._field, self._crop = field, crop
-        self._sources, self._signs = symmetry.channel_table(field.shape[0], vectors, mode)
+    def __init__(self, fields: Sequence[Any], crop: int, vectors: Vectors, mode: str) -> None:
+        """Each volume's field is [C, X, Y, Z]: an array, mapped or not, or an HDF5 dataset."""
+        self._fields, self._crop = fields, crop
+        self._sources, self._signs = symmetry.channel_table(fields[0].shape[0], vectors, mode)
         self._scratch = threading.local()
 
-    def copy(self, origin: np.ndarray, index: int, out: np.ndarray) -> None:
-        """Writes the crop at `origin` [3] under symmetry `index` to `out` [C, crop, crop, crop]."""
+    def copy(self, volume: int, origin: np.ndarray, index: int, out: np.ndarray) -> None:
+        """Writes the crop at `origin` [3] of a volume under symmetry `index` to `out` [C, crop, crop, crop]."""
         block = self._block()
         x, y, z = (slice(int(start), int(start) + self._crop) for start in origin)
-        crop = self._field[:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
+        crop = self._fields[volume][:, x, y, z]  # a view of a mapped array; read here from a chunked dataset
         moved = symmetry.move_axes(block, index)
         for channel, (source, sign) in enumerate(zip(self._sources[index], self._signs[index], strict=True)):
             if index in ROW_PRESERVING and sign > 0:

@@ -33,7 +33,7 @@ from utils.data.files.page_cache import warm_page_cache
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
 from utils.data.loaders.crop_reader import CropReader
 from utils.data.loaders.crops import CropOptions, Vectors
-from utils.data.splits import build_splits, crop_options, open_npy_volumes
+from utils.data.splits import build_crop_loaders, of_both_splits, open_npy_volumes
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -66,26 +66,28 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
     with world.raise_together():
         import_dali()
     volumes = open_npy_volumes(config, world)
-    arrays = [array for volume in volumes.values() for array in volume.arrays]
-    note = warm_page_cache([path for volume in volumes.values() for path in volume.paths], arrays, world)
-    return build_splits(lambda split: DaliLoader(volumes[split], crop_options(config, world, split)), world, note)
+    both = of_both_splits(volumes)
+    arrays = [array for volume in both for array in volume.arrays]
+    note = warm_page_cache([path for volume in both for path in volume.paths], arrays, world)
+    return build_crop_loaders(config, world, volumes, DaliLoader, note)
 
 
 class DaliLoader(Loader):
-    """Loads one rank's part of a sample plan."""
+    """Loads one rank's part of a sample plan from the volumes of a split."""
 
-    def __init__(self, volume: NpyVolume, options: CropOptions) -> None:
-        self._volume, self._options = volume, options
+    def __init__(self, volumes: Sequence[NpyVolume], options: CropOptions) -> None:
+        self._arrays, self._options = [volume.arrays for volume in volumes], options
+        self._channels = [array.shape[-1] for array in self._arrays[0]]
         self._on_gpu = options.device.type == "cuda"
         self._tables = [
-            symmetry_tables(array.shape[-1], vectors, options.symmetry_mode, options.plan.crop)
-            for array, vectors in zip(volume.arrays, options.vectors, strict=True)
+            symmetry_tables(channels, vectors, options.symmetry_mode, options.plan.crop)
+            for channels, vectors in zip(self._channels, options.vectors, strict=True)
         ]
-        shapes = [(options.batch_size, *(options.plan.crop,) * 3, array.shape[-1]) for array in volume.arrays]
+        shapes = [(options.batch_size, *(options.plan.crop,) * 3, channels) for channels in self._channels]
         buffers = [
             Batch(*(torch.zeros(shape, pin_memory=self._on_gpu) for shape in shapes)) for _ in range(QUEUE + SPARE)
         ]
-        self._reader = CropReader(volume.volume(), options, buffers, self._copy)
+        self._reader = CropReader([volume.volume() for volume in volumes], options, buffers, self._copy)
         with _dali_errors():
             self._pipeline = self._build()
             # DALI's first run fills its whole queue and needs input for that, however short the epoch is.
@@ -132,11 +134,11 @@ class DaliLoader(Loader):
         self._reader.close()
         del self._pipeline  # ends its threads
 
-    def _copy(self, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
+    def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         """Copies a crop to its place in the buffers, with the first two axes mirrored as the symmetry requires."""
         x, y, z = (slice(int(start), int(start) + self._options.plan.crop) for start in origin)
         rows = tuple(slice(None, None, -1 if flag else 1) for flag in MIRRORED[index, :2])
-        for array, out in zip(self._volume.arrays, sample, strict=True):
+        for array, out in zip(self._arrays[volume], sample, strict=True):
             np.copyto(out, array[x, y, z][rows])
 
     def _feed(self, buffer: Batch, symmetries: Sequence[int] | np.ndarray) -> None:
@@ -170,13 +172,13 @@ class DaliLoader(Loader):
         )
         with pipeline:
             outputs = []
-            for name, array in zip(FIELDS, self._volume.arrays, strict=True):
+            for name, channels in zip(FIELDS, self._channels, strict=True):
                 # Without a layout DALI silently uses the wrong axes.
                 crop = fn.external_source(name=f"{name} crop", dtype=types.FLOAT, ndim=4, layout="DHWC", no_copy=True)
                 if self._on_gpu:
                     crop = crop.gpu()
                 if options.plan.is_augmented:
-                    crop = self._augment(crop, name, array.shape[-1])
+                    crop = self._augment(crop, name, channels)
                     if options.channels_last:
                         crop = fn.transpose(crop, perm=[1, 2, 3, 0])
                 elif not options.channels_last:

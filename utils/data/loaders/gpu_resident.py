@@ -1,4 +1,4 @@
-"""The loader `resident`: the volume is kept in device memory, and one kernel per field gathers each batch from it.
+"""The loader `resident`: the volumes are kept in device memory, and one kernel per field gathers each batch from it.
 
 The host reads no data; only the epoch's plan is copied to the device. Without CUDA the loader is the same as `inmem`.
 """
@@ -6,8 +6,9 @@ The host reads no data; only the epoch's plan is copied to the device. Without C
 from __future__ import annotations
 
 import functools
+import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.loaders.threaded import build_inmem
 from utils.data.plan import EpochPlan
-from utils.data.splits import build_splits, crop_options, load_volumes, open_volumes
+from utils.data.splits import build_crop_loaders, load_volumes, of_both_splits, open_volumes
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
@@ -41,32 +42,33 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
         return replace(loaders, notes=(note, *loaders.notes))
     volumes = open_volumes(config, world)
     with world.raise_together():
-        check_memory(config, world, volumes, training_bytes)
+        check_memory(config, world, of_both_splits(volumes), training_bytes)
     dtype = getattr(torch, config.resident_dtype)
     place = f"the memory of {world.device}, as {config.resident_dtype}"
-    loaded, note = load_volumes(volumes, lambda volume: load_resident(volume, world, dtype), place)
-    return build_splits(lambda split: GpuResidentLoader(loaded[split], crop_options(config, world, split)), world, note)
+    loaded, note = load_volumes(volumes, lambda each: load_resident(each, world, dtype), place)
+    return build_crop_loaders(config, world, loaded, GpuResidentLoader, note)
 
 
 class GpuResidentLoader(Loader):
     """Loads one rank's part of a sample plan on a CUDA device; batches are float32.
 
-    `volume` is what `load_resident` returns.
+    `volumes` are what `load_resident` returns.
     """
 
-    def __init__(self, volume: Volume, options: CropOptions) -> None:
-        fields = (volume.inputs, volume.targets)
+    def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
+        fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._plan = plan = options.plan
         self._batches = options.batches()
         self._gathers = [
-            TritonGather(field, plan.crop, vectors, options.symmetry_mode, options.channels_last)
-            for field, vectors in zip(fields, options.vectors, strict=True)
+            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last)
+            for each, vectors in zip(fields, options.vectors, strict=True)
         ]
-        self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=fields[0].device)
+        device = volumes[0].inputs.device
+        self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=device)
         # The start of the next batch in the plan is kept on the device, so that every fill enqueues the same work.
-        self._next = torch.zeros((), dtype=torch.int64, device=fields[0].device)
+        self._next = torch.zeros((), dtype=torch.int64, device=device)
         self._step, self._advance = options.world_size, options.batch_size * options.world_size
-        shapes = options.shapes(field.shape[0] for field in fields)
+        shapes = options.shapes(each[0].shape[0] for each in fields)
         self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last)
 
     def __len__(self) -> int:
@@ -80,7 +82,7 @@ class GpuResidentLoader(Loader):
 
     def _fills(self, plan: EpochPlan, first_batch: int) -> Fills:
         # On the prefetcher's stream, the epoch's plan is uploaded before the batches that read it.
-        rows = torch.from_numpy(device_plan(plan, self._plan.box)).pin_memory()
+        rows = torch.from_numpy(device_plan(plan, self._plan.boxes)).pin_memory()
         for number, batch in enumerate(self._batches[first_batch:]):
             first_fill = functools.partial(self._start_epoch, rows, batch.start)
             yield len(range(len(plan))[batch]), self._fill if number else first_fill
@@ -101,9 +103,9 @@ class GpuResidentLoader(Loader):
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def check_memory(config: Config, world: World, volumes: dict[str, Volume], training_bytes: TrainingBytes) -> None:
+def check_memory(config: Config, world: World, volumes: Sequence[Volume], training_bytes: TrainingBytes) -> None:
     """Raises UserError if the volumes do not fit into the device's free memory alongside the training."""
-    size, (free, _) = sum(volume.bytes for volume in volumes.values()), torch.cuda.mem_get_info(world.device)
+    size, (free, _) = sum(volume.bytes for volume in volumes), torch.cuda.mem_get_info(world.device)
     check_fits(size, getattr(torch, config.resident_dtype), free, training_bytes())
 
 
@@ -132,25 +134,43 @@ def _too_large(size: int, dtype: torch.dtype, free: int, reserve: int) -> UserEr
 # --- loading -------------------------------------------------------------------------------------------------------
 
 
-def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
-    """The volume as tensors [C, L, L, L] of type float32 or float16 on the rank's device; every rank calls it.
+def load_resident(volumes: Sequence[Volume], world: World, dtype: torch.dtype) -> list[Volume]:
+    """The volumes as tensors [C, X, Y, Z] of type float32 or float16 on the rank's device; every rank calls it.
 
-    One rank per node reads the file and broadcasts it to the other ranks. If one rank fails, all fail with one line.
+    The inputs of all volumes share one storage, and so do the targets. One rank per node reads the files and broadcasts
+    them to the other ranks. If one rank fails, all fail with one line.
     """
+    with world.raise_together():
+        free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else 0
+        try:
+            inputs = _allocate([volume.inputs.shape for volume in volumes], dtype, world.device)
+            targets = _allocate([volume.targets.shape for volume in volumes], dtype, world.device)
+        except torch.OutOfMemoryError:
+            raise _too_large(sum(volume.bytes for volume in volumes), dtype, free, reserve=0) from None
+    loaded = [
+        Volume(volume.path, *fields) for volume, fields in zip(volumes, zip(inputs, targets, strict=True), strict=True)
+    ]
+    for volume, copy in zip(volumes, loaded, strict=True):
+        _load(volume, (copy.inputs, copy.targets), world)
+    return loaded
+
+
+def _allocate(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Tensors of these shapes that are parts of one storage."""
+    sizes = [math.prod(shape) for shape in shapes]
+    storage = torch.empty(sum(sizes), dtype=dtype, device=device)
+    return [part.view(*shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]
+
+
+def _load(volume: Volume, fields: Sequence[torch.Tensor], world: World) -> None:
+    """Fills the fields with the volume's inputs and targets."""
     on_gpu = world.device.type == "cuda"
     slabs = volume.slab_locations()
     reads = world.node.source == world.rank
     with world.raise_together():
-        shapes = (volume.inputs.shape, volume.targets.shape)
-        free = torch.cuda.mem_get_info(world.device)[0] if on_gpu else 0
-        try:
-            fields = [torch.empty(shape, dtype=dtype, device=world.device) for shape in shapes]
-        except torch.OutOfMemoryError:
-            raise _too_large(volume.bytes, dtype, free, reserve=0) from None
-    with world.raise_together():
         # Reading through pinned memory is twice as fast as through pageable memory.
         thickness = slabs[0][2].stop if reads else 0
-        staging = torch.empty((thickness, volume.box, volume.box), pin_memory=on_gpu)
+        staging = torch.empty((thickness, *volume.shape[1:]), pin_memory=on_gpu)
         size_check = SizeCheck(volume.files if reads else ())
     with world.raise_together(), closing(size_check):
         failure: Exception | None = None
@@ -168,7 +188,6 @@ def load_resident(volume: Volume, world: World, dtype: torch.dtype) -> Volume:
                 progress.advance()
         if failure is not None:
             raise failure
-    return Volume(volume.path, fields[0], fields[1])
 
 
 def _read_slab(

@@ -17,8 +17,8 @@ from utils.distributed.world import World
 
 
 def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
-    channels = channel_counts(config)
-    return build_splits(lambda split: SyntheticLoader(channels, crop_options(config, world, split)), world)
+    channels, boxes = channel_counts(config), [(config.data_size,) * 3]
+    return build_splits(lambda split: SyntheticLoader(channels, crop_options(config, world, split, boxes)), world)
 
 
 class SyntheticLoader(Loader):

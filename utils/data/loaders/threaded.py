@@ -11,50 +11,49 @@ import torch
 from utils.config import Config
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import warm_page_cache
-from utils.data.files.shared_memory import share_volume
+from utils.data.files.shared_memory import check_room, share_volume
 from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
 from utils.data.loaders.crop_reader import BATCHES_AHEAD, CropReader
 from utils.data.loaders.crops import CropCopier, CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
-from utils.data.splits import build_splits, crop_options, load_volumes, open_volumes
+from utils.data.splits import build_crop_loaders, load_volumes, of_both_splits, open_volumes
 from utils.distributed.world import World
 
 
 def build_lowmem(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
     """Crops from the files, which are mapped if they are contiguous."""
     volumes = open_volumes(config, world)
-    mapped = [field for volume in volumes.values() if volume.mapped for field in (volume.inputs, volume.targets)]
-    note = warm_page_cache([path for volume in volumes.values() for path in volume.files], mapped, world)
-    return build_splits(
-        lambda split: ThreadedCropLoader(volumes[split], crop_options(config, world, split)), world, note
-    )
+    both = of_both_splits(volumes)
+    mapped = [field for volume in both if volume.mapped for field in (volume.inputs, volume.targets)]
+    note = warm_page_cache([path for volume in both for path in volume.files], mapped, world)
+    return build_crop_loaders(config, world, volumes, ThreadedCropLoader, note)
 
 
 def build_inmem(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
     """Crops from one copy in the node's memory."""
-    volumes, note = load_volumes(open_volumes(config, world), lambda volume: share_volume(volume, world), "memory")
-    return build_splits(
-        lambda split: ThreadedCropLoader(volumes[split], crop_options(config, world, split)), world, note
-    )
+    opened = open_volumes(config, world)
+    check_room(of_both_splits(opened), world)
+    volumes, note = load_volumes(opened, lambda each: [share_volume(volume, world) for volume in each], "memory")
+    return build_crop_loaders(config, world, volumes, ThreadedCropLoader, note)
 
 
 class ThreadedCropLoader(Loader):
-    """Loads one rank's part of a sample plan."""
+    """Loads one rank's part of a sample plan from the volumes of a split."""
 
-    def __init__(self, volume: Volume, options: CropOptions) -> None:
-        fields = (volume.inputs, volume.targets)
+    def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
+        fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._copiers = [
-            CropCopier(field, options.plan.crop, vectors, options.symmetry_mode)
-            for field, vectors in zip(fields, options.vectors, strict=True)
+            CropCopier(each, options.plan.crop, vectors, options.symmetry_mode)
+            for each, vectors in zip(fields, options.vectors, strict=True)
         ]
-        shapes = options.shapes(field.shape[0] for field in fields)
+        shapes = options.shapes(each[0].shape[0] for each in fields)
         pinned = options.device.type == "cuda"
         form = memory_format(options.channels_last)
         buffers = [
             Batch(*(torch.empty(shape, pin_memory=pinned, memory_format=form).zero_() for shape in shapes))
             for _ in range(BATCHES_AHEAD + 1)
         ]
-        self._reader = CropReader(volume, options, buffers, self._copy)
+        self._reader = CropReader(volumes, options, buffers, self._copy)
         self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last) if pinned else None
 
     def __len__(self) -> int:
@@ -72,6 +71,6 @@ class ThreadedCropLoader(Loader):
             for rows, buffer in filled:
                 yield Batch(*(part[: len(rows)] for part in buffer))
 
-    def _copy(self, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
+    def _copy(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
         for copier, out in zip(self._copiers, sample, strict=True):
-            copier.copy(origin, index, out)
+            copier.copy(volume, origin, index, out)
