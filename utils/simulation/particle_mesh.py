@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from utils.distributed.in_order import in_order
 from utils.progress import Progress
 from utils.simulation.fourier import (
     backward,
     forward,
-    in_order,
     in_slabs,
     inverse_gradient,
     inverse_square,
