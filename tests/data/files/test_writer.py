@@ -20,9 +20,14 @@ from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed import locks
 from utils.errors import UserError
 
-SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5)}
+SHAPES = {"one": (2, 10, 3, 5), "other": (1, 10, 3, 5), "group/scalar": (10, 3, 5)}
 STARTS = (0, 4, 5, 10)  # of the slabs that are written
-ABOUT = {"": {"made_by": "a test", "tile": 8}, "one": {"channels": ["a", "b"]}, "other": {}}
+ABOUT = {
+    "": {"made_by": "a test", "tile": 8},
+    "one": {"channels": ["a", "b"]},
+    "group/scalar": {"units": "K"},
+    "universe": {"redshift": 3.0},  # a group without datasets
+}
 IDENTITY = {"weights": "0123", "tiles": (8, (0, 4)), "physical": False}  # JSON returns tuples as lists
 
 
@@ -39,7 +44,7 @@ def write_slabs(volume: ResumableHDF5Writer, until: int = 10) -> None:
     """Writes what is missing, up to plane `until`."""
     for start, end in itertools.pairwise(STARTS):
         if volume.done <= start and end <= until:
-            volume.write({name: field[:, start:end] for name, field in values().items()})
+            volume.write({name: field[..., start:end, :, :] for name, field in values().items()})
 
 
 def write_part(target: Path, until: int, identity: dict[str, Any] = IDENTITY, overwrite: bool = False) -> None:
@@ -60,7 +65,7 @@ def write_all(target: Path, overwrite: bool = False) -> int:
 def check_complete(target: Path, alone: bool = True) -> None:
     """Checks the target's values and layout; with `alone`, that there is no other file in its directory."""
     with h5py.File(target) as file:
-        assert list(file) == list(SHAPES)
+        assert list(file) == ["group", "one", "other", "universe"]
         for name, expected in values().items():
             assert file[name].chunks is None
             assert file[name].id.get_offset() is not None
@@ -68,6 +73,8 @@ def check_complete(target: Path, alone: bool = True) -> None:
             np.testing.assert_array_equal(file[name][...], expected)
         assert dict(file.attrs) == ABOUT[""]
         assert list(file["one"].attrs["channels"]) == ABOUT["one"]["channels"]
+        assert file["group/scalar"].attrs["units"] == "K"
+        assert dict(file["universe"].attrs) == ABOUT["universe"]
     if alone:
         assert os.listdir(target.parent) == [target.name]
 
@@ -82,8 +89,9 @@ def test_other_byte_orders_types_and_strides_are_written_as_float32_by_short_wri
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, place: write(descriptor, data[:7], place))
     target, fields = tmp_path / "new" / "box.h5", values()
     volume = begin(target)
-    volume.write({"one": fields["one"].astype(">f8")[:, :4], "other": np.asfortranarray(fields["other"])[:, :4]})
-    volume.write({name: np.ascontiguousarray(field[..., ::-1])[:, 4:, :, ::-1] for name, field in fields.items()})
+    first = {"one": fields["one"].astype(">f8"), "other": np.asfortranarray(fields["other"])}
+    volume.write({name: {**fields, **first}[name][..., :4, :, :] for name in fields})
+    volume.write({name: np.ascontiguousarray(field[..., ::-1])[..., 4:, :, ::-1] for name, field in fields.items()})
     volume.finish()
     check_complete(target)
 

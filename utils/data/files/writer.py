@@ -25,7 +25,7 @@ from utils.files import check_target, make_output_directory
 
 
 class ResumableHDF5Writer:
-    """Writes float32 datasets [C, X, Y, Z] of one file; planes along x are written in order.
+    """Writes float32 datasets [C, X, Y, Z] or [X, Y, Z] of one file; planes along x are written in order.
 
     `done` is the number of planes on disk. `changed` lists the keys of `identity` for which an unfinished file is
     replaced.
@@ -34,15 +34,15 @@ class ResumableHDF5Writer:
     def __init__(
         self,
         target: Path,
-        datasets: Mapping[str, tuple[int, int, int, int]],
+        datasets: Mapping[str, tuple[int, ...]],
         attributes: Mapping[str, Mapping[str, Any]],
         identity: Mapping[str, Any],
         overwrite: bool = False,
     ) -> None:
         """Resumes an unfinished file with the same `identity` (JSON values), or starts a new one.
 
-        `attributes` are those of each dataset by its name, and of the file under "". Raises UserError if the target
-        exists and `overwrite` is false, if another process writes it, or if it does not fit on the disk.
+        `attributes` are those of `create_contiguous`. Raises UserError if the target exists and `overwrite` is false,
+        if another process writes it, or if it does not fit on the disk.
         """
         self._target, self._datasets, self._overwrite = target, datasets, overwrite
         self._partial = target.with_name(f".{target.name}.partial")
@@ -67,13 +67,14 @@ class ResumableHDF5Writer:
                 raise
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Writes the next planes of all datasets, [C, n, Y, Z] each; they are on disk when it returns."""
-        count = next(iter(values.values())).shape[1]
+        """Writes the next planes of all datasets, [C, n, Y, Z] or [n, Y, Z]; they are on disk when it returns."""
+        count = next(iter(values.values())).shape[-3]
         with self._os_errors():
             for name, planes in values.items():
-                for channel, part in enumerate(np.ascontiguousarray(planes, dtype="<f4")):
-                    plane = channel * self._datasets[name][1] + self.done
-                    _write_at(self._file, self._offsets[name] + plane * part[0].nbytes, memoryview(part).cast("B"))
+                channels = planes.reshape(-1, *planes.shape[-3:])
+                for channel, part in enumerate(np.ascontiguousarray(channels, dtype="<f4")):
+                    plane = channel * self._datasets[name][-3] + self.done
+                    write_at(self._file, self._offsets[name] + plane * part[0].nbytes, memoryview(part).cast("B"))
             os.fsync(self._file.fileno())
             self._append_to_journal(str(self.done + count))
         self.done += count
@@ -114,21 +115,37 @@ class ResumableHDF5Writer:
         self._journal.truncate(0)
         self._partial.unlink(missing_ok=True)
         make_output_directory(self._target.parent, sum(4 * int(np.prod(shape)) for shape in self._datasets.values()))
-        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        with h5py.File(self._partial, "w") as file:
-            for name, shape in self._datasets.items():
-                space = h5py.h5s.create_simple(shape)
-                h5py.h5d.create(file.id, name.encode(), h5py.h5t.IEEE_F32LE, space, layout)
-                file[name].attrs.update(attributes.get(name, {}))
-            file.attrs.update(attributes.get("", {}))
+        create_contiguous(self._partial, self._datasets, attributes)
         self._append_to_journal(json.dumps({"identity": self._identity, "bytes": self._partial.stat().st_size}))
 
     def _append_to_journal(self, line: str) -> None:
         data = f"{line} {zlib.crc32(line.encode()):08x}\n".encode()
-        _write_at(self._journal, os.fstat(self._journal.fileno()).st_size, memoryview(data))
+        write_at(self._journal, os.fstat(self._journal.fileno()).st_size, memoryview(data))
         os.fsync(self._journal.fileno())
+
+
+def create_contiguous(
+    path: Path, datasets: Mapping[str, tuple[int, ...]], attributes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, int]:
+    """Creates an HDF5 file of float32 datasets, allocated but not written; returns the offset of each one's data.
+
+    `attributes` are those of each dataset and group by its name, and of the file under "". Groups that only they name
+    are created.
+    """
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    link.set_create_intermediate_group(True)
+    with h5py.File(path, "w") as file:
+        for name, shape in datasets.items():
+            h5py.h5d.create(
+                file.id, name.encode(), h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(shape), layout, lcpl=link
+            )
+        for name, values in attributes.items():
+            place = name or "/"
+            (file[place] if place in file else file.create_group(place)).attrs.update(values)
+        return {name: file[name].id.get_offset() for name in datasets}
 
 
 def _checked(line: bytes) -> str:
@@ -139,7 +156,8 @@ def _checked(line: bytes) -> str:
     return text.decode()
 
 
-def _write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
+def write_at(file: IO[bytes], offset: int, data: memoryview) -> None:
+    """Writes all of `data` at an offset, without moving the position of the file."""
     while data:
         written = os.pwrite(file.fileno(), data, offset)
         data, offset = data[written:], offset + written
