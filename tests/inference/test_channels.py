@@ -13,7 +13,7 @@ from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.values import check_all
-from utils.inference.channels import input_channels, target_channels
+from utils.inference.channels import VELOCITY, Channel, common_channels, input_channels, target_channels
 from utils.simulation import gas
 
 KNOWN = target_channels(5, TransformConfig())
@@ -67,13 +67,45 @@ def test_names_units_and_formulas() -> None:
 
 
 def test_channels_without_a_known_transform_have_names_only() -> None:
-    for found in (input_channels(3, TransformConfig()), target_channels(4, TransformConfig())):
+    for found in (
+        input_channels(3, TransformConfig()),
+        input_channels(1, TransformConfig()),  # with the vectors of a velocity
+        input_channels(4, TransformConfig(), []),
+        target_channels(3, TransformConfig()),
+        target_channels(5, TransformConfig(), [[2, 3, 4]]),
+    ):
         assert [channel.name for channel in found] == [f"channel {number}" for number in range(len(found))]
     for found in (input_channels(3, TransformConfig()), input_channels(4, UNKNOWN), target_channels(5, UNKNOWN)):
         assert {(channel.unit, channel.formula()) for channel in found} == {(None, "unknown")}
     assert target_channels(5, UNKNOWN)[4].name == "temperature"
     partly = target_channels(5, TransformConfig(density_log_scale=None))
     assert [channel.unit is None for channel in partly] == [True, False, False, False, False]
+
+
+def test_files_without_velocities_or_temperature_have_the_other_channels() -> None:
+    """The importer writes such files; the config states their number of channels and their vectors."""
+    transform = TransformConfig()
+    assert input_channels(1, transform, []) == input_channels(4, transform)[:1]
+    assert target_channels(4, transform) == KNOWN[:4]
+    assert target_channels(2, transform, []) == (KNOWN[0], KNOWN[4])
+    assert target_channels(1, transform, []) == KNOWN[:1]
+
+
+@pytest.mark.parametrize(("inputs", "targets", "common"), [(4, 5, 4), (1, 5, 1), (4, 2, 1), (1, 1, 1), (3, 5, 3)])
+def test_inputs_are_compared_with_the_targets_of_the_same_quantity(inputs: int, targets: int, common: int) -> None:
+    """A fixed bug: the baseline that copies the inputs took a velocity for a temperature if targets had no velocity."""
+    vectors = [VELOCITY if count >= 3 else () for count in (inputs, targets)]
+    fields = (
+        input_channels(inputs, TransformConfig(), vectors[0]),
+        target_channels(targets, TransformConfig(), vectors[1]),
+    )
+    assert common_channels(*fields) == common
+
+
+@pytest.mark.parametrize("channel", [*SIMULATED, *input_channels(4, TransformConfig()), *KNOWN])
+def test_channels_of_physical_values_are_the_inverse(channel: Channel) -> None:
+    x = np.linspace(-1, 1.2, 23, dtype="f4")
+    np.testing.assert_allclose(channel.from_physical(channel.to_physical(x)), x, atol=3e-7)
 
 
 def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults(tmp_path: Path) -> None:

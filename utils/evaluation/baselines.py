@@ -27,18 +27,19 @@ def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     return {"guessing by class frequency": loss}
 
 
-def volume_losses(loader: Loader, loss: nn.Module, world: World) -> dict[str, float]:
+def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | None = None) -> dict[str, float]:
     """The validation loss of two predictors that ignore the structure of the input.
 
     One predicts a constant for each target channel, the best one under this loss (to half a histogram bin). The other
-    copies the input's density and velocities, and predicts the constant for channels that the input lacks.
+    copies the input's density and velocities, its first `copied` channels (None: all), and predicts the constant for
+    the others.
     """
     loss.eval()
     constants = _best_constants(loss, _histograms(loader, world))
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)  # constant, copy, samples
     for inputs, targets in loader.epoch(0):
         constant = constants.to(targets).view(1, -1, 1, 1, 1).expand_as(targets)
-        shared = min(inputs.shape[1], targets.shape[1])
+        shared = min(inputs.shape[1], targets.shape[1]) if copied is None else copied
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
         sums += torch.stack([loss(constant, targets), loss(copy, targets), sums.new_ones(())]) * len(targets)
     constant_sum, copy_sum, count = world.sum(sums).tolist()

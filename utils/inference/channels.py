@@ -5,8 +5,9 @@ A channel x holds ln(value) or the value itself, scaled: value = exp(center + sc
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,18 @@ from utils.config.sections import TransformConfig
 from utils.errors import UserError
 
 DENSITY_UNIT, VELOCITY_UNIT, TEMPERATURE_UNIT = "mean density", "km/s", "K"
+DARK_MATTER, GAS, UNKNOWN = "dark-matter ", "gas ", "channel "  # prefixes of names
+
+Vectors = Sequence[Sequence[int]]
+VELOCITY: Vectors = ((1, 2, 3),)  # the channels of the velocity, in datasets that have one
+# Quantities of the inputs and targets by number of channels. Files without a velocity or a temperature lack channels.
+INPUTS = {4: ("density", "velocity"), 1: ("density",)}
+TARGETS = {
+    5: ("density", "velocity", "temperature"),
+    4: ("density", "velocity"),
+    2: ("density", "temperature"),
+    1: ("density",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,15 @@ class Channel:
         linear = values * self.scale + self.center
         return linear.exp() if isinstance(linear, torch.Tensor) else np.exp(linear)
 
+    def from_physical(self, values: np.ndarray) -> np.ndarray:
+        """The inverse of `to_physical`, computed in place; logarithmic values must be above zero."""
+        if self.is_log:
+            np.log(values, out=values)
+        if self.center:
+            values -= self.center
+        values *= 1 / self.scale
+        return values
+
     def formula(self) -> str:
         """The transform from physical values as a readable formula."""
         if self.unit is None:
@@ -51,29 +73,39 @@ class Channel:
 
 def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
     """The config's input and target channels."""
+    vectors = config.vector_channels
     return (
-        input_channels(config.N_in_channels, config.transform),
-        target_channels(config.N_out_channels, config.transform),
+        input_channels(config.N_in_channels, config.transform, vectors.inputs),
+        target_channels(config.N_out_channels, config.transform, vectors.targets),
     )
 
 
-def input_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
-    """Channels of `Nbody`: dark-matter density and velocity if there are 4, else unknown ones."""
-    if count != 4:
+def input_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
+    """Channels of `Nbody`: those of INPUTS if the vectors are as expected, else unknown ones."""
+    quantities = INPUTS.get(count, ())
+    if not _match(quantities, vectors):
         return _unknown(count)
-    return (_density("dark-matter density", transform), *_velocity("dark-matter velocity", transform))
+    velocity = _velocity(f"{DARK_MATTER}velocity", transform) if "velocity" in quantities else ()
+    return (_density(f"{DARK_MATTER}density", transform), *velocity)
 
 
-def target_channels(count: int, transform: TransformConfig) -> tuple[Channel, ...]:
-    """Channels of `Hydro`: gas density, velocity and temperature if there are 5, else unknown ones."""
-    if count != 5:
+def target_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
+    """Channels of `Hydro`: those of TARGETS if the vectors are as expected, else unknown ones."""
+    quantities = TARGETS.get(count, ())
+    if not _match(quantities, vectors):
         return _unknown(count)
-    scale, center = transform.temperature_log10_scale, transform.temperature_log10_center
-    temperature = Channel("temperature")
-    if scale is not None:
-        ten = math.log(10.0)
-        temperature = Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)
-    return (_density("gas density", transform), *_velocity("gas velocity", transform), temperature)
+    velocity = _velocity(f"{GAS}velocity", transform) if "velocity" in quantities else ()
+    temperature = (_temperature(transform),) if "temperature" in quantities else ()
+    return (_density(f"{GAS}density", transform), *velocity, *temperature)
+
+
+def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> int:
+    """Number of first channels that hold the same quantity of dark matter and gas; if unknown, all that both have."""
+    pairs = list(zip(inputs, targets, strict=False))
+    if any(channel.name.startswith(UNKNOWN) for channel in (*inputs, *targets)):
+        return len(pairs)
+    same = (one.name.removeprefix(DARK_MATTER) == other.name.removeprefix(GAS) for one, other in pairs)
+    return sum(itertools.takewhile(bool, same))
 
 
 def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
@@ -83,8 +115,21 @@ def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
         raise UserError(f"the checkpoint's config does not define physical values of {', '.join(unknown)}; {remedy}")
 
 
+def _match(quantities: Sequence[str], vectors: Vectors) -> bool:
+    """True if there are quantities, and a velocity among them if and only if the vectors say so."""
+    expected = VELOCITY if "velocity" in quantities else ()
+    return bool(quantities) and [*map(tuple, vectors)] == [*map(tuple, expected)]
+
+
 def _unknown(count: int) -> tuple[Channel, ...]:
-    return tuple(Channel(f"channel {number}") for number in range(count))
+    return tuple(Channel(f"{UNKNOWN}{number}") for number in range(count))
+
+
+def _temperature(transform: TransformConfig) -> Channel:
+    scale, center, ten = transform.temperature_log10_scale, transform.temperature_log10_center, math.log(10.0)
+    if scale is None:
+        return Channel("temperature")
+    return Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)
 
 
 def _density(name: str, transform: TransformConfig) -> Channel:

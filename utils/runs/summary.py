@@ -14,6 +14,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
+from utils.inference.channels import common_channels, volume_channels
 from utils.progress import format_duration
 from utils.runs import tags
 from utils.runs.removal import is_incomplete, remove_run
@@ -107,7 +108,8 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
         if config.is_classification:
             losses |= baselines.class_frequency_loss(valid, world)
         else:
-            losses |= baselines.volume_losses(valid, trainer.step.loss, world)
+            copied = common_channels(*volume_channels(config))
+            losses |= baselines.volume_losses(valid, trainer.step.loss, world, copied)
     with world.raise_together():
         if world.is_root:
             pictures = _draw(trainer, result, config, directory) if config.report_pictures else []
