@@ -1,0 +1,378 @@
+"""The importer: the same channels from every layout, plausible files only, parts that do not touch, bounded memory."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from nyx_files import CM_PER_KM, GAS, UNIVERSE, physical_fields, simulated_fields, write_nyx
+
+import predict
+import train
+from utils import cli
+from utils import config as configs
+from utils.config.sections import TransformConfig
+from utils.data.files import snapshots
+from utils.data.files.hdf5 import FieldReader, open_volume
+from utils.data.import_volume import main
+from utils.inference.channels import volume_channels
+
+YAML = str(Path(train.__file__).parent / "config" / "UNet.yaml")
+SHAPE = (12, 6, 8)
+FIELDS = physical_fields(SHAPE)
+DARK, DARK_VELOCITY = "dark_matter_density", [f"dark_matter_velocity_{axis}" for axis in "xyz"]
+ABOUT = ["--box_size=6", "--hubble=0.675", "--omega_m=0.31", "--omega_l=0.69", "--omega_b=0.0487", "--redshift=3"]
+
+
+def contents(path: Path) -> dict[str, np.ndarray]:
+    with h5py.File(path) as file:
+        return {name: file[name][...] for name in file}
+
+
+def attributes(path: Path) -> dict[str, Any]:
+    with h5py.File(path) as file:
+        return dict(file.attrs)
+
+
+def chosen(names: list[str]) -> dict[str, np.ndarray]:
+    return {name: FIELDS[name] for name in names}
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_nyx(tmp_path_factory.mktemp("nyx") / "snapshot.h5", FIELDS)
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """run(input, *flags): the output of the command, which writes <tmp_path>/out/box.h5."""
+
+    def go(source: Path, *flags: str) -> str:
+        main([f"--input={source}", f"--output={tmp_path / 'out' / 'box.h5'}", *flags])
+        return capsys.readouterr().out
+
+    return go
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """refuse(input, *flags, says=…): one line, exit code 2, and no file."""
+
+    def go(source: Path, *flags: str, says: str) -> None:
+        with pytest.raises(SystemExit) as stop:
+            main([f"--input={source}", f"--output={tmp_path / 'out' / 'box.h5'}", *flags])
+        out, err = capsys.readouterr()
+        assert (stop.value.code, out, err.count("\n")) == (2, "", 1), err
+        assert says in err
+        assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+    return go
+
+
+# --- channels --------------------------------------------------------------------------------------------------------
+
+
+def test_channels_have_the_published_transforms_and_attributes_that_state_everything(
+    run: Any, snapshot: Path, tmp_path: Path
+) -> None:
+    run(snapshot)
+    volume = open_volume(tmp_path / "out" / "box.h5", (1, 5), transform=TransformConfig())
+    assert volume.mapped
+    assert (volume.shape, volume.cell) == (SHAPE, 0.5)
+    speeds = [FIELDS[name] / 900 for name in GAS[1:4]]
+    np.testing.assert_allclose(volume.inputs[0], np.log(FIELDS[DARK]) / 14, atol=1e-7)
+    expected = [np.log(FIELDS["baryon_density"]) / 14, *speeds, np.log(FIELDS["temperature"]) / 8 - 1.5]
+    np.testing.assert_allclose(volume.targets, expected, atol=3e-7)
+    found = attributes(tmp_path / "out" / "box.h5")
+    cosmology = {"cosmology_H0": 67.5, "cosmology_Om0": 0.31, "cosmology_Ode0": 0.69, "cosmology_Ob0": 0.0487}
+    for name, value in {"box_size_mpc_h": 6.0, "redshift": 3.0, **cosmology, **TransformConfig().model_dump()}.items():
+        assert found[name] == pytest.approx(value), name
+    assert (found["input"], bool(found["periodic"])) == (str(snapshot), True)
+    assert '"git_commit"' in found["provenance"]
+
+
+def other_layouts(folder: Path, name: str) -> tuple[Path, list[str]]:
+    """The fields in another layout, and the flags that it needs."""
+    units = {key: values * (CM_PER_KM if key.startswith("velocity") else 1) for key, values in FIELDS.items()}
+    if name == "raw":
+        for key, values in units.items():
+            values.astype("<f4").tofile(folder / f"{key}.f32")
+        return folder, [*ABOUT, "--shape=12,6,8", "--velocity_units=cm/s", "--density_units=mean"]
+    if name == "npy":
+        for key, values in units.items():
+            np.save(folder / f"{key}.npy", values.astype(">f8"))
+        return folder, [*ABOUT, "--velocity_units=cm/s", "--density_units=mean"]
+    storage = {"dtype": ">f8"} if name == "big-endian doubles" else {"chunks": (5, 4, 3), "compression": "gzip"}
+    return write_nyx(folder / "snapshot.h5", FIELDS, **storage), []
+
+
+@pytest.mark.parametrize("name", ["raw", "npy", "big-endian doubles", "compressed"])
+def test_every_layout_gives_the_same_bits(run: Any, snapshot: Path, tmp_path: Path, name: str) -> None:
+    run(snapshot)
+    expected = contents((tmp_path / "out" / "box.h5").rename(tmp_path / "expected.h5"))
+    (tmp_path / "in").mkdir()
+    source, flags = other_layouts(tmp_path / "in", name)
+    run(source, *flags)
+    for key, values in contents(tmp_path / "out" / "box.h5").items():
+        np.testing.assert_allclose(values, expected[key], atol=2e-7 if "f8" in name or name == "npy" else 0)
+    attributes_of = [attributes(path) for path in (tmp_path / "out" / "box.h5", tmp_path / "expected.h5")]
+    for each in attributes_of:
+        del each["input"], each["provenance"]
+    assert attributes_of[0] == pytest.approx(attributes_of[1])
+
+
+def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(run: Any, tmp_path: Path) -> None:
+    grids = np.random.default_rng(0).uniform(1e9, 1e10, (3, *SHAPE))
+    grids[1, 2, 3, 4] = 0
+    for key in ("Mcdm", "Mgas", "T"):
+        np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
+    printed = run(tmp_path, "--index=1", "--box_size=25", "--density_floor=1e-3")
+    assert "Nbody (1, 12, 6, 8), Hydro (2, 12, 6, 8)" in printed
+    found, box = contents(tmp_path / "out" / "box.h5"), grids[1]
+    expected = np.log(np.maximum(box / box.mean(), 1e-3)) / 14
+    np.testing.assert_allclose(found["Nbody"][0], expected, atol=1e-7)
+    np.testing.assert_allclose(found["Hydro"], [expected, np.log(box + 1) / 8 - 1.5], atol=3e-7)
+    assert attributes(tmp_path / "out" / "box.h5")["density_floor_of_mean"] == 1e-3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_slabs_and_threads_do_not_change_the_result(
+    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    run(snapshot, "--density_units=other")
+    expected = contents(tmp_path / "out" / "box.h5")
+    monkeypatch.setattr(snapshots, "SLAB_VALUES", 5 * 6 * 8)
+    run(snapshot, "--density_units=other", f"--threads={threads}", "--overwrite")
+    for key, values in contents(tmp_path / "out" / "box.h5").items():
+        np.testing.assert_allclose(values, expected[key], atol=1e-7)  # sums of slabs round differently
+
+
+# --- missing fields, and the config that fits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [
+        ([DARK], list(GAS)),
+        ([DARK, *DARK_VELOCITY], list(GAS[:4])),
+        ([DARK], ["baryon_density", "temperature"]),
+        ([DARK], ["baryon_density"]),
+    ],
+)
+def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
+    run: Any, tmp_path: Path, inputs: list[str], targets: list[str]
+) -> None:
+    fields = {**FIELDS, **dict(zip(DARK_VELOCITY, (FIELDS[name] for name in GAS[1:4]), strict=True))}
+    source = write_nyx(tmp_path / "snapshot.h5", {name: fields[name] for name in (*inputs, *targets)})
+    flags = shlex.split(run(source).splitlines()[-1])
+    config = configs.load(YAML, "demo", cli.parse(flags).overrides)
+    assert config.train_path == str(tmp_path / "out" / "box.h5")
+    assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
+    stored, channels = contents(tmp_path / "out" / "box.h5"), volume_channels(config)
+    for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
+        physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
+        np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
+
+
+def test_without_gas_only_the_inputs_are_written(run: Any, tmp_path: Path) -> None:
+    printed = run(write_nyx(tmp_path / "snapshot.h5", chosen([DARK])))
+    assert printed.splitlines()[-1] == "without baryon_density it is an input of predict.py only"
+    assert FieldReader(str(tmp_path / "out" / "box.h5"), "Nbody", 1, TransformConfig()).shape == SHAPE
+
+
+# --- contradictions --------------------------------------------------------------------------------------------------
+
+
+def changed(name: str, value: Any, *place: int) -> Callable[[Path], None]:
+    """Changes one value of a dataset, or all of them."""
+
+    def change(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            file[f"native_fields/{name}"][place or ...] = value
+
+    return change
+
+
+def attribute(place: str, name: str, value: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            file[place].attrs[name] = value
+
+    return change
+
+
+def replaced(name: str, values: np.ndarray | None) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            del file[f"native_fields/{name}"]
+            if values is not None:
+                file[f"native_fields/{name}"] = values
+
+    return change
+
+
+def cut(path: Path) -> None:
+    with h5py.File(path) as file:
+        dataset = file["native_fields/temperature"]
+        end = dataset.id.get_offset() + dataset.nbytes
+    with open(path, "r+b") as file:
+        file.truncate(end - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (replaced("temperature", np.ones((12, 6, 7))), "cells, "),
+        (replaced("temperature", np.ones((12, 8))), "is (12, 8), expected (X, Y, Z)"),
+        (attribute("domain", "shape", [6, 12, 8]), "domain/shape is (6, 12, 8)"),
+        (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes; resample"),
+        (attribute("domain", "size", [6.0]), "expected three lengths"),
+        (attribute("universe", "hubble", 67.5), "hubble is 67.5, but H0 / 100 km/s/Mpc is expected"),
+        (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
+        (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
+        (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),
+        (changed(DARK, -0.5, 9, 5, 0), f"native_fields/{DARK}[9, 5, 0] is -0.5, negative"),
+        (changed("baryon_density", 1e-30), "has a mean of 1e-30 although it is in units of the mean"),
+        (attribute("native_fields/velocity_z", "units", "km/s"), "e+07 km/s is implausible; give its unit with --vel"),
+        (
+            attribute("native_fields/velocity_z", "units", "furlong"),
+            "velocity_z is a velocity in furlong; give --veloc",
+        ),
+        (attribute(f"native_fields/{DARK}", "units", "K"), f"{DARK} is a density in K; give --density_units"),
+        (attribute("native_fields/temperature", "units", "cm/s"), "temperature is a temperature in cm/s; correct"),
+        (replaced("velocity_x", None), "has no velocity_x; give all components"),
+        (replaced("baryon_density", None), "has velocity_x, but no baryon_density"),
+        (replaced(DARK, None), f"has no {DARK}; it has baryon_density, velocity_x"),
+        (cut, "the file is truncated"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_and_nothing_is_left(
+    refuse: Any, tmp_path: Path, change: Callable[[Path], None], says: str
+) -> None:
+    source = write_nyx(tmp_path / "snapshot.h5", FIELDS)
+    change(source)
+    refuse(source, says=says)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--redshift=2"], "states redshift 3, the command line 2; remove --redshift"),
+        (["--box_size=25"], "states box_size 6, the command line 25; remove --box_size"),
+        (["--velocity_units=km/s"], "is implausible"),
+        (["--split=0.9", "--gap=1"], "leaves -1 training and 11 validation planes of 12"),
+        (["--density_log_scale=-1"], "density_log_scale"),
+        (["--format=raw"], "is not a directory of raw files"),
+        (["--gap=0"], "'0' is not a positive integer"),
+    ],
+)
+def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[str], says: str) -> None:
+    refuse(snapshot, *flags, says=says)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("velocity_x.f32", ["--velocity_units=cm/s"], "do not state their shape; give --shape X,Y,Z"),
+        ("velocity_x.f32", ["--shape=12,6,8"], "velocity_x.f32 does not state its unit; give --velocity_units"),
+        ("velocity_x.f32", ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
+        ("velocity_x.npy", ["--index=1"], "is (12, 6, 8); remove --index"),
+        ("other.txt", [], "has no .f32 and .npy files"),
+    ],
+)
+def test_a_directory_that_does_not_match_is_refused(
+    refuse: Any, tmp_path: Path, name: str, flags: list[str], says: str
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for key in (DARK, *GAS):
+        path = source / name.replace("velocity_x", key)
+        np.save(path, FIELDS[key]) if name.endswith("npy") else FIELDS[key].tofile(path)
+    refuse(source, *flags, says=says)
+
+
+def test_an_existing_output_is_kept_without_overwrite(
+    run: Any, snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "box_val.h5").write_text("mine")
+    with pytest.raises(SystemExit):
+        run(snapshot, "--split=0.25", "--gap=1")
+    assert "box_val.h5 exists; give --overwrite" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["box_val.h5"]
+    run(snapshot, "--split=0.25", "--gap=1", "--overwrite")
+    assert sorted(os.listdir(tmp_path / "out")) == ["box_train.h5", "box_val.h5"]
+
+
+# --- parts, memory ---------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: Path, tmp_path: Path) -> None:
+    run(snapshot)
+    whole = contents(tmp_path / "out" / "box.h5")
+    printed = run(snapshot, "--split=0.25", "--gap=2")
+    assert f"--set val_path={tmp_path / 'out' / 'box_val.h5'}" in printed
+    for name, planes, length in (("train", slice(0, 5), 4.0), ("val", slice(7, 10), 4.0)):
+        path = tmp_path / "out" / f"box_{name}.h5"
+        for dataset, values in contents(path).items():
+            np.testing.assert_array_equal(values, whole[dataset][:, planes])
+        found = attributes(path)
+        assert (found["box_size_mpc_h"], bool(found["periodic"])) == (length, False)
+        assert found["input_planes"].tolist() == [planes.start, planes.stop]
+
+
+def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "SLAB_VALUES", 4 * 32 * 32)
+    peaks, sizes = [], []
+    for planes in (32, 256):
+        source = write_nyx(tmp_path / f"{planes}.h5", physical_fields((planes, 32, 32)))
+        sizes.append(source.stat().st_size)
+        flags = (source, "--density_units=other", "--overwrite", "--threads=2")
+        run(*flags)  # what is imported and cached once
+        tracemalloc.start()
+        try:
+            run(*flags)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 0.05 * (sizes[1] - sizes[0]), peaks  # the list of slabs grows
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def test_a_network_without_velocities_trains_is_evaluated_and_predicts(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nyx writes no dark-matter velocity: N_in_channels 1. Fields are those of a small simulation."""
+    paths, flags, fields = [], [], {}
+    for seed, split in ((1, "train"), (2, "val")):
+        fields = simulated_fields(16, box_size=8.0, seed=seed, n_steps=3, redshift=3.0, threads=1)
+        printed = run(write_nyx(tmp_path / "snapshot.h5", fields))
+        paths.append(f"--set={split}_path={(tmp_path / 'out' / 'box.h5').rename(tmp_path / f'{split}.h5')}")
+        flags = shlex.split(printed.splitlines()[-1])
+    options = [
+        "num_epochs=1",
+        "Nsamples=16",
+        "lambda_rho=1e-3",
+        "evaluation.every_epochs=1",
+        "loggers=[]",
+        f"expdir={tmp_path}",
+    ]
+    monkeypatch.chdir(Path(train.__file__).parent)
+    train.main(["--config=test", *flags, *paths, "--set=device=cpu", *(f"--set={option}" for option in options)])
+    checkpoint, box = tmp_path / "test" / "1ranks" / "00", tmp_path / "val.h5"
+    assert (checkpoint / "evaluation").is_dir()
+    gas = tmp_path / "gas.h5"
+    predict.main([f"--checkpoint={checkpoint}", f"--input={box}", f"--output={gas}", "--format=nyx", "--device=cpu"])
+    with h5py.File(gas) as file:
+        assert dict(file["universe"].attrs) == pytest.approx(UNIVERSE)
+        dark_matter = file[f"native_fields/{DARK}"][...]
+    np.testing.assert_allclose(dark_matter, np.maximum(fields[DARK], np.exp(-14)), rtol=1e-5)

@@ -1,0 +1,115 @@
+"""The HDF5 layout of Nyx's snapshots that tools for the Lyman-alpha forest read ("nyx-lyaf").
+
+Datasets native_fields/NAME [X, Y, Z]: densities in units of the mean, temperature in K, velocities in cm/s, each with
+an attribute `units`. The group `domain` has the attributes size (three lengths in comoving Mpc/h: Nyx's converter
+multiplies the lengths of its input file, in Mpc, by h) and shape (three counts); `universe` has hubble (h = H0 / 100),
+omega_m, omega_l, omega_b and redshift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from utils.data.files.attributes import number_of
+from utils.data.files.hdf5 import open_file, reading
+from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of, read_stored
+from utils.errors import UserError
+
+FORMAT, NATIVE = "nyx-lyaf", "native_fields"
+DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none
+# Attributes of `universe`: the attribute of this project's files, and its factor.
+UNIVERSE = {
+    "hubble": ("cosmology_H0", 100.0),
+    "omega_m": ("cosmology_Om0", 1.0),
+    "omega_l": ("cosmology_Ode0", 1.0),
+    "omega_b": ("cosmology_Ob0", 1.0),
+    "redshift": ("redshift", 1.0),
+}
+CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
+
+
+def open_nyx(path: str) -> Snapshot:
+    """The fields of a snapshot; raises UserError if it contradicts itself."""
+    file = open_file(path)
+    with reading(path):
+        group = file.get(NATIVE)
+        if not isinstance(group, h5py.Group):
+            raise UserError(
+                f"{path} has no group {NATIVE}; it contains {', '.join(file) or 'nothing'}; give another file"
+            )
+        fields = {name: _field(path, name, group[name]) for name in FIELDS if name in group}
+        domain, universe = (dict(file[name].attrs) if name in file else {} for name in ("domain", "universe"))
+        snapshot = Snapshot(path, fields)
+        cell = _cell(path, domain, snapshot.shape) if fields else None
+        about = {}
+        for name, (key, factor) in UNIVERSE.items():
+            value = number_of(universe, name, path)
+            if value is not None:
+                about[key] = factor * value
+    return Snapshot(path, fields, cell, about)
+
+
+def _field(path: str, field: str, dataset: Any) -> GridField:
+    name, quantity = f"{path}: {NATIVE}/{field}", quantity_of(field)
+    if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in "fiu" or 0 in (dataset.shape or (0,)):
+        raise UserError(f"{name} does not hold real numbers; give another file")
+    if len(dataset.shape) != 3:
+        raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
+    stated = dataset.attrs.get("units", DEFAULT_UNITS[quantity])
+    unit = (stated.decode(errors="replace") if isinstance(stated, bytes) else str(stated)).strip().strip("()")
+    offset, native = dataset.id.get_offset(), h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())
+    if offset is None or not native or dataset.is_virtual or dataset.external:
+        depth = dataset.chunks[0] if dataset.chunks else 1
+        return GridField(name, quantity, dataset.shape, dataset.__getitem__, unit, depth)
+    stored = Path(dataset.file.filename)  # a dataset may be a link into another file
+    read = partial(read_stored, stored, dataset.dtype, offset, dataset.shape)
+    return GridField(name, quantity, dataset.shape, read, unit)
+
+
+def _cell(path: str, domain: Mapping[str, Any], shape: Shape) -> float | None:
+    """Side of a cell in comoving Mpc/h, if the file states the size of its box."""
+    stated = tuple(np.ravel(domain.get("shape", shape)).tolist())
+    if stated != shape:
+        raise UserError(f"{path}: its fields have {shape} cells, domain/shape is {stated}; give another file")
+    if "size" not in domain:
+        return None
+    sizes = np.ravel(domain["size"]).astype(float).tolist()
+    if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
+        raise UserError(f"{path}: domain/size is {sizes}, expected three lengths in Mpc/h; correct the attribute")
+    cells = [size / count for size, count in zip(sizes, shape, strict=True)]
+    if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
+        raise UserError(
+            f"{path}: cells of {' × '.join(f'{cell:.6g}' for cell in cells)} Mpc/h (domain/size over domain/shape) are "
+            f"not cubes; resample the fields"
+        )
+    return cells[0]
+
+
+def layout_attributes(names: list[str], shape: Shape, cell: float, simulation: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the file, its groups and datasets; `simulation` has this project's attributes.
+
+    Texts have a fixed length, as programs in C expect.
+    """
+    sizes = {"size": np.array([cell * count for count in shape]), "shape": np.array(shape, np.int32)}
+    universe = {name: float(simulation[key]) / factor for name, (key, factor) in UNIVERSE.items()}
+    units = {"density": "(mean)", "velocity": "cm/s", "temperature": "K"}
+    return {
+        "": {"format": np.bytes_(FORMAT)},
+        "domain": sizes,
+        "universe": universe,
+        "derived_fields": {},  # where such tools write their results
+        **{f"{NATIVE}/{name}": {"units": np.bytes_(units[quantity_of(name)])} for name in names},
+    }
+
+
+def from_physical(name: str, values: np.ndarray) -> np.ndarray:
+    """The values of a field in this layout's units, from those of channels.py."""
+    unit = DEFAULT_UNITS[quantity_of(name)]
+    return values / np.float32(UNITS[quantity_of(name)][unit])
