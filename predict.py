@@ -22,9 +22,9 @@ from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
-from utils.inference.channels import check_physical_units
+from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
 from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.prediction_file import INPUT, OUTPUT, PHYSICAL, PredictionFile
+from utils.inference.prediction_file import PredictionFile
 from utils.profiling.memory import out_of_memory_for_users
 from utils.runs.logger import configure_logging
 from utils.runs.provenance import provenance
@@ -37,6 +37,7 @@ class Options(InferenceOptions):
     checkpoint: str
     input: str
     output: str
+    format: str = "volume"
     physical: bool = False
     overwrite: bool = False
 
@@ -58,12 +59,11 @@ def predict(options: Options, world: World, signals: Signals) -> None:
     weights = build.resolve_weights(options.checkpoint, world)
     with world.raise_together():
         trained = build.load_trained(weights, world.device)
-        config, (_, targets) = trained.config, trained.channels
+        config = trained.config
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels, config.transform)
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
-        if options.physical:
-            check_physical_units(targets, "do not give --physical, or train with the transform's keys set")
+        layout = choose_layout(options.format, options.physical, trained.channels, source)
         predictor = build.predictor(trained, source, options, world)
     attributes = {
         **{key: value for key, value in config.transform.model_dump().items() if value is not None},
@@ -76,9 +76,8 @@ def predict(options: Options, world: World, signals: Signals) -> None:
             path=Path(options.output),
             source=source,
             weights=weights,
-            channels=targets,
+            layout=layout,
             options=options,
-            physical=options.physical,
             overwrite=options.overwrite,
             attributes=attributes,
         ).write(predictor, world, signals)
@@ -90,6 +89,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} [C, X, Y, Z]")
     parser.add_argument("--output", required=True, type=cli.hdf5_output, help=f"HDF5 file for {OUTPUT} [5, X, Y, Z]")
+    parser.add_argument("--format", choices=FORMATS, default="volume", help="nyx: native_fields/…, in physical units")
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add_inference_options(parser)

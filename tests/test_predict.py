@@ -24,6 +24,7 @@ import predict
 import train
 from utils import build
 from utils.config.sections import TransformConfig
+from utils.data import import_volume
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.launch import Launch
@@ -222,6 +223,70 @@ def on_slab(number: int, action: Callable[[], Any], before: bool = False) -> Cal
 
 
 # --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+COSMOLOGY = {
+    "redshift": 3.0,
+    "cosmology_H0": 67.66,
+    "cosmology_Om0": 0.31,
+    "cosmology_Ode0": 0.69,
+    "cosmology_Ob0": 0.049,
+}
+
+
+def test_a_file_in_the_layout_of_nyx_holds_physical_values_that_the_importer_reads_back(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = box_file(tmp_path / "box.h5", box_size_mpc_h=12.0, **{**SIMULATED, **COSMOLOGY})
+    code, _ = command(f"--input={box}")
+    assert code == 0
+    hydro = contents((tmp_path / "hydro.h5").rename(tmp_path / "volume.h5"))["Hydro"]
+    flags = (f"--input={box}", "--format=nyx")
+    with monkeypatch.context() as patched:
+        patched.setattr(ResumableHDF5Writer, "write", on_slab(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        assert command(*flags)[0] == 75
+    code, stderr = command(*flags)
+    assert (code, "Resuming after plane" in stderr) == (0, True)
+    with h5py.File(tmp_path / "hydro.h5") as file:
+        assert bytes(file.attrs["format"]) == b"nyx-lyaf"
+        assert "checkpoint_sha256" in file.attrs
+        assert file["domain"].attrs["size"] == pytest.approx([12.0, 8.0, 8.0])
+        assert file["domain"].attrs["shape"].tolist() == [*BOX]
+        universe = {"hubble": 0.6766, "omega_m": 0.31, "omega_l": 0.69, "omega_b": 0.049, "redshift": 3.0}
+        assert dict(file["universe"].attrs) == pytest.approx(universe)
+        fields = file["native_fields"]
+        assert {name: bytes(each.attrs["units"]) for name, each in fields.items()} == {
+            "baryon_density": b"(mean)",
+            "dark_matter_density": b"(mean)",
+            "temperature": b"K",
+            **{f"velocity_{axis}": b"cm/s" for axis in "xyz"},
+        }
+        assert all((each.shape, each.dtype, each.chunks) == (BOX, "<f4", None) for each in fields.values())
+        np.testing.assert_allclose(fields["velocity_z"], 1e5 * SIMULATED["velocity_scale_km_s"] * hydro[3], rtol=1e-6)
+    flags = (f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}", "--density_units=mean")
+    import_volume.main([f"--input={tmp_path / 'hydro.h5'}", f"--output={tmp_path / 'back.h5'}", *flags])
+    back = contents(tmp_path / "back.h5")
+    np.testing.assert_allclose(back["Hydro"], hydro, atol=3e-7)
+    np.testing.assert_allclose(back["Nbody"][0], contents(box)["Nbody"][0], atol=3e-7)
+
+
+def test_the_layout_of_nyx_needs_the_box_and_the_cosmology(refuse: Any, tmp_path: Path) -> None:
+    refuse("remove --physical", flags=("--format=nyx", "--physical"))
+    says = "lacks the attributes cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology_Ob0, which --format nyx needs"
+    refuse(says, flags=("--format=nyx",))
+    box = box_file(tmp_path / "bad.h5", **COSMOLOGY)
+    refuse(f"h5py.File('{box}', 'a').attrs['box_size_mpc_h'] = NUMBER", nbody=box, flags=("--format=nyx",))
+
+
+def test_windows_do_not_wrap_around_the_faces_of_a_part_of_a_box(command: Any, tmp_path: Path) -> None:
+    """The importer writes `periodic` with --split."""
+    box = box_file(tmp_path / "box.h5")
+    assert command(f"--input={box}", "--not_periodic")[0] == 0
+    expected = contents((tmp_path / "hydro.h5").rename(tmp_path / "expected.h5"))
+    with h5py.File(box, "r+") as file:
+        file.attrs["periodic"] = False
+    assert command(f"--input={box}")[0] == 0
+    np.testing.assert_array_equal(contents(tmp_path / "hydro.h5")["Hydro"], expected["Hydro"])
 
 
 def test_after_a_signal_the_same_command_resumes_to_the_same_bits(

@@ -344,7 +344,7 @@ def predictor(
         warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
     if window % divisor:
         raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
-    grid = build_window_grid(volume.shape, window, options.overlap, periodic=not options.not_periodic)
+    grid = build_window_grid(volume.shape, window, options.overlap, periodic=options.wraps(volume.attributes))
     batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
     channel_counts = (config.N_in_channels, config.N_out_channels)
     predict = forward_pass(trained.network, options.precision, world.device)

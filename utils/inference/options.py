@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from utils.cli import positive
 
@@ -20,6 +22,10 @@ class InferenceOptions:
     precision: str = "float32"
     device: str = "auto"
     not_periodic: bool = False
+
+    def wraps(self, attributes: Mapping[str, Any]) -> bool:
+        """True if windows wrap around the faces of a box, whose file may state that it is not periodic."""
+        return not self.not_periodic and bool(attributes.get("periodic", True))
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from utils.data.files.hdf5 import DATASETS, FieldReader
-from utils.data.files.values import LARGEST_LIKELY
+from utils.data.files.hdf5 import FieldReader
+from utils.data.files.values import IMPORTER, LARGEST_LIKELY
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.inference.channels import Channel
+from utils.inference.layouts import Layout
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import Slab, SlidingWindowPredictor
 from utils.progress import Progress, format_duration
 from utils.training.checkpoint import digest
 
-INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 PROBED_PLANES = 8
@@ -40,9 +38,8 @@ class PredictionFile:
     path: Path
     source: FieldReader
     weights: Path
-    channels: Sequence[Channel]
+    layout: Layout
     options: InferenceOptions
-    physical: bool  # also write physical values
     overwrite: bool
     attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
 
@@ -79,18 +76,11 @@ class PredictionFile:
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
             "precision": self.options.precision,
-            "periodic": not self.options.not_periodic,
+            "periodic": self.options.wraps(box),
             **self.attributes,
         }
-        names = [channel.name for channel in self.channels]
-        transforms = [channel.formula() for channel in self.channels]
-        units = [channel.unit or "unknown" for channel in self.channels]
-        about = {
-            "": attributes,
-            OUTPUT: {"channels": names, "transform": transforms},
-            PHYSICAL: {"channels": names, "units": units},
-        }
-        datasets = dict.fromkeys([OUTPUT, PHYSICAL] if self.physical else [OUTPUT], (len(names), *grid.shape))
+        about = self.layout.attributes()
+        about[""] = {**attributes, **about.get("", {})}
         # An unfinished file with other values is not resumed.
         identity = {
             "weights": sha256,
@@ -98,9 +88,9 @@ class PredictionFile:
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
             "precision": self.options.precision,
-            "physical": self.physical,
+            **self.layout.identity,
         }
-        writer = ResumableHDF5Writer(self.path, datasets, about, identity, self.overwrite)
+        writer = ResumableHDF5Writer(self.path, self.layout.datasets(grid.shape), about, identity, self.overwrite)
         if writer.changed:
             changed = ", ".join(writer.changed)
             log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
@@ -129,15 +119,7 @@ class PredictionFile:
     def _write_slab(self, slab: Slab, writer: ResumableHDF5Writer | None, world: World) -> None:
         with world.raise_together():
             if writer is not None:
-                writer.write(self._datasets(slab.predicted))
-
-    def _datasets(self, predicted: torch.Tensor) -> dict[str, np.ndarray]:
-        """The datasets of one slab, on the host."""
-        values = predicted.cpu().numpy()
-        if not self.physical:
-            return {OUTPUT: values}
-        parts = [channel.to_physical(part) for channel, part in zip(self.channels, values, strict=True)]
-        return {OUTPUT: values, PHYSICAL: np.stack(parts)}
+                writer.write(self.layout.values(slab))
 
 
 def _warn_about_scale(source: FieldReader) -> None:
@@ -145,8 +127,8 @@ def _warn_about_scale(source: FieldReader) -> None:
     largest = float(np.abs(source.planes(0, min(PROBED_PLANES, source.shape[0]))).max())
     if largest > LARGEST_LIKELY:
         log.warning(
-            f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: transform "
-            f"them as docs/data.md describes. (A file written by export.py takes physical values.)"
+            f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: import "
+            f"them with {IMPORTER}. (A file written by export.py takes physical values.)"
         )
 
 
