@@ -5,7 +5,7 @@ torchrun --nproc-per-node=2 evaluate.py --checkpoint runs/demo/2ranks/00 --input
 python evaluate.py --prediction gas.h5 --input data/demo_val.h5 --output evaluation
 
 The output directory holds report.html, its pictures, evaluation.json (scalars, spectra and provenance) and
-evaluation.npz (all results as arrays).
+evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that states redshift, cosmology and box size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
-from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, evaluate_slabs, predicted_slabs
+from utils.evaluation.options import FluxOptions, add_flux_options
+from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.profiling.memory import out_of_memory_for_users
 from utils.runs.logger import configure_logging
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(InferenceOptions):
+class Options(InferenceOptions, FluxOptions):
     """The command line; the flags have the same names."""
 
     input: str
@@ -64,17 +65,15 @@ def evaluate(options: Options, world: World) -> None:
         config = trained.config if trained else Config()
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
         predictor = build.predictor(trained, fields.inputs, options, world) if trained else None
-    metadata: dict[str, Any] = {"input": options.input}
     is_periodic = fields.periodic and not options.not_periodic
-    if not is_periodic:
-        metadata["note"] = NOT_PERIODIC
+    metadata: dict[str, Any] = {"input": options.input} | ({} if is_periodic else {"note": NOT_PERIODIC})
     if trained and predictor:
         metadata |= {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
     else:
         metadata["prediction"] = options.prediction
     with closing(fields):
         slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        results = evaluate_slabs(slabs, fields.target.planes, fields.statistics(config, world), metadata, world)
+        results = fields.evaluate(slabs, config, options, metadata, world)
     for line in results.lines():
         log.info(line)
     fields.log_warnings(is_periodic, world)
@@ -92,6 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)
+    add_flux_options(parser)
     return Options(**vars(parser.parse_args(argv)))
 
 

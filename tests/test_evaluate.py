@@ -17,6 +17,8 @@ import evaluate
 import predict
 import train
 from utils.evaluation import figures, report, results
+from utils.evaluation.volume import VolumeFields
+from utils.simulation.simulate import main as simulate
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,33 @@ def test_the_report_is_complete(written: Path, run: Path) -> None:
     for values, measured in zip(stored, (spectrum.k, spectrum.ratio, spectrum.correlation), strict=True):
         np.testing.assert_allclose(values, measured, rtol=1e-5)
     assert "gas velocity x" in (written / "report.html").read_text()
+
+
+def test_flux_of_a_simulated_box(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """From the simulation through predicted files to the report, without a network."""
+    monkeypatch.setattr(figures, "encode_png", lambda figure: b"PNG")
+    box, gas, output = (str(tmp_path / name) for name in ("box.h5", "gas.h5", "report"))
+    assert simulate(["--output", box, "--grid", "12", "--box_size", "2.4", "--n_steps", "1"]) == 0
+    with h5py.File(box) as true, h5py.File(gas, "w") as predicted:
+        predicted.attrs.update(true.attrs)
+        predicted["Hydro"] = true["Hydro"][:]
+    command = [f"--prediction={gas}", f"--input={box}", "--device=cpu"]
+    evaluate.main([*command, f"--output={output}", "--mean_flux=0.8", "--sightlines=64", "--pressure_smoothing=0.2"])
+    flux = results.load(Path(output) / "evaluation.npz").flux
+    assert flux is not None
+    assert (flux.redshift, flux.mean_flux, flux.smoothing, flux.sightlines) == (2.0, 0.8, 0.2, [64] * 3)
+    assert flux.power_errors["prediction"] == 0 < flux.power_errors["FGPA"]
+    assert flux.velocity[1] == pytest.approx(0.2 * 301.6 / 3, rel=1e-3)  # H(z = 2) is 301.6 km/s per Mpc/h
+    assert (Path(output) / "flux.png").exists()
+    assert "Lyman-alpha flux" in (Path(output) / "report.html").read_text()
+    summary = json.loads((Path(output) / "evaluation.json").read_text())["flux"]
+    np.testing.assert_allclose(summary["fields"]["FGPA"]["P1D (km/s)"], flux.fields["FGPA"].power, rtol=1e-5)
+    capfd.readouterr()
+    without_page(monkeypatch)
+    evaluate.main([*command, f"--output={tmp_path / 'none'}", "--no_flux"])
+    assert "Lyman-alpha" not in capfd.readouterr().err
+    assert results.load(tmp_path / "none" / "evaluation.npz").flux is None
+    assert "--mean_flux" in error_line(capfd, *command, f"--output={tmp_path / 'new'}", "--mean_flux=1.5")
 
 
 def error_line(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -185,7 +214,7 @@ def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_rep
         )
         filler = fill(disk)
         with monkeypatch.context() as patched:
-            patched.setattr(evaluate, "evaluate_slabs", None)
+            patched.setattr(VolumeFields, "evaluate", None)
             assert error_line(capfd, *command).startswith(says)
         filler.unlink()
         monkeypatch.setattr(results, "save", fill_and_save)

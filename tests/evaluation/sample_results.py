@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,24 @@ import torch
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
+from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.evaluation.flux_setup import FluxSetup
+from utils.evaluation.forest import FluxStatistics
+from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.channels import input_channels, target_channels
+
+# What a file states of its simulation.
+SIMULATION: dict[str, float | str] = {
+    "redshift": 2.4,
+    "cosmology_H0": 67.7,
+    "cosmology_Om0": 0.31,
+    "cosmology_Ode0": 0.69,
+    "cosmology_Ob0": 0.049,
+}
 
 
 def sample_results(
@@ -22,6 +36,7 @@ def sample_results(
     channels: tuple[int, int] = (4, 5),
     seed: int = 0,
     cell: float | None = None,
+    flux: bool = False,
     **metadata: Any,
 ) -> Results:
     """Results for smooth random fields plus white noise: good on large scales, bad on small ones.
@@ -34,5 +49,14 @@ def sample_results(
     transform, world = TransformConfig(), World(Launch("test"), torch.device("cpu"))
     targets, sources = target_channels(channels[1], transform), input_channels(channels[0], transform)
     statistics = VolumeStatistics(targets, sources, (box, box, box), cell, world)
-    statistics.add(0, *(torch.from_numpy(field) for field in (inputs, predicted, target)))
-    return statistics.results(metadata)
+    fields = [torch.from_numpy(field) for field in (inputs, predicted, target)]
+    statistics.add(0, *fields)
+    results = statistics.results(metadata)
+    if not flux:
+        return results
+    volume, vectors = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), ((1, 2, 3),)
+    setup = FluxSetup.of(volume, (sources, targets), (vectors, vectors), FluxOptions(), print)
+    assert setup is not None
+    forest = FluxStatistics(setup, world)
+    forest.add(0, *fields)
+    return dataclasses.replace(results, flux=forest.results())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import wait_until
+from sample_results import SIMULATION
 
 import train
 from utils.distributed.signals import StopSignals
@@ -42,14 +45,19 @@ def epochs_of(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs with an evaluation after each.
+    """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
     Its figures are empty; tests/evaluation/test_figures.py draws the real ones.
     """
+    folder = tmp_path_factory.mktemp("runs")
+    stating = folder / "valid.h5"
+    shutil.copy(data_flags[1].removeprefix("--set=val_path="), stating)
+    with h5py.File(stating, "r+") as file:
+        file.attrs.update(SIMULATION | {"box_size_mpc_h": 3.2})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
         patch.setattr(figures, "encode_png", lambda figure: b"PNG")
-        return run(data_flags, tmp_path_factory.mktemp("runs"), EVERY_EPOCH, "--set=report_pictures=true")
+        return run(data_flags, folder, EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
 
 
 def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, tmp_path: Path) -> None:
@@ -60,12 +68,18 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, tmp_p
     for record, each in zip(records, history, strict=True):
         assert {name: record[name] for name in each.scalars()} == pytest.approx(each.scalars())
         assert any(name.startswith("Evaluation/r at k = ") for name in record)
+        assert "Evaluation/flux P1D error, prediction" in record
+        assert list(each.flux.fields) == ["target", "prediction", "FGPA"]
+    first, second = (each.flux.fields for each in history)
+    for name in ("target", "FGPA"):
+        assert first[name].scale == second[name].scale, "computed once"
+    assert first["prediction"].scale != second["prediction"].scale
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
-    for name in ("slices", "spectra", "distributions", "phase_diagram"):
+    for name in ("slices", "spectra", "distributions", "phase_diagram", "flux"):
         assert f"Evaluation/{name}".encode() in events
     report = (trained / "report.html").read_text()
     assert report.startswith("<!DOCTYPE html>")
-    assert report.count("data:image/png;base64,") == 5
+    assert report.count("data:image/png;base64,") == 6
     assert "gas density" in (trained / "out.log").read_text()
     complete = trained / FOLDER / "step_00000008.npz"
     (tmp_path / complete.name).write_bytes(complete.read_bytes())
@@ -124,6 +138,9 @@ def test_every_second_epoch_and_the_last_are_evaluated(
     monkeypatch.setattr(figures, "PICTURES", {})
     directory = run(data_flags, tmp_path, "--set=evaluation.every_epochs=2", "--num_epochs=3")
     assert epochs_of(directory / FOLDER) == [2, 3]
+    log = (directory / "out.log").read_text()
+    assert log.count("Lyman-alpha flux skipped: ") == 1
+    assert "valid.h5 does not state redshift, cosmology_H0," in log
 
 
 @pytest.mark.parametrize(
@@ -161,7 +178,10 @@ def test_out_of_memory_during_an_evaluation_is_reported_with_a_remedy(
     with pytest.raises(SystemExit) as stop:
         run(data_flags, tmp_path, EVERY_EPOCH)
     assert stop.value.code != 0
-    line = "(CUDA out of memory); use more ranks or a smaller evaluation.window, or resume without evaluation"
+    line = (
+        "(CUDA out of memory); use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume "
+        "without evaluation"
+    )
     assert line in capfd.readouterr().err
 
 

@@ -154,6 +154,29 @@ def test_slices_show_physical_values_and_residuals(found: Results) -> None:
     assert [bar_label(axes) for axes in grid[3]] == ["dex", "km/s", "km/s", "km/s", "dex"]
 
 
+def test_flux_shows_power_ratio_distribution_and_a_sight_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = sample_results(BOX, cell=CELL, flux=True)
+    flux = results.flux
+    assert flux is not None
+    power, pdf, ratio, line = figures.flux(results).axes
+    assert [each.get_label() for each in power.lines] == ["target", "prediction", "FGPA"]
+    for number, (name, field) in enumerate(flux.fields.items()):
+        np.testing.assert_allclose(power.lines[number].get_ydata(), flux.k * field.power / math.pi)
+        np.testing.assert_allclose(pdf.patches[number].get_data().values, field.pdf)
+        np.testing.assert_allclose(line.lines[number].get_ydata(), field.sightline)
+        if name != "target":
+            np.testing.assert_allclose(ratio.lines[number - 1].get_ydata(), flux.ratios[name])
+    assert (ratio.get_xlabel(), line.get_xlabel()) == ("wavenumber k (s/km)", "velocity along z (km/s)")
+    monkeypatch.setattr(figures, "PICTURES", {"flux": figures.flux})
+    assert list(figures.draw_all(results)) == ["flux"]
+    assert not figures.draw_all(replace(results, flux=None))
+    nan = replace(
+        flux.fields["prediction"], **{key: value * np.nan for key, value in vars(flux.fields["target"]).items()}
+    )
+    diverged = replace(results, flux=replace(flux, fields={**flux.fields, "prediction": nan}))
+    assert len(figures.encode_png(figures.flux(diverged))) > 10000
+
+
 def test_slices_have_y_to_the_right_and_z_upwards(found: Results) -> None:
     marked = np.zeros_like(found.slices["target"])
     marked[:, 3, 11] = 1  # y = 3, z = 11
@@ -243,7 +266,8 @@ def test_loss_curves_show_losses_and_metrics() -> None:
 )
 def test_every_figure_becomes_a_png(draw: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "DOTS_PER_INCH", 50)
-    found = sample_results(8, channels=(4, 5) if draw is figures.phase_diagram else (1, 2), epoch=1)
+    channels = (4, 5) if draw in (figures.phase_diagram, figures.flux) else (1, 2)
+    found = sample_results(8, channels=channels, epoch=1, cell=CELL, flux=draw is figures.flux)
     figure = draw(found if draw in figures.PICTURES.values() else [found])
     picture = Image.open(io.BytesIO(figures.encode_png(figure)))
     assert picture.format == "PNG"

@@ -136,6 +136,32 @@ def test_tables_have_physical_errors_spectra_and_provenance(history: list[Result
     assert ["epoch", "3"] not in parsed.rows
 
 
+def test_the_flux_has_a_table_and_a_picture() -> None:
+    found = sample_results(16, cell=0.5, flux=True)
+    flux = found.flux
+    assert flux is not None
+    parsed = Parsed(report.page(found, {**PICTURES, "flux": b"PNG"}, {}))
+    assert len(parsed.images()) == 4
+    rows = {row[0]: row[1:] for row in parsed.rows if len(row) == 8 and row[0] in flux.fields}
+    target, fgpa = flux.fields["target"], flux.fields["FGPA"]
+    assert rows["target"] == [f"{target.unscaled_mean:.3f}", f"{target.scale:.3f}", *[""] * 5]
+    values = [*flux.ratios["FGPA"][flux.reference_modes], flux.power_errors["FGPA"], flux.pdf_distances["FGPA"]]
+    assert rows["FGPA"] == [f"{value:.3f}" for value in (fgpa.unscaled_mean, fgpa.scale, *values)]
+    text = "".join(parsed.all("figcaption"))
+    assert "computed from the dark matter, not smoothed: the cells are too large." in text
+    without = {name: field for name, field in flux.fields.items() if name != "FGPA"}
+    for fields, smoothing, says in (
+        (
+            {**without, "FGPA in real space": fgpa},
+            0.1,
+            "smoothed by 0.1 Mpc/h, in real space: the input has no velocities.",
+        ),
+        (without, 0.1, "so there is no baseline."),
+    ):
+        changed = replace(found, flux=replace(flux, fields=fields, smoothing=smoothing))
+        assert says in report.page(changed, {**PICTURES, "flux": b"PNG"}, {})
+
+
 def test_markup_is_escaped_and_unknown_or_non_finite_values_are_stated() -> None:
     hostile = """</td></table><script>alert("1")</script><img src='http://evil' onerror=alert(1)>&amp;"""
     found = replace(

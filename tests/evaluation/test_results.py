@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from sample_results import sample_results
 
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save
+from utils.evaluation.results import Distribution, Flux, FluxField, PhaseDiagram, Results, Spectrum, load, save
 
 
 def example() -> Results:
-    return sample_results(8, epoch=3, checkpoint="best", window=None, cell=0.5, ema=True)
+    return sample_results(8, epoch=3, checkpoint="best", window=None, cell=0.5, ema=True, flux=True)
 
 
 def same(one: Any, other: Any) -> None:
@@ -25,7 +26,7 @@ def same(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
-    elif isinstance(one, Results | Spectrum | Distribution | PhaseDiagram):
+    elif isinstance(one, Results | Spectrum | Distribution | PhaseDiagram | Flux | FluxField):
         same(vars(one), vars(other))
     elif isinstance(one, dict):
         assert list(one) == list(other)
@@ -105,7 +106,14 @@ def test_damaged_incomplete_and_unknown_files_are_refused(tmp_path: Path) -> Non
         content[:middle] + bytes(byte ^ 0x5A for byte in content[middle : middle + 64]) + content[middle + 64 :]
     )
     assert_refused(path, "64 damaged bytes")
-    for missing in ("text", "l1", "spectra/density/cross", "distributions/temperature/edges", "phase_diagram/target"):
+    for missing in (
+        "text",
+        "l1",
+        "spectra/density/cross",
+        "distributions/temperature/edges",
+        "phase_diagram/target",
+        "flux/fields/FGPA/power",
+    ):
         np.savez(path, **{name: values for name, values in arrays.items() if name != missing})
         assert_refused(path, f"without {missing}")
     for text in ('"text"', "{", "{}", '{"spectra": 3}'):
@@ -117,6 +125,35 @@ def test_damaged_incomplete_and_unknown_files_are_refused(tmp_path: Path) -> Non
         assert_refused(other)
     with pytest.raises(UserError, match=r"no such file: .*absent\.npz"):
         load(tmp_path / "absent.npz")
+
+
+def test_a_file_of_an_earlier_version_has_no_flux(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.npz"
+    save(example(), path)
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files if not name.startswith("flux/")}
+    values = json.loads(str(arrays.pop("text")))
+    del values["flux"]
+    np.savez(path, text=np.array(json.dumps(values)), **arrays)
+    same(load(path), dataclasses.replace(example(), flux=None))
+
+
+def test_scalars_and_lines_of_the_flux() -> None:
+    flux = example().flux
+    assert flux is not None
+    scalars = flux.scalars()
+    assert set(flux.fields) == {"target", "prediction", "FGPA"}
+    for name in ("prediction", "FGPA"):
+        ratio = flux.fields[name].power / flux.fields["target"].power
+        for mode in flux.reference_modes:
+            assert scalars[f"Evaluation/flux P1D ratio at k = {flux.k[mode]:.3g}, {name}"] == ratio[mode]
+        used = ratio[flux.k <= min(0.1, flux.k[-1] / 2)]
+        assert scalars[f"Evaluation/flux P1D error, {name}"] == pytest.approx(np.abs(used - 1).mean())
+        difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
+        assert scalars[f"Evaluation/flux PDF distance, {name}"] == pytest.approx(difference.sum() * 0.05 / 2)
+        assert sum(line.startswith(f"flux, {name}: P1D ratio at k = ") for line in example().lines()) == 1
+    assert scalars["Evaluation/flux mean before rescaling, target"] == flux.fields["target"].unscaled_mean
+    assert scalars.items() <= example().scalars().items()
 
 
 def test_scalars_cover_three_scales_of_every_spectrum() -> None:

@@ -106,6 +106,10 @@ class EvaluationConfig(Section):
     every_epochs: Count = 0  # 0: never; else also after the last epoch
     window: Cells | None = None  # cells per side of the network's input; None: data_size
     overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
+    flux: bool = True  # of the Lyman-alpha forest, if the file states redshift, cosmology and box size
+    mean_flux: Annotated[float, Field(gt=0, lt=1)] | None = None  # of all fields; None: the observed one
+    sightlines: Count = 65536  # at most, along each of x, y and z; 0: all
+    pressure_smoothing: Rate = 0.1  # Mpc/h, standard deviation for the density of the baseline
 
 
 class VectorChannelsConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from utils.data.files.size_check import SizeCheck
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.results import Results
+from utils.evaluation.flux_setup import FluxSetup
+from utils.evaluation.forest import FluxStatistics
+from utils.evaluation.options import FluxOptions
+from utils.evaluation.results import Flux, Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_slabs
 from utils.inference.channels import volume_channels
@@ -26,7 +30,8 @@ from utils.runs import tags
 from utils.runs.logger import Logger
 
 MEMORY_REMEDY = (
-    "use more ranks or a smaller evaluation.window, or resume without evaluation (--set evaluation.every_epochs=0)"
+    "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "
+    "(--set evaluation.every_epochs=0)"
 )
 
 
@@ -38,14 +43,16 @@ class VolumeEvaluation:
         predictor: SlidingWindowPredictor,
         target: ReadPlanes,
         new_statistics: Callable[[], VolumeStatistics],
+        flux: FluxSetup | None,
         *,
         every_epochs: int,
         folder: Path,
         logger: Logger,
         metadata: dict[str, Any],
     ) -> None:
-        """`target(start, stop)` returns planes [C, stop - start, Y, Z] of the true fields."""
-        self._predictor, self._target, self._new_statistics = predictor, target, new_statistics
+        """`target(start, stop)` returns planes [C, stop - start, Y, Z] of the true fields; `flux` None: no flux."""
+        self._predictor, self._target, self._new_statistics, self._flux = predictor, target, new_statistics, flux
+        self._known: Flux | None = None  # of the last evaluation
         self._every_epochs = every_epochs
         self._folder, self._logger, self._metadata = folder, logger, metadata
 
@@ -59,9 +66,11 @@ class VolumeEvaluation:
         predictor, statistics = self._predictor, self._new_statistics()
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": predictor.grid.describe()}
         with out_of_memory_for_users(MEMORY_REMEDY):
+            flux = FluxStatistics(self._flux, predictor.world, self._known) if self._flux else None
             found = evaluate_slabs(
-                predictor.slabs(), self._target, statistics, metadata, predictor.world, stop_if_requested
+                predictor.slabs(), self._target, statistics, metadata, predictor.world, stop_if_requested, flux
             )
+        self._known = found.flux
         if predictor.world.is_root:
             from utils.evaluation import figures  # matplotlib takes time to import
 
@@ -101,10 +110,14 @@ def build_evaluation(
     # No more cells at once than in training.
     batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
     read, target = _plane_readers(volume)
+    vectors = config.vector_channels
+    options = FluxOptions(**{field.name: getattr(config.evaluation, field.name) for field in fields(FluxOptions)})
+    flux = FluxSetup.of(volume, (inputs, targets), (vectors.inputs, vectors.targets), options, logger.info)
     return VolumeEvaluation(
         SlidingWindowPredictor(predict, read, grid, (len(inputs), len(targets)), batch_size, world),
         target,
-        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, config.vector_channels.targets),
+        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, vectors.targets),
+        flux,
         every_epochs=config.evaluation.every_epochs,
         folder=directory / results.FOLDER,
         logger=logger,

@@ -1,4 +1,4 @@
-"""Figures of one evaluation: slices, spectra, distributions, and the phase diagram."""
+"""Figures of one evaluation: slices, spectra, distributions, phase diagram, and Lyman-alpha flux."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from utils.evaluation.results import Distribution, PhaseDiagram, Results
+from utils.evaluation.results import PREDICTION, TARGET, Distribution, Flux, PhaseDiagram, Results
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
@@ -26,8 +27,8 @@ DOTS_PER_INCH = 110
 
 def draw_all(results: Results) -> dict[str, Figure]:
     """A figure for each entry of PICTURES that the results have data for."""
-    names = [name for name in PICTURES if name != "phase_diagram" or results.phase_diagram is not None]
-    return {name: PICTURES[name](results) for name in names}
+    missing = {name for name in ("phase_diagram", "flux") if getattr(results, name) is None}
+    return {name: draw(results) for name, draw in PICTURES.items() if name not in missing}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -60,12 +61,17 @@ def spectra(results: Results) -> Figure:
     above.set(yscale="log", ylabel=r"$P_\mathrm{prediction}\,/\,P_\mathrm{target}$")
     below.set(xscale="log", xlabel=f"wavenumber k ({results.wavenumber_unit})", ylabel="correlation r with the target")
     below.set_xlim(spectrum.k[0] / 1.1, spectrum.k[-1] * 1.1)  # also if a diverged network leaves nothing to plot
-    below.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    below.xaxis.set_major_formatter("{x:g}")
-    below.xaxis.set_minor_formatter(NullFormatter())
+    _label_logarithmic(below.xaxis)
     figure.align_ylabels()
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     return figure
+
+
+def _label_logarithmic(axis: Axis) -> None:
+    """Labels 1, 2 and 5 of each decade with plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 # --- distributions and phase diagram ---------------------------------------------------------------------------------
@@ -140,6 +146,48 @@ def _occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
     """The outer edges of the bins whose value is not zero."""
     bins = np.flatnonzero(values)
     return edges[bins[0]], edges[bins[-1] + 1]
+
+
+# --- Lyman-alpha flux ------------------------------------------------------------------------------------------------
+
+
+def flux(results: Results) -> Figure:
+    """Power spectrum P1D and distribution of the flux, and the flux along one sight-line."""
+    found = results.flux
+    assert found is not None, "the flux was not computed"
+    figure = new_figure(10, 7.5)
+    panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
+    for name, field in found.fields.items():
+        colour = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
+        panels["power"].plot(found.k, found.k * field.power / math.pi, color=colour, label=name)
+        panels["pdf"].stairs(field.pdf, found.edges, baseline=None, color=colour, linewidth=1.5)
+        panels["line"].plot(found.velocity, field.sightline, color=colour, linewidth=1.2)
+        if name != TARGET:
+            panels["ratio"].plot(found.k, found.ratios[name], color=colour)
+    _draw_axes_of_target(panels["ratio"], found)
+    for axes in panels.values():
+        axes.grid(alpha=0.25)
+    limits = found.k[0] / 1.1, found.k[-1] * 1.1  # also if there is nothing to plot
+    panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
+    panels["power"].tick_params(labelbottom=False)
+    panels["ratio"].set(xscale="log", yscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
+    for axis in (panels["power"].xaxis, panels["ratio"].xaxis, panels["ratio"].yaxis):
+        _label_logarithmic(axis)
+    panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
+    panels["line"].set(
+        xlim=(0, found.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
+    )
+    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw_axes_of_target(axes: Axes, found: Flux) -> None:
+    """The range of the target's P1D along x, y and z: differences between axes are chance."""
+    target = found.fields[TARGET]
+    along = target.axis_power / target.power
+    axes.fill_between(found.k, along.min(0), along.max(0), color="0.8", linewidth=0, label="target along x, y, z")
+    axes.axhline(1, color="0.3", linewidth=0.8)
+    axes.axvline(found.largest_k, color="0.3", linewidth=0.8, linestyle=":")
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------
@@ -228,4 +276,5 @@ PICTURES: dict[str, Callable[[Results], Figure]] = {
     "spectra": spectra,
     "distributions": distributions,
     "phase_diagram": phase_diagram,
+    "flux": flux,
 }

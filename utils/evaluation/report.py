@@ -17,7 +17,7 @@ import numpy as np
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import figures, results, training_figures
-from utils.evaluation.results import Results, Spectrum
+from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
 from utils.files import atomic_directory, atomic_write
 from utils.runs.provenance import read_provenance
 
@@ -95,8 +95,33 @@ def _summary(found: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
             }
             for name, spectrum in found.spectra.items()
         },
+        **({"flux": _flux_summary(found.flux)} if found.flux else {}),
         "metadata": {**found.metadata, "cell": found.cell},
         "provenance": dict(provenance),
+    }
+
+
+def _flux_summary(flux: Flux) -> dict[str, Any]:
+    """The flux in evaluation.json."""
+    return {
+        "redshift": flux.redshift,
+        "mean flux": flux.mean_flux,
+        "sight-lines along x, y, z": flux.sightlines,
+        "smoothing of the baseline (Mpc/h)": flux.smoothing,
+        "k (s/km)": _rounded(flux.k),
+        "PDF bin edges": _rounded(flux.edges),
+        "fields": {
+            name: {
+                "scale": _rounded(np.array([field.scale]))[0],
+                "P1D (km/s)": _rounded(field.power),
+                **{
+                    f"P1D along {axis} (km/s)": _rounded(power)
+                    for axis, power in zip("xyz", field.axis_power, strict=True)
+                },
+                "PDF": _rounded(field.pdf),
+            }
+            for name, field in flux.fields.items()
+        },
     }
 
 
@@ -116,6 +141,8 @@ def page(found: Results, pictures: Mapping[str, bytes], provenance: Mapping[str,
         title=f"Evaluation: epoch {metadata['epoch']}" if "epoch" in metadata else "Evaluation",
         channels=_channel_table(found),
         fields=_field_table(found),
+        flux=_flux_table(found.flux) if found.flux else None,
+        baseline=_baseline_text(found.flux) if found.flux else "",
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
@@ -145,6 +172,30 @@ def _field_table(found: Results) -> Table:
         values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
         rows.append([name, *map(_number, values), _correlation_limit(spectrum)])
     return header, rows
+
+
+def _flux_table(flux: Flux) -> Table:
+    """Mean flux before rescaling, and deviations of P1D and PDF from those of the target."""
+    ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
+    header = ["field", "mean flux before rescaling", "factor of τ", *(f"P1D ratio at k = {k} s/km" for k in ks)]
+    header += [f"mean |P1D ratio − 1| to k = {flux.largest_k:.2g}", "PDF distance"]
+    rows = []
+    for name, field in flux.fields.items():
+        others: list[float] = []
+        if name in flux.ratios:
+            others = [*flux.ratios[name][flux.reference_modes], flux.power_errors[name], flux.pdf_distances[name]]
+        values = [*map(_number, (field.unscaled_mean, field.scale, *others))]
+        rows.append([name, *values, *[""] * (len(header) - 1 - len(values))])
+    return header, rows
+
+
+def _baseline_text(flux: Flux) -> str:
+    """The definition of the baseline, as far as it differs between evaluations."""
+    if REAL_FGPA not in flux.fields and FGPA not in flux.fields:
+        return "The unit of the dark-matter density is unknown, so there is no baseline."
+    smoothing = f"smoothed by {flux.smoothing:g} Mpc/h" if flux.smoothing else "not smoothed: the cells are too large"
+    velocities = "" if FGPA in flux.fields else ", in real space: the input has no velocities"
+    return f"The baseline, FGPA, is computed from the dark matter, {smoothing}{velocities}."
 
 
 def _correlation_limit(spectrum: Spectrum) -> str:

@@ -19,16 +19,19 @@ from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.evaluation.flux_setup import FluxSetup
+from utils.evaluation.forest import FluxStatistics
+from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import input_channels, target_channels
+from utils.inference.channels import Channel, volume_channels
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = DATASETS
-NOT_PERIODIC = "the volume is not periodic, but spectra and divergence assume it: they are inaccurate near its faces"
+NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
 
 def evaluate_slabs(
@@ -38,14 +41,22 @@ def evaluate_slabs(
     metadata: Mapping[str, Any],
     world: World,
     after_slab: Callable[[], object] = lambda: None,
+    flux: FluxStatistics | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results."""
     for slab in slabs:
         with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
-        statistics.add(slab.start, slab.inputs, slab.predicted, torch.from_numpy(planes).to(world.device))
+        true = torch.from_numpy(planes).to(world.device)
+        for each in (statistics, flux) if flux else (statistics,):
+            each.add(slab.start, slab.inputs, slab.predicted, true)
         after_slab()
-    return statistics.results(metadata, progress=lambda: world.watchdog.progress("prediction"))
+
+    def progress() -> None:
+        world.watchdog.progress("prediction")
+
+    found = statistics.results(metadata, progress)
+    return replace(found, flux=flux.results(progress)) if flux else found
 
 
 @dataclass(frozen=True)
@@ -93,14 +104,23 @@ class VolumeFields:
 
     def statistics(self, config: Config, world: World) -> VolumeStatistics:
         """Empty statistics for this volume."""
-        return VolumeStatistics(
-            target_channels(config.N_out_channels, self.transform),
-            input_channels(config.N_in_channels, self.transform),
-            self.inputs.shape,
-            self.inputs.cell,
-            world,
-            config.vector_channels.targets,
-        )
+        inputs, targets = self._channels(config)
+        vectors = config.vector_channels.targets
+        return VolumeStatistics(targets, inputs, self.inputs.shape, self.inputs.cell, world, vectors)
+
+    def _channels(self, config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+        """Input and target channels."""
+        return volume_channels(config.model_copy(update={"transform": self.transform}))
+
+    def evaluate(
+        self, slabs: Iterable[Slab], config: Config, options: FluxOptions, metadata: Mapping[str, Any], world: World
+    ) -> Results:
+        """Evaluates the predicted slabs; every rank calls it."""
+        vectors = config.vector_channels.inputs, config.vector_channels.targets
+        note = log.warning if world.is_root else log.debug
+        setup = FluxSetup.of(self.inputs, self._channels(config), vectors, options, note)
+        flux, statistics = FluxStatistics(setup, world) if setup else None, self.statistics(config, world)
+        return evaluate_slabs(slabs, self.target.planes, statistics, metadata, world, flux=flux)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:
         """The slabs of the prediction's file."""

@@ -1,0 +1,307 @@
+"""The flux of a volume agrees with numpy and closed forms, on any number of ranks and for slabs of any thickness."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import run_ranks
+from sample_results import SIMULATION
+from scipy.ndimage import gaussian_filter
+from volume_files import smooth_field
+
+from utils.config.sections import TransformConfig
+from utils.data.files.hdf5 import Volume
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.evaluation.flux import Universe, fgpa_temperature, optical_depth
+from utils.evaluation.flux_setup import FluxSetup
+from utils.evaluation.forest import FluxStatistics, Sightlines
+from utils.evaluation.options import FluxOptions
+from utils.evaluation.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
+from utils.inference.channels import input_channels, target_channels
+
+ONE = World(Launch("test"), torch.device("cpu"))
+SHAPE, CELL = (12, 10, 8), 0.2
+UNIVERSE = Universe.of(SIMULATION)
+assert UNIVERSE is not None
+WIDTH = UNIVERSE.pixel_width(CELL)
+TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
+VECTORS = ((1, 2, 3),)
+GAS, DARK_MATTER = target_channels(5, TRANSFORM), input_channels(4, TRANSFORM)
+
+
+def volume(**changes: Any) -> Volume:
+    shape = changes.pop("shape", SHAPE)
+    fields = (np.zeros((count, *shape), np.float32) for count in (4, 5))
+    return replace(Volume("box.h5", *fields, cell=CELL, simulation=SIMULATION), **changes)
+
+
+def setup(inputs: int = 4, vectors: Any = VECTORS, notes: list[str] | None = None, **options: Any) -> FluxSetup | None:
+    channels = input_channels(inputs, TRANSFORM, vectors), GAS
+    volumes = volume(**{name: options.pop(name) for name in [*options] if name in ("shape", "cell", "simulation")})
+    return FluxSetup.of(
+        volumes, channels, (vectors, VECTORS), FluxOptions(**options), [].append if notes is None else notes.append
+    )
+
+
+def fields(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(inputs, predicted, target), channel values: densities from 0.2 to 5, velocities up to 100 km/s."""
+    rng = np.random.default_rng(seed)
+    target = np.stack([smooth_field(1, max(shape), rng)[0, : shape[0], : shape[1], : shape[2]] for _ in range(5)])
+    target = (target * np.array([0.2, 0.6, 0.6, 0.6, 0.1])[:, None, None, None]).astype(np.float32)
+    target[4] -= 0.3
+    predicted = target + 0.01 * rng.standard_normal(target.shape).astype(np.float32)
+    return 1.1 * target[:4], predicted, target
+
+
+def measured(
+    volumes: tuple[np.ndarray, ...],
+    thickness: int = 5,
+    world: World = ONE,
+    backwards: bool = False,
+    known: Flux | None = None,
+    **options: Any,
+) -> Flux:
+    shape = volumes[0].shape[1:]
+    prepared = setup(**{"shape": shape, "mean_flux": 0.7, "pressure_smoothing": 0.15, **options})
+    assert prepared is not None
+    statistics = FluxStatistics(prepared, world, known)
+    starts = range(0, shape[0], thickness)
+    for start in reversed(starts) if backwards else starts:
+        parts = (torch.from_numpy(each[:, start : start + thickness].copy()) for each in volumes)
+        statistics.add(start, *parts)
+    return statistics.results()
+
+
+@pytest.fixture(scope="module")
+def found() -> Flux:
+    return measured(fields())
+
+
+def agree(one: Flux, other: Flux, tolerance: float = 0.0) -> None:
+    assert list(one.fields) == list(other.fields)
+    for name, field in one.fields.items():
+        for part, values in vars(field).items():
+            np.testing.assert_allclose(values, vars(other.fields[name])[part], rtol=tolerance, err_msg=f"{name} {part}")
+    np.testing.assert_array_equal(one.k, other.k)
+
+
+def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
+    """Optical depths [lines, cells] of all sight-lines along x, y and z."""
+    assert UNIVERSE is not None
+    found = []
+    for axis in range(3):
+        lines = (np.moveaxis(each, axis, -1) for each in (density, velocity[axis], temperature))
+        parts = (torch.from_numpy(each.reshape(-1, each.shape[-1]).astype(np.float32)) for each in lines)
+        found.append(optical_depth(*parts, UNIVERSE, CELL).numpy().astype(np.float64))
+    return found
+
+
+def physical(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    density, *velocity, temperature = (
+        channel.to_physical(part.astype(np.float64)) for channel, part in zip(GAS, values, strict=True)
+    )
+    return density, np.stack(velocity), temperature
+
+
+# --- numpy -----------------------------------------------------------------------------------------------------------
+
+
+def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
+    """The baseline is smoothed by 0.75 cells."""
+    inputs, predicted, target = fields()
+    dark = np.exp(14 * inputs[0].astype(np.float64))
+    dark = gaussian_filter(dark, 0.15 / CELL, mode="wrap", truncate=4.0)
+    temperature = fgpa_temperature(torch.from_numpy(dark), SIMULATION["redshift"]).numpy()
+    expected = {
+        TARGET: depths(*physical(target)),
+        PREDICTION: depths(*physical(predicted)),
+        FGPA: depths(dark, 300 * inputs[1:4], temperature),
+    }
+    assert list(found.fields) == list(expected)
+    assert found.sightlines == [80, 96, 120]
+    for name, taus in expected.items():
+        field, pixels = found.fields[name], np.concatenate([tau.ravel() for tau in taus])
+        assert field.unscaled_mean == pytest.approx(np.exp(-pixels).mean(), rel=1e-5)
+        flux = np.exp(-field.scale * pixels)
+        assert flux.mean() == pytest.approx(field.mean, rel=1e-5)
+        assert field.mean == pytest.approx(0.7, rel=2e-6)
+        counts = np.histogram(flux, found.edges)[0]
+        np.testing.assert_allclose(field.pdf, counts / (pixels.size * 0.05), atol=3 / (pixels.size * 0.05))
+        weighted, modes = np.zeros(4), np.zeros(4)
+        for axis, tau in enumerate(taus):
+            lines, cells = tau.shape
+            transform = np.fft.rfft(np.exp(-field.scale * tau) / field.mean - 1)
+            power = (np.abs(transform) ** 2).mean(0)[1:] * WIDTH / cells
+            nearest = np.rint(np.arange(1, cells // 2 + 1) * 8 / cells + 1e-9).astype(int) - 1  # along z there are 8
+            for mode in range(4):
+                assert field.axis_power[axis, mode] == pytest.approx(power[nearest == mode].mean(), rel=1e-4)
+                weighted[mode] += lines * power[nearest == mode].sum()
+                modes[mode] += lines * (nearest == mode).sum()
+        np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
+        middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
+        np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
+    np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
+    assert found.k[0] == pytest.approx(2 * math.pi / (8 * WIDTH), rel=0.1)
+    ratio = found.fields[PREDICTION].power / found.fields[TARGET].power
+    np.testing.assert_array_equal(found.ratios[PREDICTION], ratio)
+    assert 0 < found.pdf_distances[PREDICTION] < found.pdf_distances[FGPA] < 1
+
+
+def test_a_perfect_prediction_has_ratio_one() -> None:
+    inputs, _, target = fields((8, 8, 8))
+    flux = measured((inputs, target, target))
+    assert (flux.ratios[PREDICTION] == 1).all()
+    assert flux.power_errors[PREDICTION] == flux.pdf_distances[PREDICTION] == 0
+    assert flux.power_errors[FGPA] > 0.01
+    np.testing.assert_allclose(flux.k, 2 * math.pi / (8 * WIDTH) * np.arange(1, 5))
+    for field in flux.fields.values():
+        np.testing.assert_allclose(field.power, field.axis_power.mean(0), rtol=1e-12)
+
+
+def test_a_uniform_box_has_the_optical_depth_of_gunn_and_peterson() -> None:
+    """All fields of the mean density: the flux is the same everywhere, and peculiar velocities do not change it."""
+    assert UNIVERSE is not None
+    values = np.zeros((5, 6, 6, 6), np.float32)
+    values[1:4] = 0.2
+    temperature = float(fgpa_temperature(torch.ones(1), 2.4))
+    values[4] = math.log(temperature) / 8 - 1.5
+    flux = measured((values[:4], values, values))
+    lines = torch.ones(1, 6), torch.zeros(1, 6), torch.full((1, 6), temperature)
+    expected = math.exp(-float(optical_depth(*lines, UNIVERSE, CELL)[0, 0]))
+    assert list(flux.fields) == [TARGET, PREDICTION, FGPA]
+    for field in flux.fields.values():
+        assert field.unscaled_mean == pytest.approx(expected, rel=1e-5)
+        np.testing.assert_allclose(field.sightline, 0.7, rtol=1e-4)
+        assert field.pdf.max() == pytest.approx(20.0)
+        assert field.scale == pytest.approx(math.log(0.7) / math.log(expected), rel=1e-4)
+        assert np.abs(field.power).max() < 1e-6
+
+
+def test_without_velocities_of_dark_matter_the_baseline_is_in_real_space() -> None:
+    inputs, predicted, target = fields()
+    flux = measured((inputs[:1], predicted, target), inputs=1, vectors=())
+    assert list(flux.fields) == [TARGET, PREDICTION, REAL_FGPA]
+    at_rest = np.concatenate([inputs[:1], np.zeros_like(inputs[1:])])
+    expected = measured((at_rest, predicted, target)).fields[FGPA]
+    np.testing.assert_allclose(flux.fields[REAL_FGPA].power, expected.power, rtol=1e-12)
+    seven = measured((fields()[0][[0] * 7], predicted, target), inputs=7)
+    assert list(seven.fields) == [TARGET, PREDICTION], "the units of seven channels are unknown"
+
+
+def test_the_smoothing_is_applied_if_the_cells_resolve_it() -> None:
+    lengths = {length: setup(pressure_smoothing=length) for length in (0.0, 0.099, 0.1)}
+    assert {length: each.smoothing for length, each in lengths.items() if each} == {0.0: 0, 0.099: 0, 0.1: 0.1}
+
+
+# --- slabs, ranks and sight-lines ------------------------------------------------------------------------------------
+
+
+def test_slabs_may_have_any_thickness_and_order(found: Flux) -> None:
+    for thickness in (1, 12):
+        agree(measured(fields(), thickness), found)
+    agree(measured(fields(), 3, backwards=True), found)
+
+
+def on_ranks(world: World) -> tuple[Flux, Flux]:
+    """With nine sight-lines per axis there are three rows, fewer than four ranks."""
+    return measured(fields(), world=world), measured(fields(), world=world, sightlines=9)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
+    alone, answers = on_ranks(ONE), run_ranks(on_ranks, ranks)
+    for answer in answers:
+        for found, expected, first in zip(answer, alone, answers[0], strict=True):
+            agree(found, expected, 1e-9)
+            agree(found, first)
+
+
+def test_sight_lines_are_evenly_spaced_and_shared() -> None:
+    shape = (30, 20, 300)
+    for axis, limit in ((0, 100), (1, 65), (2, 7), (2, 1), (0, 10**9), (1, 0)):
+        worlds = [World(Launch("test", rank=rank, world_size=3), torch.device("cpu")) for rank in range(3)]
+        lines = [Sightlines(axis, shape, limit, world) for world in worlds]
+        rows = sorted(row for each in lines for row in each.rows)
+        columns = lines[0].columns.tolist()
+        assert lines[0].count == len(rows) * len(columns)
+        sides = [side for other, side in enumerate(shape) if other != axis]
+        if limit in (0, 10**9):
+            assert lines[0].count == sides[0] * sides[1]
+            continue
+        assert limit / 2 < lines[0].count <= limit
+        for places, side in ((rows, sides[0]), (columns, sides[1])):
+            gaps = np.diff([*places, places[0] + side])
+            assert gaps.max() - gaps.min() <= 1
+        densities = len(rows) / sides[0], len(columns) / sides[1]
+        assert max(densities) / min(densities) < 4 or limit < 10
+
+
+def test_few_sight_lines_are_those_at_their_places() -> None:
+    """Along z there are six rows and five columns; the line in the middle is at x = 6, y = 4."""
+    few = measured(fields(), sightlines=30)
+    assert few.sightlines == [30, 30, 30]
+    field, depth = few.fields[TARGET], depths(*physical(fields()[2]))[2].reshape(SHAPE)[6, 4]
+    np.testing.assert_allclose(field.sightline, np.exp(-field.scale * depth), rtol=1e-4)
+
+
+def test_later_evaluations_compute_the_prediction_alone(found: Flux) -> None:
+    inputs, predicted, target = fields()
+    first = measured((inputs, target, target))
+    agree(measured((0 * inputs, predicted, 0 * target), known=first), found)
+
+
+# --- what may be missing or wrong ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30, -1e30])
+def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, found: Flux) -> None:
+    inputs, predicted, target = fields()
+    predicted[:, 3, 4] = value
+    flux = measured((inputs, predicted, target))
+    for name in (TARGET, FGPA):
+        np.testing.assert_array_equal(flux.fields[name].power, found.fields[name].power)
+    field = flux.fields[PREDICTION]
+    assert math.isnan(field.mean) == np.isnan(field.power).all() == np.isnan(field.pdf).all()
+    assert math.isnan(field.mean) or value == -1e30
+    assert len(flux.lines()) == 3
+    empty = measured((inputs, np.full_like(predicted, -1e3), target)).fields[PREDICTION]
+    assert math.isnan(empty.mean), "gas that does not absorb cannot be rescaled"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
+        ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
+        ({"simulation": {**SIMULATION, "cosmology_H0": -1.0}}, "box.h5 states no possible cosmology"),
+        ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
+        ({"simulation": {**SIMULATION, "redshift": 6.0}}, "no fit of the observed mean flux at redshift 6 "),
+    ],
+)
+def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: dict[str, Any], reason: str) -> None:
+    notes: list[str] = []
+    assert setup(notes=notes, **changes) is None
+    assert len(notes) == 1
+    assert notes[0].startswith("Lyman-alpha flux skipped: ")
+    assert reason in notes[0]
+
+
+def test_unknown_units_and_the_switch_skip_the_flux(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    assert setup(notes=notes, flux=False) is None
+    assert not notes
+    unknown = target_channels(5, TransformConfig(temperature_log10_scale=None))
+    channels = (DARK_MATTER, unknown)
+    assert FluxSetup.of(volume(), channels, (VECTORS, VECTORS), FluxOptions(), notes.append) is None
+    assert "lacks density, velocity or temperature in physical units" in notes[0]
+    high = {**SIMULATION, "redshift": 6.0}
+    assert setup(simulation=high, mean_flux=0.1) is not None, "a given mean flux needs no fit"
+    fitted = setup()
+    assert fitted is not None
+    assert 0.7 < fitted.mean_flux < 0.9
