@@ -19,7 +19,7 @@ from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, save
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 LR = 0.01
-SHAPES = [(6, 4, 3, 3, 3), (6,), ()]
+SHAPES = [(6, 4, 3, 3, 3), (6,), (), (5, 7)]
 YES, NO = torch.tensor(True), torch.tensor(False)
 
 Build = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -55,6 +55,9 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "capturable sgd": by_name("sgd", momentum=0.9, capturable=True),
     "lamb, weight decay": by_name("lamb", weight_decay=0.1),
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
+    "soap, weight decay": by_name("soap", precondition_frequency=2, merge_dims="none", weight_decay=0.1),
+    "capturable soap": by_name("soap", precondition_frequency=3, merge_dims="rest", capturable=True),
+    "muon, weight decay": by_name("muon", weight_decay=0.1, capturable=True),
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
     "like apex": lambda parameters: ApexAdam(parameters, LR),
 }
@@ -221,7 +224,7 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
         load_state(KINDS["adam"](start()), saved_state(KINDS["adam"](start()[:2])))
 
 
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb"])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb", "muon"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -> None:
     """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (

@@ -25,6 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nadam": {"name": "nadam"},
     "adamw": {"name": "adamw", "weight_decay": 0.1},
     "lamb": {"name": "lamb", "weight_decay": 0.1},
+    "soap": {"name": "soap", "precondition_frequency": 2},
+    "muon": {"name": "muon"},
 }
 MODES: list[dict[str, Any]] = [
     {},

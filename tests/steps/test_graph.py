@@ -24,6 +24,7 @@ from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
+from utils.optim import matrices
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.pending_work import Work
 from utils.steps import eager, graph
@@ -41,7 +42,7 @@ def world(device: str = "cuda", size: int = 1) -> World:
     return World(Launch("test", world_size=size), torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
 
 
-def make(kind: type[EagerStep], optimizer: str = "adam", device: str = "cuda", **options: Any) -> Any:
+def make(kind: type[EagerStep], optimizer: str | dict[str, Any] = "adam", device: str = "cuda", **options: Any) -> Any:
     return make_step(optimizer, kind=kind, world=world(device), **options)
 
 
@@ -121,6 +122,7 @@ class FakeGraph:
     """Recording leaves everything unchanged; a replay runs what was recorded."""
 
     now: FakeGraph | None = None  # the graph being recorded
+    replaying = False
 
     def __init__(self) -> None:
         self.replays = 0
@@ -162,7 +164,11 @@ class FakeGraph:
         self.replays += 1
         for kernel in self.kernels:
             kernel()
-        self.loss.copy_(EagerStep._train(self.step, *self.batch))
+        FakeGraph.replaying = True
+        try:
+            self.loss.copy_(EagerStep._train(self.step, *self.batch))
+        finally:
+            FakeGraph.replaying = False
         self.norm.copy_(self.step.gradient_norm)
 
 
@@ -193,6 +199,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
     monkeypatch.setattr(cuda, "Event", FakeStream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(matrices, "is_recorded", lambda: FakeGraph.now is not None or FakeGraph.replaying)
     monkeypatch.setattr(GraphStep, "check", lambda *arguments: None)
 
 
@@ -210,7 +217,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return "cuda"
 
 
-def pair(device: str, optimizer: str = "adam", norm: str = "none", **options: Any) -> tuple[Any, Any]:
+def pair(device: str, optimizer: str | dict[str, Any] = "adam", norm: str = "none", **options: Any) -> tuple[Any, Any]:
     """An eager step and a graph step with the same weights."""
     plain, recorded = (
         make(kind, optimizer, device, network=small_network(norm), **options) for kind in (EagerStep, GraphStep)
@@ -235,13 +242,16 @@ def refusing_to_wait(device: str) -> Iterator[None]:
         *((name, 3, {}) for name in OPTIMIZERS),
         ("sgd", MAX_BUFFERS + 5, {"accumulation_steps": 2, "clip_grad_norm": 0.1}),
         ("adam", 2, {"log_noise_scale": True, "accumulation_steps": 2}),
+        ({"name": "soap", "precondition_frequency": 3}, 3, {}),
         ("lamb", 2, {"enable_amp": True}),
         ("adam", 2, {"enable_amp": True, "precision": "float16"}),
         *(("adam", 2, {"norm": norm}) for norm in ("batch", "sync_batch", "ghost(2)", "group")),
     ],
     ids=str,
 )
-def test_replayed_steps_equal_eager_steps(device: str, optimizer: str, count: int, options: dict[str, Any]) -> None:
+def test_replayed_steps_equal_eager_steps(
+    device: str, optimizer: str | dict[str, Any], count: int, options: dict[str, Any]
+) -> None:
     """Same losses, norms and weights for any number of loader buffers, with a bounded number of graphs."""
     steps = WARMUP_STEPS + 2 * count + 1
     plain, recorded = pair(device, optimizer, **options)
@@ -280,13 +290,16 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, pa
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *((name, {}) for name in ("adamw", "sgd", "nadam", "lamb")),
+        *((name, {}) for name in ("adamw", "sgd", "nadam", "lamb", "muon")),
+        ({"name": "soap", "precondition_frequency": 4}, {}),
         ("adam", {"ema_decay": 0.9}),
         ("sgd", {"enable_amp": True, "accumulation_steps": 2, "clip_grad_norm": 0.1}),
     ],
     ids=str,
 )
-def test_a_non_finite_replay_skips_its_update(device: str, optimizer: str, options: dict, when: int) -> None:
+def test_a_non_finite_replay_skips_its_update(
+    device: str, optimizer: str | dict[str, Any], options: dict, when: int
+) -> None:
     """Weights, average and step count are unchanged, and so are all later steps. The host does not wait."""
     undisturbed, step = pair(device, optimizer, **options)
     (slot,) = buffers(1, device)
@@ -308,7 +321,8 @@ def test_a_non_finite_replay_skips_its_update(device: str, optimizer: str, optio
         losses = undisturbed(*batch, exact_lr(undisturbed, lr)), step(*slot, lr)
         assert torch.equal(*losses) if device == "cpu" else losses[1].isfinite()
         if number == when:
-            assert len(differing(snapshot(step), before)) == len(before), "the graph that skips also updates"
+            changing = {name for name in before if not name.startswith("basis")}
+            assert changing <= set(differing(snapshot(step), before)), "the graph that skips also updates"
     if device == "cpu":
         assert differing(snapshot(undisturbed), snapshot(step)) == []
     assert len(step._graphs) == 1

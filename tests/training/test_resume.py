@@ -57,6 +57,7 @@ CASES: dict[str, list[str]] = {
     "nadam": ["--set=optimizer.name=nadam"],
     "averaged weights": ["--set=ema_decay=0.9", "--set=network.norm=batch"],
     "lamb, manual exchange": ["--set=optimizer.name=lamb", "--set=ddp=manual"],
+    "soap": ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2"],
     "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
     "sync_batch": ["--set=network.norm=sync_batch"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from utils.config.paths import PathText
 
@@ -70,13 +70,27 @@ class NetworkConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its options; an optimizer ignores options that it does not have."""
+    """The optimizer and its options; an optimizer ignores options that it does not have.
+
+    Defaults that depend on the name are those of its authors: betas [0.95, 0.95] for soap, momentum 0.95 for muon.
+    """
 
     name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     eps: PositiveFloat = 1e-8
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     weight_decay: Rate = 0.0
+    # soap: how a weight [first, second, kernel…] is viewed, as a tensor with one eigenbasis per side: none: unchanged;
+    # kernel: [first, second, all others]; rest: [first, all others]
+    merge_dims: Literal["none", "kernel", "rest"] = "kernel"
+    max_precondition_dim: Positive = 2048  # soap: longer sides have no eigenbasis
+    precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_by_name(cls, given: Any) -> Any:
+        customary: dict[str, dict[str, Any]] = {"soap": {"betas": [0.95, 0.95]}, "muon": {"momentum": 0.95}}
+        return {**customary.get(str(given.get("name")), {}), **given} if isinstance(given, dict) else given
 
 
 class DatasetConfig(Section):

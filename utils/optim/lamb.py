@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.adam import adam
+
+from utils.optim.matrices import adam_directions, is_weight
 
 
 class Lamb(torch.optim.Optimizer):
@@ -39,7 +40,7 @@ class Lamb(torch.optim.Optimizer):
         weights: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
         for name, parameter in named_parameters:
-            (others if parameter.ndim < 2 or name.endswith("bias") else weights).append(parameter)
+            (weights if is_weight(name, parameter) else others).append(parameter)
         groups: list[dict[str, Any]] = [
             {"params": weights, "adapts": True},
             {"params": others, "adapts": False, "weight_decay": 0.0},
@@ -55,27 +56,8 @@ class Lamb(torch.optim.Optimizer):
             if not parameters:
                 continue
             states = [self._state(parameter) for parameter in parameters]
-            # torch's fused kernel, from 0 with learning rate −1, gives r; after found_inf, 0 and unchanged averages.
-            directions = [torch.empty_like(parameter) for parameter in parameters]
-            torch._foreach_zero_(directions)
-            adam(
-                directions,
-                [parameter.grad for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=-1.0,
-                weight_decay=0.0,
-                eps=group["eps"],
-                maximize=False,
-            )
+            gradients = [parameter.grad for parameter in parameters]
+            directions = adam_directions(gradients, states, group["betas"], group["eps"], found_inf, grad_scale)
             if group["weight_decay"]:
                 torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
             trust = _trust_ratios(parameters, directions) if group["adapts"] else directions[0].new_ones(())

@@ -14,6 +14,7 @@ from utils.config import Config
 from utils.data.splits import meta_batch
 from utils.errors import LocalError
 from utils.files import GIB
+from utils.optim.optimizers import state_bytes
 
 # A loader fills one batch while another is in use; on a GPU, kernels may still read a third.
 BATCHES = 3
@@ -51,8 +52,9 @@ def training_memory(config: Config, build_network: Callable[[Config], nn.Module]
     activations = activation_bytes(network, micro_batch[0])
     return TrainingMemory(
         parameters,
-        # fp32 weights, gradients, Adam's two moments, and the average of the weights
-        state=(16 if config.ema_decay is None else 20) * parameters,
+        # fp32 weights, gradients and the average of the weights
+        state=(8 if config.ema_decay is None else 12) * parameters
+        + state_bytes(config.optimizer, network.named_parameters()),
         activations=activations // 2 if config.enable_amp else activations,
         batches=BATCHES * config.accumulation_steps * sum(part.nbytes for part in micro_batch),
     )

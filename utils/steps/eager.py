@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
 from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
-from utils.optim.optimizers import load_state, saved_state, update
+from utils.optim.optimizers import load_state, saved_state, share, update
 from utils.pending_work import PendingWork
 from utils.profiling.profiler import annotate
 from utils.steps.backends import nondeterminism_for_users
@@ -126,6 +126,7 @@ class EagerStep:
         if distributed:
             probe = None if self._probes_micro_batch else self.probe
             self._forward = self._parallel = _data_parallel(self._trained, world, options, probe)
+            share(optimizer, world.rank, world.size)
         self._compiler: Compiled | None = None
         if options.enable_jit:
             self._forward = self._compiler = Compiled(self._forward)

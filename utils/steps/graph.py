@@ -21,6 +21,7 @@ from torch import nn
 
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
+from utils.optim.optimizers import renew
 from utils.pending_work import PendingWork, Work
 from utils.profiling.profiler import annotate
 from utils.steps.eager import EagerStep, Metric, StepOptions
@@ -104,6 +105,7 @@ class GraphStep(EagerStep):
             recorded = self._recorded(inputs, targets)
             with annotate("replay"):
                 recorded.graph.replay()
+                renew(self._optimizer)
         self.gradient_norm = recorded.gradient_norm
         return recorded.loss
 

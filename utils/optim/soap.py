@@ -1,0 +1,210 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
+
+Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.optim.matrices import MatrixOptimizer, State, adam_directions, descend, is_weight
+
+Sides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Preconditioning:
+    """The config's keys about it: a weight's view as a tensor of a few sides, and the sides with an eigenbasis."""
+
+    frequency: int
+    max_dim: int
+    merge_dims: str
+
+    def sides(self, shape: Iterable[int]) -> Sides:
+        """The view of a weight. merge_dims "kernel": [first, second, all others]; "rest": [first, all others]."""
+        kept = {"none": None, "kernel": 2, "rest": 1}[self.merge_dims]
+        sizes = list(shape)
+        return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
+
+    def preconditioned(self, sides: Sides) -> list[int]:
+        """Numbers of the sides that have an eigenbasis."""
+        return [number for number, size in enumerate(sides) if 1 < size <= self.max_dim]
+
+
+class Soap(MatrixOptimizer):
+    """Adam whose moments are kept in an orthonormal basis B_i for each side i of a weight.
+
+    S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the eigenvectors
+    B_i: after every `frequency` updates a step of power iteration follows it, B_i ← QR(S_i B_i), and the first moment
+    is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's direction back. The first
+    update only starts S_i and, by an exact decomposition, B_i.
+
+    The bases are renewed outside of CUDA graphs. For that the host reads the number of updates made, skipped ones
+    excluded, every `frequency` steps. Each rank renews some of the bases, and receives the others.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        preconditioning: Preconditioning,
+        **settings: Any,
+    ) -> None:
+        named = list(named_parameters)
+        super().__init__(
+            [parameter for name, parameter in named if is_weight(name, parameter)],
+            [parameter for name, parameter in named if not is_weight(name, parameter)],
+            **settings,
+        )
+        self._preconditioning = preconditioning
+        self._made = 0  # updates, when the host last read their number
+        self._calls = 0  # since then
+        self._wait = 1  # calls after which the bases may have to be renewed
+
+    def new_state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
+        if not matrix:
+            return super().new_state(parameter, matrix)
+        # Moments have one dimension, because they follow the order of `sides` in every memory format.
+        state = {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+        sides = self._preconditioning.sides(parameter.shape)
+        for number in self._preconditioning.preconditioned(sides):
+            state[f"statistics_{number}"] = parameter.new_zeros(sides[number], sides[number])
+            state[f"basis_{number}"] = parameter.new_zeros(sides[number], sides[number])
+        return state
+
+    def update(
+        self, group: Mapping[str, Any], parameters: list[torch.nn.Parameter], states: list[State], skip: torch.Tensor
+    ) -> None:
+        counts = [state["step"] for state in states]
+        idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if group["matrices"]:
+            gradients = [gradient.reshape(-1) for gradient in gradients]
+        sides = [self._preconditioning.sides(parameter.shape) for parameter in parameters]
+        bases = [_matrices(state, "basis") for state in states]
+        rotated = [rotate(*each) for each in zip(gradients, sides, bases, strict=True)]
+        moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
+        directions = adam_directions(rotated, moments, group["betas"], group["eps"], idle)
+        inverse = [{number: basis.mT for number, basis in each.items()} for each in bases]
+        descend(group, parameters, [rotate(*each) for each in zip(directions, sides, inverse, strict=True)], idle)
+        if group["matrices"]:
+            _update_statistics(states, gradients, sides, 1 - group["betas"][1], skip)
+        torch._foreach_add_(counts, 1 - skip)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        self._calls += 1
+        if self._calls < self._wait:
+            return
+        before = self._made
+        self._read_updates()
+        if self._made > before and (self._made - 1) % self._preconditioning.frequency == 0:
+            self._renew_bases()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """ValueError if the saved run viewed the weights as other matrices."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self._weights():
+            expected = {name: value.shape for name, value in self.new_state(parameter, True).items()}
+            if expected != {name: value.shape for name, value in state.items() if name != "step"}:
+                raise ValueError("its optimizer.merge_dims or optimizer.max_precondition_dim is not this training's")
+        self._read_updates()
+
+    def _weights(self) -> list[tuple[torch.nn.Parameter, State]]:
+        """All weights that have been updated, with their states."""
+        weights = self.param_groups[0]["params"]
+        return [(parameter, self.state[parameter]) for parameter in weights if self.state.get(parameter)]
+
+    def _read_updates(self) -> None:
+        """Reads the number of updates from the device."""
+        weights, frequency = self._weights(), self._preconditioning.frequency
+        self._made, self._calls = int(weights[0][1]["step"]) if weights else 0, 0
+        self._wait = frequency - (self._made - 1) % frequency if self._made else 1
+
+    def _renew_bases(self) -> None:
+        weights = self._weights()
+        pieces = [(state, number) for _, state in weights for number in _matrices(state, "basis")]
+        owners = self.ranks.owners([len(state[f"basis_{number}"]) ** 3 for state, number in pieces])
+        renewed = []
+        for (state, number), owner in zip(pieces, owners, strict=True):
+            statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
+            if owner != self.ranks.rank:
+                renewed.append(
+                    (torch.empty_like(basis), torch.empty(len(basis), dtype=torch.int64, device=basis.device))
+                )
+            else:
+                renewed.append(eigenbasis(statistics) if self._made == 1 else next_basis(statistics, basis))
+        for tensors in zip(*renewed, strict=True):
+            self.ranks.broadcast(tensors, owners)
+        results = iter(renewed)
+        for parameter, state in weights:
+            new = {number: next(results) for number in _matrices(state, "basis")}
+            _change_bases(state, self._preconditioning.sides(parameter.shape), new)
+
+
+def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """Multiplies the tensor with these sides, along each side i in `bases`, by the transpose of bases[i]."""
+    shape = flat.shape
+    for number, basis in bases.items():
+        before = math.prod(sides[:number])
+        if number == len(sides) - 1:
+            flat = flat.view(before, -1) @ basis
+        else:
+            flat = torch.matmul(basis.mT, flat.view(before, sides[number], -1))
+    return flat.reshape(shape)
+
+
+def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor:
+    """G Gᵀ of the tensor with these sides, unfolded to a matrix G whose rows are along the side `number`."""
+    if number == len(sides) - 1:
+        matrix = flat.view(-1, sides[number]).mT
+    else:
+        matrix = flat.view(math.prod(sides[:number]), sides[number], -1).transpose(0, 1).reshape(sides[number], -1)
+    return matrix @ matrix.mT
+
+
+def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvectors with the largest eigenvalue first, and their order: 0, 1, …"""
+    _, vectors = torch.linalg.eigh(statistics.double())
+    return vectors.flip(1).to(statistics.dtype).contiguous(), torch.arange(len(vectors), device=vectors.device)
+
+
+def next_basis(statistics: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of power iteration. The second result is the order of the old vectors, largest eigenvalue first."""
+    product = statistics @ basis
+    order = (basis * product).sum(0).argsort(descending=True)
+    return torch.linalg.qr(product[:, order])[0].contiguous(), order
+
+
+def _matrices(state: State, name: str) -> dict[int, torch.Tensor]:
+    """The matrices of this name by the number of their side."""
+    return {int(key.rpartition("_")[2]): value for key, value in state.items() if key.startswith(f"{name}_")}
+
+
+def _update_statistics(
+    states: list[State], gradients: list[torch.Tensor], sides: list[Sides], weight: float, skip: torch.Tensor
+) -> None:
+    old: list[torch.Tensor] = []
+    products: list[torch.Tensor] = []
+    for state, gradient, sizes in zip(states, gradients, sides, strict=True):
+        for number, statistics in _matrices(state, "statistics").items():
+            old.append(statistics)
+            products.append(outer_product(gradient, sizes, number))
+    if old:
+        for statistics, new in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
+            torch.where(skip > 0, statistics, new, out=statistics)
+
+
+def _change_bases(state: State, sides: Sides, renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Replaces the bases. The first moment is rotated; the second one, a mean of squares, is reordered."""
+    turns = {number: state[f"basis_{number}"].mT @ basis for number, (basis, _) in renewed.items()}
+    state["exp_avg"].copy_(rotate(state["exp_avg"], sides, turns))
+    squares = state["exp_avg_sq"].view(sides)
+    for number, (basis, order) in renewed.items():
+        squares = squares.index_select(number, order)
+        state[f"basis_{number}"].copy_(basis)
+    state["exp_avg_sq"].copy_(squares.reshape(-1))
