@@ -89,6 +89,8 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--yaml_config=/dev/zero"], "cannot read yaml_config /dev/zero: it is not a regular file"),
         (["--set=network=&a {norm: *a}"], "line 1: the value with the anchor a contains itself"),
         (["--set=seed=!!bool x"], "cannot read --set seed=!!bool x: a value does not match its tag"),
+        (["--set=train_path=[]"], "train_path: expected a list of at least 1 values, got []"),
+        (["--set=train_path=[a.h5,a.h5]"], "train_path: expected different paths, got a.h5 twice; remove one"),
         (["--set=data_size=6"], "data_size 6 is not a multiple of 4"),
         (["--set=Nsamples=7"], "Nsamples 7 is less than global_batch_size 8"),
         (["--num_epoch", "3"], "unrecognized arguments: --num_epoch 3; did you mean --num_epochs?"),
@@ -182,6 +184,10 @@ def all_nan(path: Path, volume_file: Any) -> None:
         (
             lambda path, volume_file: volume_file(path, box=24),
             "the volume has 24 cells per side, but box_size is 16; set box_size to [",
+        ),
+        (
+            lambda path, volume_file: volume_file(path, box=(16, 7, 16)),
+            "the volume has 16 × 7 × 16 cells, so crops of data_size 8 do not fit; lower data_size, or choose",
         ),
     ],
 )

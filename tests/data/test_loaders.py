@@ -15,13 +15,14 @@ import torch
 from processes import run_ranks
 from reference_samples import VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
 
-from utils.config import Config, load
+from utils.config import Config, load, result_changes, to_yaml
 from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loader, Loaders, get_loader, splits
+from utils.data.files import shared_memory
 from utils.data.loader import memory_format
 from utils.data.loaders import auto, dali
 from utils.data.loaders.auto import choose
-from utils.data.splits import build_splits, load_volumes, open_split, sample_plan
+from utils.data.splits import build_splits, load_volumes, open_split, open_split_npy, sample_plan, with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -205,6 +206,53 @@ def test_use_cache_reads_the_copies_of_the_node(paths: Paths, tmp_path: Path, na
         with open(path, "r+b") as file:
             file.write(bytes(size))
     assert read(loaders, WHOLE) == expected(config_for(paths, name), WHOLE)
+
+
+@pytest.mark.parametrize("reads", ["hdf5", "npy"])
+def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(
+    paths: Paths, volume_file: VolumeFile, tmp_path: Path, reads: str
+) -> None:
+    """In its box_size, which config.yaml keeps and which decides whether a training can resume."""
+    config = config_for(paths, "lowmem", box_size=[1024, 512])
+    if reads == "npy":  # without the HDF5 files, but with their names
+        gone = {"train_path": ["gone.h5", "gone, too.h5"], "val_path": "gone.h5"}
+        config = config.model_copy(update=gone)
+    found = with_file_values(config, reads)
+    shapes = {key: [list(box) for (each, _), box in BOXES.items() if each == key] for key in ("train", "val")}
+    assert found.box_size == [shapes["train"], shapes["val"]]
+    (tmp_path / "config.yaml").write_text(to_yaml(found, "test"))
+    again = load(str(tmp_path / "config.yaml"), "test")
+    assert with_file_values(again, reads) == again == found
+    swapped = found.model_copy(update={key: config.paths(key)[::-1] for key in paths if key.startswith("train")})
+    assert result_changes(found, with_file_values(swapped, reads)) == ["box_size"]
+    if reads == "hdf5":
+        cube = again.model_copy(update={"train_path": str(volume_file(tmp_path / "cube.h5", box=12))})
+        assert with_file_values(cube, reads).box_size == [12, shapes["val"]]
+
+
+def test_volumes_that_do_not_fit_the_config_are_refused_by_name(paths: Paths) -> None:
+    """Crops must fit into each volume; there must be as many .npy files as HDF5 files."""
+    for crop, name, cells in ((9, "more.h5", "8 × 24 × 12"), (12, "train.h5", "16 × 9 × 20")):
+        says = rf"{name}: the volume has {cells} cells, so crops of data_size {crop} do not fit; lower data_size, or ch"
+        with pytest.raises(UserError, match=says):
+            open_split(config_for(paths, "lowmem", data_size=crop), "train")
+    for key in ("train_path", "train_path_npy_data", "train_path_npy_label"):
+        fewer = config_for({**paths, key: paths[key][:1]}, "dali-lowmem")
+        named = "train_path_npy_data" if key == "train_path" else key
+        says = (
+            rf"^{named} and train_path list (2 and 1|1 and 2) files; list the \.npy file of each HDF5 file, in the same"
+        )
+        with pytest.raises(UserError, match=says):
+            open_split_npy(fewer, "train")
+
+
+def test_inmem_needs_memory_for_all_volumes_before_it_reads_the_first(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "free_shared_memory", lambda _: SIZE - 1)
+    monkeypatch.setattr(shared_memory, "_fill", lambda *_: pytest.fail("a volume was read"))
+    with pytest.raises(UserError, match=r"train\.h5 and .*more\.h5 and .*valid\.h5 need 0\.00 GiB of memory"):
+        build_loaders(config_for(paths, "inmem"))
 
 
 def test_a_reading_time_of_minutes_is_logged_without_an_exponent(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from reference_samples import cubes
 
 from utils.data import symmetry
-from utils.data.plan import EpochPlan, SamplePlan, rank_batches
+from utils.data.plan import EpochPlan, SamplePlan, _PhiloxStream, _sample_without_replacement, rank_batches
 
 # The random stream never changes: a run that resumes under another numpy must continue with the same crops.
 # Samples, box, crop, seed and split; epoch; origins; symmetries.
@@ -119,6 +119,45 @@ def test_a_large_epoch_has_distinct_uniform_positions_and_symmetries() -> None:
     assert (
         20 < chi_square < 83
     )  # 47 degrees of freedom: 99.9 % of samples lie in between; below 20 they would be too even
+
+
+# --- volumes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [3, 1000, 30_000])
+def test_one_cube_has_the_plan_that_earlier_versions_drew(samples: int) -> None:
+    """30,000 samples are more than half of the 34³ positions. The types count as well: digests of runs contain them."""
+    words = _PhiloxStream((3, 0, 5))
+    flat = _sample_without_replacement(words, samples, 34**3)
+    expected = np.stack(np.unravel_index(flat, (34,) * 3), axis=1)
+    plan = SamplePlan(samples, cubes(40), 7, seed=3).epoch(5)
+    assert (plan.origins.dtype, plan.symmetries.dtype) == (expected.dtype, np.int64)
+    np.testing.assert_array_equal(plan.origins, expected)
+    np.testing.assert_array_equal(plan.symmetries, words.below(symmetry.COUNT, samples))
+    assert not plan.volumes.any()
+
+
+def test_volumes_have_the_share_of_the_samples_that_they_have_of_the_positions() -> None:
+    """Uniform over all positions of both boxes, without repetition; the bound is five standard deviations."""
+    boxes, crop, samples = ((20, 12, 9), (8, 30, 16)), 4, 2000
+    sizes = np.array([17 * 9 * 6, 5 * 27 * 13])
+    plan = SamplePlan(samples, boxes, crop).epoch(0)
+    drawn = np.bincount(plan.volumes)
+    expected = samples * sizes / sizes.sum()
+    assert abs(drawn - expected).max() < 5 * np.sqrt(expected.prod() / samples)
+    rows = np.column_stack([plan.volumes, plan.origins])
+    assert len(np.unique(rows, axis=0)) == samples
+    assert (plan.origins >= 0).all()
+    assert (plan.origins + crop <= np.array(boxes)[plan.volumes]).all()
+    whole = SamplePlan(int(sizes.sum()), boxes, crop).epoch(0)
+    assert len(np.unique(np.column_stack([whole.volumes, whole.origins]), axis=0)) == sizes.sum(), "every position"
+
+
+def test_positions_beyond_two_to_the_31_are_drawn() -> None:
+    plan = SamplePlan(64, ((2048, 4096, 1024), (8, 8, 8), (4096, 2048, 2048)), 8).epoch(0)
+    assert set(plan.volumes) == {0, 2}
+    assert (plan.origins.max(axis=0) > 1024 // 2).all()
+    assert (plan.origins >= 0).all()
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------

@@ -86,6 +86,10 @@ def test_report_follows_the_flags(preflight, tmp_path: Path, volume_file) -> Non
             ["data_loader_config auto: lowmem on this machine, the files are contiguous and mapped"],
         ),
         ([f"--set=train_path={chunked}"], ["rewrite it contiguously for speed"]),
+        (
+            [f"--set=train_path=[{chunked},{volume_file(tmp_path / 'other.h5', box=(8, 24, 12))}]"],
+            [f"train data: {chunked}, 16³ cells, ", f"train data: {tmp_path / 'other.h5'}, 8 × 24 × 12 cells, "],
+        ),
         (["--data_loader_config=synthetic", "--set=train_path=/nowhere.h5"], ["data: synthetic, no files are read"]),
     ):
         code, printed, errors = preflight(*flags)

@@ -115,6 +115,22 @@ def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume
     )
 
 
+def test_each_file_of_a_list_is_recorded_and_another_order_gets_a_warning(
+    tmp_path: Path, volume_file: Any, start: Any
+) -> None:
+    """The volumes have the same shape; otherwise the training would be refused."""
+    paths = volumes(tmp_path / "data", volume_file)
+    both = [paths["train_path"], str(volume_file(tmp_path / "more.h5", seed=3))]
+    start(configs.load(YAML, "test", {**paths, "train_path": both}))
+    assert recorded(tmp_path)["data"].keys() == {"train_path[0]", "train_path[1]", "val_path"}
+    moved = [str(shutil.copy(path, tmp_path / f"moved_{number}.h5")) for number, path in enumerate(both)]
+    assert start(configs.load(YAML, "test", {**paths, "train_path": moved}), resumed=8) == []
+    lines = start(configs.load(YAML, "test", {**paths, "train_path": moved[::-1]}), resumed=8)
+    assert [line.split(" differs")[0] for line in lines] == [
+        f"train_path[{number}] {path}" for number, path in enumerate(moved[::-1])
+    ]
+
+
 def test_npy_files_are_recorded_if_the_loader_reads_them(tmp_path: Path, volume_file: Any, start: Any) -> None:
     paths = volumes(tmp_path / "data", volume_file)
     for split in ("train", "val"):

@@ -12,7 +12,7 @@ from trainings import YAML
 
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import file_transform, simulation_of, warnings_of_unstated
+from utils.data.files.attributes import common_simulation, file_transform, simulation_of, warnings_of_unstated
 from utils.data.splits import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
@@ -75,6 +75,14 @@ def test_arrays_of_one_element_and_bytes_are_read_as_their_value() -> None:
     assert from_files({"velocity_scale_km_s": np.array([500.0])}).velocity_scale_km_s == 500.0
     attributes = {"redshift": np.array([2.0], np.float32), "cosmology": b"planck18"}
     assert simulation_of(attributes, None) == {"redshift": 2.0, "cosmology": "planck18"}
+
+
+def test_a_training_on_several_simulations_has_what_they_share() -> None:
+    one = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.7, "cell size (Mpc/h)": 0.1}
+    other = {"redshift": 3.0, "cosmology": "planck18", "cosmology_H0": 67.70001}
+    assert common_simulation([one, other]) == {"cosmology": "planck18", "cosmology_H0": 67.7}
+    assert common_simulation([one]) == one
+    assert common_simulation([one, {}]) == {}
 
 
 @pytest.fixture

@@ -118,3 +118,6 @@ def test_a_copy_of_the_training_volume_as_validation_volume_gets_a_warning(
         file["Hydro"][4] *= 0.9
     other = open_volume(tmp_path / "c.h5", CHANNELS)
     assert check_samples({"train": [train], "valid": [other]}, False)[0] == []
+    assert check_samples({"train": [other, train], "valid": [copy]}, False)[0] == [
+        f"{train.path} and {copy.path}: {line}"
+    ]
