@@ -16,6 +16,7 @@ from processes import run
 pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
 
 from utils.config.sections import TransformConfig
+from utils.data import import_volume
 from utils.data.files.attributes import file_transform
 from utils.inference.channels import input_channels, target_channels
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
@@ -290,6 +291,23 @@ def test_the_command_writes_both_volumes_contiguous_with_their_attributes(
         assert file.attrs["cosmology_Om0"] == pytest.approx(0.3111)
         found = [file.attrs[name] for name in ("seed", "box_size_mpc_h", "cosmology", "velocity_scale_km_s")]
     assert found == [4, 4.0, "planck18", gas.VELOCITY_SCALE]
+
+
+def test_a_snapshot_in_the_layout_of_nyx_is_imported_with_the_simulated_values(tmp_path: Path) -> None:
+    snapshot, volume = tmp_path / "snapshot.h5", tmp_path / "box.h5"
+    assert simulate.main(command(snapshot, "--seed", "4", "--format", "nyx")) == 0
+    import_volume.main(["--input", str(snapshot), "--output", str(volume)])
+    options = SimulationOptions(grid=8, n_steps=1, seed=4)
+    transform = TransformConfig()
+    channels = input_channels(4, transform), target_channels(5, transform)
+    with h5py.File(volume) as file:
+        for name, described, expected in zip(
+            ("Nbody", "Hydro"), channels, simulate.simulate_fields(options), strict=True
+        ):
+            found = [channel.to_physical(values) for channel, values in zip(described, file[name], strict=True)]
+            np.testing.assert_allclose(np.stack(found), expected, rtol=1e-5, atol=1e-3)
+        for key in ("box_size_mpc_h", "redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0"):
+            assert file.attrs[key] == pytest.approx(simulate.file_attributes(options)[key])
 
 
 def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(

@@ -4,8 +4,9 @@
     python -m utils.simulation --output val.h5 --grid 128 --seed 2
 
 Writes HDF5: `Nbody` float32 [4, x, y, z] = rho_DM, v_x, v_y, v_z, and `Hydro` float32 [5, x, y, z] = rho, v_x, v_y,
-v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values. The command needs
-about 60 bytes of memory per cell.
+v_z, T, each roughly in [-1, 1]. The attributes contain the constants that recover physical values. With --format nyx
+it writes the physical fields instead, in the layout of Nyx's snapshots, which utils.data.import_volume reads. The
+command needs about 60 bytes of memory per cell.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import numpy as np
 from colossus.cosmology import cosmology as colossus
 
 from utils.cli import Parser
+from utils.data.files.nyx import from_physical, layout_attributes
+from utils.data.files.snapshots import FIELDS
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
@@ -41,6 +44,7 @@ from utils.simulation.particle_mesh import evolve, lpt_particles, mass_and_momen
 FORMAT_VERSION = 1
 DEFAULT_CELL = 0.5  # Mpc/h
 SMALLEST_GRID = 8
+FORMATS = ("volume", "nyx")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -62,6 +66,7 @@ class SimulationOptions:
     fixed_amplitude: bool = dataclasses.field(
         default=False, metadata={"help": "every initial mode has exactly the mean power; only the phases are random"}
     )
+    format: str = dataclasses.field(default="volume", metadata={"help": "layout of the file: volume or nyx"})
     threads: int = dataclasses.field(default=CORES, metadata={"help": "threads, which do not change the result"})
     overwrite: bool = dataclasses.field(default=False, metadata={"help": "replace an existing output"})
 
@@ -84,6 +89,8 @@ class SimulationOptions:
             )
         if self.cosmology not in cosmology_names():
             raise UserError(f"unknown cosmology '{self.cosmology}'; choose one of {', '.join(cosmology_names())}")
+        if self.format not in FORMATS:
+            raise UserError(f"unknown format '{self.format}'; choose one of {', '.join(FORMATS)}")
 
     @property
     def box_length(self) -> float:
@@ -180,22 +187,34 @@ def file_attributes(options: SimulationOptions) -> dict[str, Any]:
     }
 
 
-def write(target: Path, nbody: np.ndarray, hydro: np.ndarray, attributes: dict[str, Any]) -> None:
-    """Writes both volumes to one HDF5 file, contiguous; the write is atomic."""
+def write(
+    target: Path, fields: tuple[np.ndarray, np.ndarray], attributes: dict[str, Any], options: SimulationOptions
+) -> None:
+    """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
+    datasets = dict(zip(("Nbody", "Hydro"), fields, strict=True))
+    about: Mapping[str, Mapping[str, Any]] = {"/": attributes}
+    if options.format == "nyx":
+        channels = zip(FIELDS, (channel for field in fields for channel in field), strict=True)
+        datasets = {f"native_fields/{name}": from_physical(name, channel) for name, channel in channels}
+        about = layout_attributes(list(FIELDS), (options.grid,) * 3, options.cell, attributes)
     with (
         os_errors_for_users(f"cannot write {target}", "give another --output"),
         atomic_write([target]) as (partial,),
         h5py.File(partial, "w") as file,
     ):
-        file["Nbody"], file["Hydro"] = nbody, hydro
-        file.attrs.update(attributes)
+        for name, values in datasets.items():
+            file[name] = values
+        for place, values in about.items():
+            owner = file[place or "/"] if (place or "/") in file else file.create_group(place)
+            owner.attrs.update(values)
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Parses the command line; every field of SimulationOptions is a flag."""
     parser = Parser(__doc__)
     parser.prog = "python -m utils.simulation"
-    types = {"box_size": float, "start_redshift": float, "redshift": float, "output": str, "cosmology": str}
+    types = {"box_size": float, "start_redshift": float, "redshift": float}
+    types |= dict.fromkeys(("output", "cosmology", "format"), str)
     for field in dataclasses.fields(SimulationOptions):
         text = field.metadata["help"]
         if isinstance(field.default, bool):
@@ -218,11 +237,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_target(target, options.overwrite)
         make_output_directory(target.parent, 4 * 9 * options.grid**3, "give another --output or a smaller --grid")
         try:
-            nbody, hydro = simulate(options)
+            fields = simulate(options) if options.format == "volume" else simulate_fields(options)
         except MemoryError:
             raise UserError(f"grid {options.grid} does not fit in memory; give a smaller --grid") from None
         check_target(target, options.overwrite)  # another process may have created it
-        write(target, nbody, hydro, file_attributes(options))
+        write(target, fields, file_attributes(options), options)
         size = f"{options.grid} cells and {options.box_length:g} Mpc/h per side"
         print(f"wrote {target}: {size}, z = {options.redshift:g}")
     return 0
