@@ -1,6 +1,6 @@
 """Lyman-alpha forest of simulated gas: neutral hydrogen, optical depth in redshift space, flux and its power.
 
-Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionisation equilibrium with a uniform
+Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionization equilibrium with a uniform
 background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
 the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697, section 3.3). Damping wings,
 which matter for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux,
@@ -34,12 +34,12 @@ WAVELENGTH = 1.21567e-7
 CROSS_SECTION = math.pi * ELECTRON_RADIUS * LIGHT_SPEED * STRENGTH * WAVELENGTH
 
 HYDROGEN_FRACTION = 0.76  # by mass; the rest is helium
-# Electrons per hydrogen atom from helium, which is taken as doubly ionised, as it is after He II reionisation (z < 3).
+# Electrons per hydrogen atom from helium, which is taken as doubly ionized, as it is after He II reionization (z < 3).
 HELIUM_ELECTRONS = 2 * (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)
-IONISATION_KELVIN = 157807.0  # 13.6 eV / k_B
+IONIZATION_KELVIN = 157807.0  # 13.6 eV / k_B
 TEMPERATURE_RANGE = (3.0, 1e9)  # K, of the fit of the recombination rate; temperatures are clamped to it
 
-# Becker & Bolton 2013, MNRAS 436, 1023, table 1: redshift, log10 of the photo-ionisation rate in 1e-12 / s.
+# Becker & Bolton 2013, MNRAS 436, 1023, table 1: redshift, log10 of the photo-ionization rate in 1e-12 / s.
 BACKGROUND = (
     (2.40, 2.80, 3.20, 3.60, 4.00, 4.40, 4.75),
     (0.015, -0.066, -0.103, -0.097, -0.072, -0.019, -0.029),
@@ -103,33 +103,33 @@ class Universe:
 # --- gas -------------------------------------------------------------------------------------------------------------
 
 
-def photoionisation_rate(redshift: float) -> float:
+def photoionization_rate(redshift: float) -> float:
     """Γ of neutral hydrogen per second at 2.4 ≤ z ≤ 4.75 (Becker & Bolton 2013); beyond, that of the nearest end."""
     return float(1e-12 * 10 ** np.interp(redshift, *BACKGROUND))
 
 
 def neutral_fraction(density: Tensor, temperature: Tensor, universe: Universe) -> Tensor:
-    """Neutral fraction of hydrogen in equilibrium of photo- and collisional ionisation with recombination.
+    """Neutral fraction of hydrogen in equilibrium of photo- and collisional ionization with recombination.
 
     `density` in units of the mean, `temperature` in K. The rates, case A, are the fits of Hui & Gnedin 1997, MNRAS 292,
     27, appendix A. With n_e = n_H (q - x), q = 1 + HELIUM_ELECTRONS, the equilibrium Γ x + β n_e x = α n_e (1 - x) is
     a x² - b x + c = 0. Its smaller root is computed without a difference of nearly equal numbers.
     """
     temperature = temperature.clamp(*TEMPERATURE_RANGE)
-    ratio = 2 * IONISATION_KELVIN / temperature
+    ratio = 2 * IONIZATION_KELVIN / temperature
     recombination = 1.269e-13 * ratio**1.503 / (1 + (ratio / 0.522) ** 0.470) ** 1.923
     collisions = 21.11 * temperature**-1.5 * torch.exp(-ratio / 2) * ratio**-1.089
     collisions = collisions / (1 + (ratio / 0.354) ** 0.874) ** 1.101
     electrons = 1 + HELIUM_ELECTRONS
-    scaled = density * (universe.hydrogen_density() / photoionisation_rate(universe.redshift))  # n_H / Γ
+    scaled = density * (universe.hydrogen_density() / photoionization_rate(universe.redshift))  # n_H / Γ
     down, up = recombination * scaled, collisions * scaled
     b = 1 + up * electrons + down * (1 + electrons)
     c = down * electrons / b
     return 2 * c / (1 + (1 - 4 * c * (down + up) / b).sqrt())
 
 
-def fgpa_temperature(density: Tensor, redshift: float = 3.0) -> Tensor:
-    """Temperature in K of photo-ionised gas of this density in units of the mean: T0 density**(gamma - 1).
+def fgpa_temperature(density: Tensor, redshift: float) -> Tensor:
+    """Temperature in K of photo-ionized gas of this density in units of the mean: T0 density**(gamma - 1).
 
     T0 and gamma were measured at 2 ≤ z ≤ 3.8 (Gaikwad et al. 2021); beyond, those of the nearest end are used. Together
     with the density and velocity of dark matter this is the fluctuating Gunn-Peterson approximation.
@@ -214,7 +214,9 @@ def published_mean_flux(redshift: float) -> float:
         return math.exp(0.132 - 0.751 * ((1 + redshift) / 4.5) ** 2.90)
     if 1.7 <= redshift < 2.15:
         return math.exp(-0.0023 * (1 + redshift) ** 3.65)
-    raise UserError(f"no fit of the observed mean flux at redshift {redshift:.4g} (1.7 to 4.85); give the mean flux")
+    raise UserError(
+        f"no fit of the observed mean flux at redshift {redshift:.4g} (only from 1.7 to 4.85); set mean_flux"
+    )
 
 
 def solve_scale(mean_and_slope: Callable[[float], tuple[float, float]], target: float) -> float:

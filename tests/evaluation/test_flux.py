@@ -1,0 +1,303 @@
+"""Lyman-alpha flux against closed forms, and against plain float64 sums over all cells and pixels.
+
+Reference formulas use CGS units and constants of their own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import brentq
+from scipy.special import erf
+
+from utils.errors import UserError
+from utils.evaluation import flux
+from utils.evaluation.flux import Universe, fgpa_temperature, neutral_fraction, optical_depth, solve_scale
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
+FINE, COARSE = 0.02, 0.5  # Mpc/h: cells of Nyx, where lines span many pixels, and of the simulator
+STRENGTH = math.pi * 4.80320471e-10**2 / (9.1093837e-28 * 2.99792458e10) * 0.4164 * 1215.67e-8  # π e² f λ / (m_e c)
+
+
+def doppler(temperature: np.ndarray) -> np.ndarray:
+    """sqrt(2 k T / m_H) in km/s."""
+    return 1e-5 * np.sqrt(2 * 1.380649e-16 * temperature / 1.6735575e-24)
+
+
+def hydrogen_and_hubble(universe: Universe) -> tuple[float, float]:
+    """Mean hydrogen density in 1/cm³ and H in 1/s, from the critical density 1.87834e-29 h² g/cm³."""
+    a = 1 + universe.redshift
+    curvature = 1 - universe.omega_m - universe.omega_l
+    expansion = math.sqrt(universe.omega_m * a**3 + curvature * a**2 + universe.omega_l)
+    hydrogen = 0.76 * universe.omega_b * 1.87834e-29 * universe.h**2 * a**3 / 1.6735575e-24
+    return hydrogen, universe.h * expansion * 3.2407793e-18  # 100 km/s/Mpc
+
+
+def reference_fraction(density: float, temperature: float, universe: Universe) -> float:
+    """Neutral fraction by bisection of the rate equation in ln x, with the rates of Hui & Gnedin 1997."""
+    hydrogen = density * hydrogen_and_hubble(universe)[0]
+    t = 2 * 157807 / temperature
+    alpha = 1.269e-13 * t**1.503 / (1 + (t / 0.522) ** 0.47) ** 1.923
+    beta = 21.11 * temperature**-1.5 * math.exp(-t / 2) * t**-1.089 / (1 + (t / 0.354) ** 0.874) ** 1.101
+    gamma = flux.photoionization_rate(universe.redshift)
+
+    def excess(log_x: float) -> float:
+        x = math.exp(log_x)
+        electrons = hydrogen * (1 - x + 0.24 / 0.76 / 2)
+        return gamma * x + beta * electrons * x - alpha * electrons * (1 - x)
+
+    return math.exp(brentq(excess, -60, 0, xtol=1e-13))
+
+
+def reference_depth(density, velocity, temperature, universe: Universe, cell: float) -> np.ndarray:
+    """Every cell's profile in every pixel and in all periodic images that it reaches, in float64."""
+    hydrogen, hubble = hydrogen_and_hubble(universe)
+    width = 100 * hubble / (universe.h * 3.2407793e-18) * cell / (1 + universe.redshift)  # km/s
+    lines, cells = density.shape
+    result = np.zeros((lines, cells))
+    edges = np.arange(cells + 1) - 0.5
+    for line, i in np.ndindex(lines, cells):
+        fraction = reference_fraction(density[line, i], temperature[line, i], universe)
+        depth = STRENGTH * hydrogen * density[line, i] * fraction / hubble
+        b, center = doppler(temperature[line, i]) / width, (i + velocity[line, i] / width) % cells
+        reach = math.ceil(6 * b / cells) + 1
+        images = cells * np.arange(-reach, reach + 1)[:, None]
+        integral = erf((edges + images - center) / b)
+        result[line] += depth / 2 * (integral[:, 1:] - integral[:, :-1]).sum(0)
+    return result
+
+
+def random_fields(lines: int, cells: int, hottest: float = 3e7) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    density = np.exp(random.normal(-0.5, 1.2, (lines, cells)))
+    velocity = random.normal(0, 300, (lines, cells))
+    temperature = np.exp(random.uniform(np.log(3e3), np.log(hottest), (lines, cells)))
+    return [field.astype(np.float32).astype(float) for field in (density, velocity, temperature)]
+
+
+def tensors(fields: list[np.ndarray], device: str = "cpu") -> list[torch.Tensor]:
+    return [torch.from_numpy(field).float().to(device) for field in fields]
+
+
+def one_absorber(cells: int, place: int, density: float, temperature: float) -> list[np.ndarray]:
+    """A single cell that is not empty."""
+    fields = [np.zeros((1, cells)), np.zeros((1, cells)), np.full((1, cells), temperature)]
+    fields[0][0, place] = density
+    return fields
+
+
+# --- gas -------------------------------------------------------------------------------------------------------------
+
+
+@DEVICES
+def test_neutral_fraction_solves_the_equilibrium(device: str) -> None:
+    """From almost ionized to almost neutral gas, in float32."""
+    density, temperature = np.meshgrid(np.logspace(-3, 9, 13), np.logspace(2, 8, 13))
+    expected = np.vectorize(lambda d, t: reference_fraction(d, t, UNIVERSE))(density, temperature)
+    assert expected.min() < 1e-10
+    assert expected.max() > 0.99
+    found = neutral_fraction(*tensors([density, temperature], device), UNIVERSE)
+    np.testing.assert_allclose(found.cpu(), expected, rtol=3e-5)
+
+
+def test_published_rates_and_temperatures() -> None:
+    assert flux.photoionization_rate(2.4) == pytest.approx(1.0351e-12, rel=1e-4)
+    assert flux.photoionization_rate(0.1) == flux.photoionization_rate(2.4)
+    assert flux.photoionization_rate(9.0) == pytest.approx(10**-12.029)
+    density = torch.tensor([0.0, 1.0, 10.0])
+    assert fgpa_temperature(density, 3.0).tolist() == pytest.approx([0, 14750, 14750 * 10**0.225])
+    assert fgpa_temperature(density, 2.1).tolist() == pytest.approx([0, 10250, 10250 * 10**0.4625])
+
+
+def test_universe_of_a_simulation() -> None:
+    simulation = {"redshift": 2.0, "cosmology": "planck18", "cosmology_H0": 67.66}
+    simulation |= {"cosmology_Om0": 0.3111, "cosmology_Ode0": 0.6888, "cosmology_Ob0": 0.049}
+    universe = Universe.of(simulation)
+    assert universe == Universe(2.0, pytest.approx(0.6766), 0.3111, 0.6888, 0.049)
+    assert universe.pixel_width(0.5) == pytest.approx(100 * math.sqrt(0.3111 * 27 + 0.6888 + 9e-4) / 3 * 0.5, rel=1e-6)
+    for name in ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0"):
+        assert Universe.of({key: value for key, value in simulation.items() if key != name}) is None
+        assert Universe.of(simulation | {name: "unknown"}) is None
+        assert Universe.of(simulation | {name: math.nan}) is None
+    assert Universe.of(simulation | {"cosmology_Ob0": 0.0}) is None
+
+
+# --- optical depth ---------------------------------------------------------------------------------------------------
+
+
+@DEVICES
+@pytest.mark.parametrize("cell", [FINE, COARSE])
+def test_uniform_gas_has_the_gunn_peterson_optical_depth(cell: float, device: str) -> None:
+    hydrogen, hubble = hydrogen_and_hubble(UNIVERSE)
+    neutral = 2.5 * hydrogen * reference_fraction(2.5, 2e4, UNIVERSE)
+    expected = STRENGTH * neutral / hubble
+    fields = [np.full((3, 50), value) for value in (2.5, -170.0, 2e4)]
+    found = optical_depth(*tensors(fields, device), UNIVERSE, cell)
+    assert found.cpu().numpy() == pytest.approx(expected, rel=5e-5)
+
+
+@DEVICES
+@pytest.mark.parametrize("cell", [FINE, COARSE])
+def test_optical_depth_equals_the_sum_over_all_cells_and_pixels(cell: float, device: str) -> None:
+    """Hot gas wider than the line, velocities of several times its length, and an odd number of cells included."""
+    fields = random_fields(3, 37)
+    found = optical_depth(*tensors(fields, device), UNIVERSE, cell).cpu().double().numpy()
+    expected = reference_depth(*fields, UNIVERSE, cell)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * expected.mean())
+    np.testing.assert_allclose(found.sum(1), expected.sum(1), rtol=5e-5)
+
+
+@DEVICES
+@pytest.mark.parametrize("temperature", [1e3, 1e4, 1e6])
+def test_one_absorber_keeps_its_column_and_has_the_width_of_its_temperature(temperature: float, device: str) -> None:
+    cells, place, width = 512, 200, UNIVERSE.pixel_width(FINE)
+    fields = one_absorber(cells, place, 3.0, temperature)
+    found = optical_depth(*tensors(fields, device), UNIVERSE, FINE)[0].cpu().double().numpy()
+    hydrogen, hubble = hydrogen_and_hubble(UNIVERSE)
+    column = 3 * hydrogen * reference_fraction(3.0, temperature, UNIVERSE)
+    assert found.sum() == pytest.approx(STRENGTH * column / hubble, rel=5e-5)
+    velocities = width * (np.arange(cells) - place)
+    mean = (found * velocities).sum() / found.sum()
+    variance = (found * (velocities - mean) ** 2).sum() / found.sum()
+    assert mean == pytest.approx(0, abs=1e-3)
+    assert math.sqrt(2 * (variance - width**2 / 12)) == pytest.approx(doppler(temperature), rel=1e-4)
+
+
+@DEVICES
+def test_a_velocity_moves_lines_by_v_over_h_around_the_periodic_line(device: str) -> None:
+    density, _, temperature = random_fields(2, 64, hottest=1e5)
+    still = optical_depth(*tensors([density, 0 * density, temperature], device), UNIVERSE, FINE)
+    width = UNIVERSE.pixel_width(FINE)
+    for pixels in (5, -7, 64, 1000):
+        moving = optical_depth(*tensors([density, 0 * density + pixels * width, temperature], device), UNIVERSE, FINE)
+        torch.testing.assert_close(moving, still.roll(pixels, 1), rtol=1e-4, atol=1e-5)
+
+
+@DEVICES
+def test_lines_are_periodic(device: str) -> None:
+    fields = tensors(random_fields(4, 64), device)
+    tau = optical_depth(*fields, UNIVERSE, FINE)
+    rolled = optical_depth(*(field.roll(23, 1) for field in fields), UNIVERSE, FINE)
+    torch.testing.assert_close(rolled, tau.roll(23, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = tensors(random_fields(7, 48))
+    tau = optical_depth(*fields, UNIVERSE, FINE)
+    for values in (1, 1000, 10**7):
+        monkeypatch.setattr(flux, "VALUES_AT_ONCE", values)
+        assert torch.equal(optical_depth(*fields, UNIVERSE, FINE), tau)
+    for cells in (1, 100, 10**6):
+        monkeypatch.setattr(flux, "CELLS_AT_ONCE", cells)
+        torch.testing.assert_close(optical_depth(*fields, UNIVERSE, FINE), tau, rtol=1e-6, atol=0)
+    columns = [field.t().contiguous().t() for field in fields]
+    torch.testing.assert_close(optical_depth(*columns, UNIVERSE, FINE), tau, rtol=1e-6, atol=0)
+
+
+@DEVICES
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_values_make_only_their_line_nan(number: int, value: float, device: str) -> None:
+    if (number, value) == (2, math.inf):
+        pytest.skip("an infinite temperature is clamped")
+    fields = tensors(random_fields(3, 32, hottest=1e4), device)
+    expected = optical_depth(*fields, UNIVERSE, COARSE)
+    fields[number][1, 5] = value
+    found = optical_depth(*fields, UNIVERSE, COARSE)
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2].cpu(), expected[::2].cpu())
+
+
+@DEVICES
+def test_extreme_predictions_are_bounded(device: str) -> None:
+    """Temperatures and velocities far beyond those of gas: profiles become uniform instead of ever wider."""
+    ones = torch.ones(2, 16, device=device)
+    for temperature in (0.0, 1e30):
+        for velocity in (-1e6, 1e6):
+            tau = optical_depth(1e6 * ones, velocity * ones, temperature * ones, UNIVERSE, FINE)
+            assert tau.isfinite().all()
+            torch.testing.assert_close(tau, tau.mean() * ones, rtol=1e-5, atol=0)
+
+
+# --- flux ------------------------------------------------------------------------------------------------------------
+
+
+def test_published_mean_flux() -> None:
+    assert flux.published_mean_flux(3.5) == pytest.approx(math.exp(-0.619))
+    assert flux.published_mean_flux(2.0) == pytest.approx(math.exp(-0.0023 * 3**3.65))
+    assert flux.published_mean_flux(2.15) == pytest.approx(flux.published_mean_flux(2.1499), rel=0.02)
+    for redshift in (0.0, 1.69, 4.86, math.nan):
+        with pytest.raises(UserError, match="set mean_flux"):
+            flux.published_mean_flux(redshift)
+
+
+class Flux:
+    """The mean of exp(-A τ) and its derivative, as `solve_scale` asks for them; counts the calls."""
+
+    def __init__(self, tau: torch.Tensor) -> None:
+        self.tau, self.calls = tau, 0
+
+    def __call__(self, scale: float) -> tuple[float, float]:
+        self.calls += 1
+        values = torch.exp(-scale * self.tau)
+        return float(values.mean(dtype=torch.float64)), -float((self.tau * values).mean(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("target", [1e-4, 0.05, 0.4, 0.68, 0.9, 0.9999])
+@pytest.mark.parametrize("amplitude", [1e-6, 1.0, 1e5])
+def test_rescaled_flux_has_the_mean_that_is_asked_for(target: float, amplitude: float) -> None:
+    normal = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+    for tau in (amplitude * torch.exp(2.5 * normal), torch.full((9,), 0.7 * amplitude)):
+        mean = Flux(tau)
+        scale = solve_scale(mean, target)
+        assert mean.calls <= (7 if amplitude == 1 else 14)
+        assert mean(scale)[0] == pytest.approx(target, rel=1e-6, abs=0)
+
+
+def test_bracket_ends_cycles_of_newtons_method() -> None:
+    """Between gas of very different optical depth the mean hardly changes with the factor."""
+    mean = Flux(torch.tensor([4e-6, 5.0, 4000.0]).double().repeat_interleave(torch.tensor([31, 32, 44])))
+    assert mean(solve_scale(mean, 0.415))[0] == pytest.approx(0.415, rel=1e-6)
+    assert mean.calls < 20
+
+
+def test_bad_mean_flux_is_refused() -> None:
+    tau = torch.tensor([0.0, 1.0, 2.0, 3.0])  # a quarter of the pixels has no absorption
+    for target in (0.0, 1.0, -0.5, math.nan):
+        with pytest.raises(UserError, match="not between 0 and 1"):
+            solve_scale(Flux(tau), target)
+    assert solve_scale(Flux(tau), 0.26) > 1
+    for target, values in ((0.2, tau), (0.5, 0 * tau)):
+        mean = Flux(values)
+        with pytest.raises(UserError, match="no factor of the optical depth gives a mean flux of"):
+            solve_scale(mean, target)
+        assert mean.calls < 30
+    assert math.isnan(solve_scale(Flux(tau * math.nan), 0.5))
+
+
+@DEVICES
+def test_flux_power_of_a_sine_wave(device: str) -> None:
+    """A wave a sin(k x) has the variance a² / 2, shared by k and -k: P(k) = L a² / 4."""
+    cells, width, amplitude, mode = 96, 2.5, 0.3, 7
+    wave = amplitude * torch.sin(2 * math.pi * mode / cells * torch.arange(cells, dtype=torch.float64))
+    lines = torch.stack([wave.roll(shift) for shift in range(5)]).float().to(device)
+    k, power = flux.flux_power(flux.power_sums(lines), 5, cells, width)
+    assert k.tolist() == pytest.approx([2 * math.pi * m / (cells * width) for m in range(1, 49)])
+    assert float(power[mode - 1]) == pytest.approx(cells * width * amplitude**2 / 4, rel=1e-6)
+    power[mode - 1] = 0
+    assert float(power.max()) < 1e-9
+
+
+@pytest.mark.parametrize("cells", [63, 64])
+def test_flux_power_adds_up_to_the_variance(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flux, "CELLS_AT_ONCE", 3 * cells)
+    lines, width = torch.randn(10, cells, generator=torch.Generator().manual_seed(0)), 3.0
+    lines -= lines.mean(1, keepdim=True)
+    _, power = flux.flux_power(flux.power_sums(lines), 10, cells, width)
+    two_sided = 2 * power.sum() - (power[-1] if cells % 2 == 0 else 0)  # Nyquist's mode is its own negative
+    assert float(two_sided / (cells * width)) == pytest.approx(float(lines.double().square().mean()), rel=1e-6)
