@@ -73,7 +73,7 @@ def measured(
     statistics = FluxStatistics(prepared, world, known)
     starts = range(0, shape[0], thickness)
     for start in reversed(starts) if backwards else starts:
-        parts = (torch.from_numpy(each[:, start : start + thickness].copy()) for each in volumes)
+        parts = (torch.from_numpy(each[:, start : start + thickness].copy()).to(world.device) for each in volumes)
         statistics.add(start, *parts)
     return statistics.results()
 
@@ -211,6 +211,14 @@ def test_slabs_may_have_any_thickness_and_order(found: Flux) -> None:
 def on_ranks(world: World) -> tuple[Flux, Flux]:
     """With nine sight-lines per axis there are three rows, fewer than four ranks."""
     return measured(fields(), world=world), measured(fields(), world=world, sightlines=9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_the_results_of_the_cpu(found: Flux) -> None:
+    for name, field in measured(fields(), world=World(Launch("test"), torch.device("cuda"))).fields.items():
+        for part in ("scale", "mean", "power", "axis_power", "sightline"):
+            np.testing.assert_allclose(getattr(field, part), getattr(found.fields[name], part), rtol=1e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

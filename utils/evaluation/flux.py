@@ -10,7 +10,7 @@ because the amplitude of the background is not known well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,11 @@ SATURATION = 4.0  # erf is ±1 in float32 from here on: a profile ends exactly a
 UNIFORM = 1.25  # a periodic Gaussian whose b is this many times the line's length is constant to 4e-7
 CELLS_AT_ONCE = 2**18
 VALUES_AT_ONCE = 2**17
+WIDENING = 1.25  # of the profiles from the first to the last cell of a block
 LARGEST_LOG_SCALE, LARGEST_STEP = 60.0, 5.0  # ln of factors of the optical depth that float32 can hold
+
+# What a file states of its simulation, in the order of Universe's fields.
+STATED = ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0")
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,7 @@ class Universe:
     @classmethod
     def of(cls, simulation: Simulation) -> Universe | None:
         """None if the simulation does not state all five numbers, or states that there are no baryons."""
-        names = ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0")
-        values = [simulation.get(name) for name in names]
+        values = [simulation.get(name) for name in STATED]
         redshift, hubble, omega_m, omega_l, omega_b = (
             value if isinstance(value, float) and math.isfinite(value) else -math.inf for value in values
         )
@@ -155,11 +158,12 @@ def optical_depth(density: Tensor, velocity: Tensor, temperature: Tensor, univer
     result = torch.empty(density.shape, device=density.device)
     groups = zip(*(field.split(lines) for field in (density, velocity, temperature, result)), strict=True)
     for *fields, out in groups:
-        out.copy_(_depth_of_group(*(field.float().contiguous() for field in fields), universe, cell))
+        out.copy_(_depth_of_group(fields, universe, cell))
     return result
 
 
-def _depth_of_group(density: Tensor, velocity: Tensor, temperature: Tensor, universe: Universe, cell: float) -> Tensor:
+def _depth_of_group(fields: Sequence[Tensor], universe: Universe, cell: float) -> Tensor:
+    density, velocity, temperature = (field.float().contiguous() for field in fields)
     cells, width = density.shape[1], universe.pixel_width(cell)
     uniform_depth = 1e6 * CROSS_SECTION * universe.hydrogen_density() / universe.hubble_rate()  # if all were neutral
     depth = uniform_depth * density * neutral_fraction(density, temperature, universe)
@@ -181,17 +185,19 @@ def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tens
     cache. Sums do not depend on the blocks, because profiles are zero beyond their own width and the sort is stable.
     """
     lines, cells = pixel.shape
-    half_widths, order = (SATURATION * doppler).ceil().short().flatten().sort(stable=True)  # int16 sorts faster
+    half_widths, order = (SATURATION * doppler).ceil().int().flatten().sort(stable=True)
     half_widths = half_widths.cpu()
     wraps = -(-int(half_widths[-1]) // cells)
     images = 2 * wraps + 1  # of a line, side by side, so that the profiles need no modulo
     starts = torch.arange(lines, device=pixel.device)[:, None] * (images * cells) + wraps * cells
-    pixel, half_depth = ((starts + pixel).flatten()[order, None], (depth / 2).flatten()[order, None])
+    pixel, half_depth = (starts + pixel).flatten()[order, None], (depth / 2).flatten()[order, None]
     offset, inverse = offset.flatten()[order, None], doppler.reciprocal().flatten()[order, None]
     sums = torch.zeros(lines * images * cells, device=pixel.device)
     start = 0
     while start < len(order):
-        stop = min(len(order), start + max(1, VALUES_AT_ONCE // (2 * int(half_widths[start]) + 1)))
+        widest = int(half_widths[start] * WIDENING)
+        most = start + max(1, VALUES_AT_ONCE // (2 * widest + 1))
+        stop = min(most, int(torch.searchsorted(half_widths, widest, right=True)))
         block, half = slice(start, stop), int(half_widths[stop - 1])
         places = torch.arange(-half, half + 2, device=pixel.device)
         integral = (places - 0.5 - offset[block]).mul_(inverse[block]).erf_()  # at the edges of the pixels

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.errors import UserError
-from utils.evaluation.flux import Universe, published_mean_flux
+from utils.evaluation.flux import STATED, Universe, published_mean_flux
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, REAL_FGPA
 from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
 RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid
-STATED = ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0")
 
 Channels = Sequence[Channel]
 Vectors = Sequence[Sequence[int]]
