@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from utils import build, cli
-from utils.config import Config
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
 from utils.evaluation.options import FluxOptions, add_flux_options
-from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, predicted_slabs
+from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.profiling.memory import out_of_memory_for_users
 from utils.runs.logger import configure_logging
@@ -62,7 +61,7 @@ def evaluate(options: Options, world: World) -> None:
     weights = build.resolve_weights(options.checkpoint, world) if options.checkpoint else None
     with world.raise_together():
         trained = build.load_trained(weights, world.device) if weights else None
-        config = trained.config if trained else Config()
+        config = trained.config if trained else config_of_files(options.input, options.prediction)
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
         predictor = build.predictor(trained, fields.inputs, options, world) if trained else None
     is_periodic = fields.periodic and not options.not_periodic

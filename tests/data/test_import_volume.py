@@ -22,6 +22,8 @@ from utils.config.sections import TransformConfig
 from utils.data.files import snapshots
 from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.import_volume import main
+from utils.evaluation.callback import evaluation_grid
+from utils.evaluation.volume import config_of_files
 from utils.inference.channels import volume_channels
 
 YAML = str(Path(train.__file__).parent / "config" / "UNet.yaml")
@@ -175,7 +177,9 @@ def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
     config = configs.load(YAML, "demo", cli.parse(flags).overrides)
     assert config.train_path == str(tmp_path / "out" / "box.h5")
     assert (config.N_in_channels, config.N_out_channels) == (len(inputs), len(targets))
-    stored, channels = contents(tmp_path / "out" / "box.h5"), volume_channels(config)
+    box = str(tmp_path / "out" / "box.h5")
+    assert volume_channels(config_of_files(box, box)) == volume_channels(config), "evaluate.py --prediction"
+    stored, channels = contents(Path(box)), volume_channels(config)
     for dataset, names, each in zip(("Nbody", "Hydro"), (inputs, targets), channels, strict=True):
         physical = [channel.to_physical(values) for channel, values in zip(each, stored[dataset], strict=True)]
         np.testing.assert_allclose(physical, [fields[name] for name in names], rtol=1e-5, atol=1e-3)
@@ -326,6 +330,9 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: P
         found = attributes(path)
         assert (found["box_size_mpc_h"], bool(found["periodic"])) == (length, False)
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
+    window = {"evaluation.window": 4, "evaluation.overlap": 1}
+    grid = evaluation_grid(configs.load(YAML, "test", window), open_volume(tmp_path / "out" / "box_train.h5", (1, 5)))
+    assert grid.x.origins == (0, 1), "evaluations during a training do not wrap"
 
 
 def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from utils.evaluation.forest import FluxStatistics
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Flux, Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.evaluation.volume import evaluate_slabs
+from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
 from utils.inference.channels import volume_channels
 from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
@@ -95,7 +95,8 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
     """The windows of an evaluation; UserError if they do not suit the volume."""
     options = config.evaluation
     try:
-        return build_window_grid(volume.shape, options.window or config.data_size, options.overlap)
+        window = options.window or config.data_size
+        return build_window_grid(volume.shape, window, options.overlap, periodic=volume.periodic)
     except UserError as error:
         raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
 
@@ -121,7 +122,7 @@ def build_evaluation(
         every_epochs=config.evaluation.every_epochs,
         folder=directory / results.FOLDER,
         logger=logger,
-        metadata={"input": volume.path, "run": str(directory)},
+        metadata={"input": volume.path, "run": str(directory)} | ({} if volume.periodic else {"note": NOT_PERIODIC}),
     )
 
 

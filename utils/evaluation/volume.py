@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch
 from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import file_transform
-from utils.data.files.hdf5 import DATASETS, FieldReader, slab_planes
+from utils.data.files.fields import checked_field
+from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -24,7 +26,7 @@ from utils.evaluation.forest import FluxStatistics
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import Channel, volume_channels
+from utils.inference.channels import INPUTS, TARGETS, VELOCITY, Channel, volume_channels
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.progress import Progress
 
@@ -57,6 +59,27 @@ def evaluate_slabs(
 
     found = statistics.results(metadata, progress)
     return replace(found, flux=flux.results(progress)) if flux else found
+
+
+def config_of_files(inputs: str, prediction: str | None) -> Config:
+    """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
+    keys: dict[str, Any] = {"vector_channels": {}}
+    for path, name, known, count, vectors in (
+        (inputs, INPUT, INPUTS, "N_in_channels", "inputs"),
+        (prediction, OUTPUT, TARGETS, "N_out_channels", "targets"),
+    ):
+        channels = 0
+        if path is not None:
+            with (
+                contextlib.suppress(UserError),
+                reading(path),
+                open_file(path) as file,
+            ):  # raised when it is opened again
+                channels = checked_field(file, path, name).shape[0]
+        if channels in known:
+            keys[count] = channels
+            keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
+    return Config.model_validate(keys)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class Volume:
     names: tuple[str, str] = DATASETS
     conversion: str = ""  # datasets that are converted as they are read, and how, for the log
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
+    periodic: bool = True  # false for a part of a box, as the file states
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -162,6 +163,7 @@ def open_volume(
             file_transform(transform, {path: file.attrs})
         cell = cell_size(file.attrs, max(stored[0].shape[1:]), path)
         simulation = simulation_of(file.attrs, cell)
+        periodic = bool(file.attrs.get("periodic", True))
         fields = [each.mapped() for each in stored]
     shapes = [each.shape for each in stored]
     if shapes[0][1:] != shapes[1][1:]:
@@ -173,7 +175,7 @@ def open_volume(
         conversion = f"{names[0]} and {names[1]} are {conversions[0]}"
     if conversion:
         conversion += f": {max(each.change for each in stored if each.conversion)}"  # rather converted than reordered
-    return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation)
+    return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation, periodic)
 
 
 def _simulation(path: str, side: int | None) -> str:
