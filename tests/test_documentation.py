@@ -334,7 +334,7 @@ def test_commands_exist_with_their_flags_configs_and_keys(page: Path) -> None:
 
 @docs
 def test_keys_and_flags_in_the_text_exist(page: Path) -> None:
-    known = set().union(*(flags_of(program) for program in (*TRAINING, *SCRIPTS)))
+    known = set().union(*(flags_of(program) for program in (*TRAINING, *SCRIPTS, "utils.data.import_volume")))
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks(page))]
     settings = [value for span in spans for value in re.findall(r"--set (\S+)", span)]
     assert [fault for setting in settings for fault in unknown_key(setting)] == []
