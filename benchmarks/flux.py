@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 import resource
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ def seconds_of_box(side: int, cell: float, device: torch.device) -> float:
 
     def three_axes() -> None:
         for axis in range(3):
-            optical_depth(*(field.movedim(axis, -1).reshape(-1, side) for field in box), UNIVERSE, cell)
+            optical_depth(*Lines(*(field.movedim(axis, -1).reshape(-1, side) for field in box)), UNIVERSE, cell)
 
     return seconds_of(three_axes, device)
 
@@ -71,7 +72,7 @@ def seconds_of_axis(side: int, cell: float, device: torch.device) -> float:
     generator, seconds = torch.Generator().manual_seed(0), 0.0
     for start in range(0, side**2, GROUP):
         group = make_lines(min(GROUP, side**2 - start), side, cell, generator)
-        fields = [field.to(device) for field in group]
+        fields = Lines(*(field.to(device) for field in group))
         seconds += seconds_of(functools.partial(optical_depth, *fields, UNIVERSE, cell), device)
     return seconds
 
@@ -85,13 +86,14 @@ def describe(side: int, cell: float) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
+    load = os.getloadavg()[0]  # of other processes, at the start
     device = this_machine().device
     cases: dict[str, tuple[dict[str, Any], Callable[[], float]]] = {}
     for cell in CELLS:
         for side, axes, seconds in ((options.side, 3, seconds_of_box), (options.large, 1, seconds_of_axis)):
             about = {"side": side, "axes": axes, **describe(side, cell)}
             cases[f"{side}³ x {axes}, {cell} Mpc/h"] = about, functools.partial(seconds, side, cell, device)
-    optical_depth(*(field.to(device) for field in make_lines(64, 64, 0.02, torch.Generator())), UNIVERSE, 0.02)
+    seconds_of_axis(32, CELLS[0], device)  # warm-up
     values = interleaved({name: measure for name, (_, measure) in cases.items()}, options.trials, warmup=0)
     results = {name: {**about, "seconds": summary(values[name])} for name, (about, _) in cases.items()}
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -107,10 +109,11 @@ def measure(options: argparse.Namespace) -> None:
     ]
     text = (
         f"Lyman-alpha optical depth of all sight-lines, {options.threads} threads, median (range) of n = "
-        f"{options.trials}; peak memory {gib:.2f} GiB.\n\n"
+        f"{options.trials}; peak memory {gib:.2f} GiB; load average {load:.1f} at the start.\n\n"
         + table(["sight-lines", "cell, Mpc/h", "cell, km/s", "seconds", "million cells/s"], rows)
     )
-    publish("flux", {"settings": settings(options), "cases": results, "peak memory GiB": gib}, options.output, text)
+    machine = {"peak memory GiB": gib, "load average at the start": load}
+    publish("flux", {"settings": settings(options), "cases": results, **machine}, options.output, text)
 
 
 def main() -> None:
