@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> None:
             about = {"side": side, "axes": axes, **describe(side, cell)}
             cases[f"{side}³ x {axes}, {cell} Mpc/h"] = about, functools.partial(seconds, side, cell, device)
     seconds_of_axis(32, CELLS[0], device)  # warm-up
-    values = interleaved({name: measure for name, (_, measure) in cases.items()}, options.trials, warmup=0)
+    values = interleaved({name: seconds for name, (_, seconds) in cases.items()}, options.trials, warmup=0)
     results = {name: {**about, "seconds": summary(values[name])} for name, (about, _) in cases.items()}
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rows = [

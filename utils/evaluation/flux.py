@@ -2,7 +2,7 @@
 
 Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionization equilibrium with a uniform
 background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
-the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697, section 3.3). Damping wings,
+the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697). Damping wings,
 which matter for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux,
 because the amplitude of the background is not known well.
 """
@@ -39,7 +39,7 @@ HELIUM_ELECTRONS = 2 * (1 - HYDROGEN_FRACTION) / (4 * HYDROGEN_FRACTION)
 IONIZATION_KELVIN = 157807.0  # 13.6 eV / k_B
 TEMPERATURE_RANGE = (3.0, 1e9)  # K, of the fit of the recombination rate; temperatures are clamped to it
 
-# Becker & Bolton 2013, MNRAS 436, 1023, table 1: redshift, log10 of the photo-ionization rate in 1e-12 / s.
+# Becker & Bolton 2013, MNRAS 436, 1023: redshift, log10 of the photo-ionization rate in 1e-12 / s.
 BACKGROUND = (
     (2.40, 2.80, 3.20, 3.60, 4.00, 4.40, 4.75),
     (0.015, -0.066, -0.103, -0.097, -0.072, -0.019, -0.029),
@@ -213,7 +213,7 @@ def _sum_of_profiles(pixel: Tensor, offset: Tensor, doppler: Tensor, depth: Tens
 def published_mean_flux(redshift: float) -> float:
     """Observed mean flux exp(-τ_eff); UserError outside of 1.7 ≤ z ≤ 4.85.
 
-    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067, section 3.2; below, that of Kim et al. 2007,
+    From z = 2.15, τ_eff is the fit of Becker et al. 2013, MNRAS 430, 2067; below, that of Kim et al. 2007,
     MNRAS 382, 1657.
     """
     if 2.15 <= redshift <= 4.85:
