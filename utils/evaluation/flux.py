@@ -2,9 +2,9 @@
 
 Sight-lines are rows [lines, N] of periodic cells. Hydrogen is in photo-ionization equilibrium with a uniform
 background. Each cell absorbs with a Gaussian (Doppler) profile at its Hubble plus peculiar velocity, integrated over
-the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697). Damping wings,
-which matter for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux,
-because the amplitude of the background is not known well.
+the pixels, so that the column density is conserved (Lukić et al. 2015, MNRAS 446, 3697). Damping wings, which matter
+for columns above 1e18 / cm², are neglected. Optical depths are usually rescaled to an observed mean flux, because the
+amplitude of the background is not known well.
 """
 
 from __future__ import annotations
