@@ -2,10 +2,11 @@
 
 python -m benchmarks.generalization
 
-benchmarks/generalization.yaml defines the conditions. Each network is evaluated on held-out boxes of every condition;
-for some conditions, networks are trained on a box of that condition as well. Boxes, networks and evaluations are kept
-in --runs: an interrupted study resumes with the missing ones. After changes to the evaluation, remove the directory
-`evaluations` in --runs. Spreads are standard deviations over all pairs of a network and a box.
+benchmarks/generalization.yaml defines the conditions. Networks trained on one condition, and networks trained on a
+mixture of conditions with as many samples, are evaluated on held-out boxes of every condition. For some conditions,
+networks are trained on that condition as well. Boxes, networks and evaluations are kept in --runs: an interrupted study
+resumes with the missing ones. After changes to the evaluation, remove the directory `evaluations` in --runs. Spreads
+are standard deviations over all pairs of a network and a box.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,18 +29,20 @@ from utils.cli import positive, read_changes
 from utils.errors import UserError, one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
+from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
-from utils.evaluation.volume import VolumeFields, evaluate_slabs, predicted_slabs
+from utils.evaluation.volume import VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions
 from utils.training.checkpoint import FOLDER, step_directory
 
 PLAN = Path(__file__).with_name("generalization.yaml")
 BASELINES = ("best constant per channel", "copying density and velocities")
-NETWORK, REFERENCE = "network", "trained on the condition"
-WAVENUMBERS = (1.0, 3.0)  # h/Mpc, resolved by all cells
+NETWORK, REFERENCE, MIXTURE = "network", "trained on the condition", "trained on the mixture"
+OTHERS = (REFERENCE, MIXTURE, *BASELINES)
+WAVENUMBERS = (1.0, 2.0)  # h/Mpc; all cells resolve them
 FLUX_ERROR, FLUX_BASELINE = "flux P1D error, prediction", "flux P1D error, FGPA"  # if evaluations have the flux
 SMALL_SCALES = f"P ratio at k = {WAVENUMBERS[-1]:g} h/Mpc"
-PLOTTED = {"L1": "log", "R2 temperature": "linear", SMALL_SCALES: "linear", FLUX_ERROR: "log"}  # and the axis
+PLOTTED = ("L1", "1 - R2 temperature", SMALL_SCALES, FLUX_ERROR)
 COLUMNS = ("R2 gas density", "R2 gas velocity", "R2 temperature", SMALL_SCALES, FLUX_ERROR, FLUX_BASELINE)
 
 
@@ -90,15 +93,21 @@ class Study:
         for seed in held_out["seeds"]:
             yield condition.box(self._folder / "boxes", held_out["grid"], seed)
 
-    def network(self, condition: Condition, seed: int) -> Path:
-        """The last checkpoint of a training on a box of the condition."""
+    def network(self, conditions: Sequence[Condition], seed: int) -> Path:
+        """The last checkpoint of a training on one box of each condition."""
         plan, folder = self._plan["training"], self._folder / "boxes"
-        train, valid = (condition.box(folder, *pair) for pair in zip(plan["grid"], plan["seeds"], strict=True))
-        paths = {"train_path": str(train), "val_path": str(valid), "box_size": plan["grid"]}
-        recipe = convergence.Condition(condition.label, plan["config"], 1, plan.get("changes", {}))
-        training = convergence.Training(condition.label, recipe, seed, self._folder, {**paths, **self._changes})
+        (grid, valid_grid), (box_seed, valid_seed) = plan["grid"], plan["seeds"]
+        boxes = [str(condition.box(folder, grid, box_seed)) for condition in conditions]
+        files = {
+            "train_path": boxes if len(boxes) > 1 else boxes[0],
+            "val_path": str(conditions[0].box(folder, valid_grid, valid_seed)),
+            "box_size": plan["grid"],
+        }
+        name = name_of(conditions)
+        recipe = convergence.Condition(name, plan["config"], 1, plan.get("changes", {}))
+        training = convergence.Training(name, recipe, seed, self._folder, {**files, **self._changes})
         if not training.is_trained():
-            sys.stderr.write(f"training on {condition.label}, seed {seed}\n")
+            sys.stderr.write(f"training on {name}, seed {seed}\n")
             training.run(self._limit)
         return step_directory(training.directory / FOLDER, training.config.total_steps)
 
@@ -112,36 +121,36 @@ class Study:
         with closing(VolumeFields.open(str(box), None, None, trained.config)) as fields:
             predictor = build.predictor(trained, fields.inputs, InferenceOptions(), self._world)
             slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
-            statistics = fields.statistics(trained.config, self._world)
-            found = evaluate_slabs(slabs, fields.target.planes, statistics, {"input": str(box)}, self._world)
+            found = fields.evaluate(slabs, trained.config, FluxOptions(), {"input": str(box)}, self._world)
         results.save(found, path)
         return found
 
-    def measures(self, trained_on: Condition, condition: Condition) -> dict[str, Any]:
-        """Mean, spread and values of each measure: networks trained on one condition, and boxes of another."""
-        found = []
-        for seed in self._seeds:
-            checkpoint = self.network(trained_on, seed)
-            found += [
-                measures(self.evaluation(checkpoint, f"{trained_on.label}-seed{seed}", box))
+    def summary(self, condition: Condition, mixture: Sequence[Condition], with_reference: bool) -> dict[str, Any]:
+        """The measures of all networks on a condition, and the errors of predictors that learn nothing."""
+        trained_on = {NETWORK: [self.trained], MIXTURE: mixture, **({REFERENCE: [condition]} if with_reference else {})}
+        found = {
+            name: [
+                measures(self.evaluation(self.network(conditions, seed), f"{name_of(conditions)}-seed{seed}", box))
+                for seed in self._seeds
                 for box in self.boxes(condition)
             ]
-        return {name: convergence.spread([each[name] for each in found]) for name in found[0]}
-
-    def summary(self, condition: Condition, with_reference: bool) -> dict[str, Any]:
-        """The measures of a condition, and the errors of predictors that learn nothing."""
-        summary = {**condition._asdict(), NETWORK: self.measures(self.trained, condition)}
-        if with_reference:
-            summary[REFERENCE] = self.measures(condition, condition)
+            for name, conditions in trained_on.items()
+        }
         errors = [self._baselines(box) for box in self.boxes(condition)]
-        return summary | {name: convergence.spread([each[name] for each in errors]) for name in BASELINES}
+        found |= {name: [{"L1": each[name]} for each in errors] for name in BASELINES}
+        return {**condition._asdict(), **{name: spreads(values) for name, values in found.items()}}
 
     def _baselines(self, box: Path) -> dict[str, float]:
-        config = build.load_trained(self.network(self.trained, 0), self._world.device).config
+        config = build.load_trained(self.network([self.trained], 0), self._world.device).config
         with closing(VolumeFields.open(str(box), None, None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = [torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target)]
             return volume_losses(OneBatch(*whole), build.loss(config), self._world)
+
+
+def name_of(conditions: Sequence[Condition]) -> str:
+    """Name of the networks trained on the conditions."""
+    return "+".join(condition.label for condition in conditions)
 
 
 class OneBatch:
@@ -160,6 +169,7 @@ class OneBatch:
 def measures(found: Results) -> dict[str, float]:
     """The scalars that do not depend on the box's wavenumbers, and the spectrum of ln(density) at WAVENUMBERS."""
     scalars = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
+    scalars["1 - R2 temperature"] = 1 - scalars["R2 temperature"]  # for a logarithmic axis
     scalars["R2 gas velocity"] = float(np.mean([scalars[f"R2 gas velocity {axis}"] for axis in "xyz"]))
     spectrum = found.spectra["log density"]
     for k in WAVENUMBERS:
@@ -168,12 +178,15 @@ def measures(found: Results) -> dict[str, float]:
     return scalars
 
 
+def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Mean, spread and values of each measure."""
+    return {name: convergence.spread([each[name] for each in found]) for name in found[0]}
+
+
 def add_ratios(summary: dict[str, Any], trained: Mapping[str, Any]) -> None:
-    """Adds the ratios of a condition's error to those of the training condition, its baselines and its reference."""
+    """Adds the ratios of the networks' error to that on the training condition, and to those of the others."""
     errors = {"training condition": trained[NETWORK]["L1"]["mean"]}
-    errors |= {name: summary[name]["mean"] for name in BASELINES}
-    if REFERENCE in summary:
-        errors[REFERENCE] = summary[REFERENCE]["L1"]["mean"]
+    errors |= {name: summary[name]["L1"]["mean"] for name in OTHERS if name in summary}
     summary["L1 ratio"] = {name: summary[NETWORK]["L1"]["mean"] / error for name, error in errors.items()}
 
 
@@ -187,22 +200,13 @@ def shown(values: Mapping[str, Any] | None, digits: int) -> str:
 def result_table(panels: Mapping[str, Any]) -> str:
     """A row per condition."""
     present = [column for column in COLUMNS if any(column in each[NETWORK] for each in all_of(panels))]
-    heads = [
-        "",
-        "condition",
-        "L1",
-        "× as trained",
-        f"L1, {REFERENCE}",
-        *(f"L1, {name}" for name in BASELINES),
-        *present,
-    ]
+    heads = ["", "condition", "L1", "× as trained", *(f"L1, {name}" for name in OTHERS), *present]
     rows = []
     for panel, conditions in panels.items():
         for name, summary in conditions.items():
             cells = [panel, name, shown(summary[NETWORK]["L1"], 4)]
             cells += [f"{summary['L1 ratio']['training condition']:.2f}"]
-            cells += [shown(summary.get(REFERENCE, {}).get("L1"), 4)]
-            cells += [shown(summary[baseline], 4) for baseline in BASELINES]
+            cells += [shown(summary.get(other, {}).get("L1"), 4) for other in OTHERS]
             rows.append(cells + [shown(summary[NETWORK].get(column), 3) for column in present])
     return common.table(heads, rows, left=2)
 
@@ -213,16 +217,16 @@ def all_of(panels: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def draw(panels: Mapping[str, Any], trained: Condition, path: Path) -> None:
     """A row per measure, a column per panel."""
-    measures = {name: scale for name, scale in PLOTTED.items() if any(name in each[NETWORK] for each in all_of(panels))}
+    measures = [measure for measure in PLOTTED if any(measure in each[NETWORK] for each in all_of(panels))]
     sizes = [len(conditions) for conditions in panels.values()]
     size = 1.5 + 0.75 * sum(sizes), 2.5 * len(measures) + 1.6
     options = {"sharex": "col", "sharey": "row", "width_ratios": sizes}
     label = f"trained on z = {trained.redshift:g}, {trained.cosmology}, {trained.cell:g} Mpc/h"
     with common.plot(path, size, len(panels), len(measures), **options) as axes:
-        for row, (measure, scale) in zip(axes, measures.items(), strict=True):
+        for row, measure in zip(axes, measures, strict=True):
             row[0].set_ylabel(measure)
             for panel, conditions in zip(row, panels.values(), strict=True):
-                panel.set_yscale(scale)
+                panel.set_yscale("log")
                 panel.grid(alpha=0.3, axis="y")
                 draw_panel(panel, conditions, measure, label)
         for panel, title in zip(axes[0], panels, strict=True):
@@ -230,22 +234,19 @@ def draw(panels: Mapping[str, Any], trained: Condition, path: Path) -> None:
 
 
 def draw_panel(panel: Any, conditions: Mapping[str, Any], measure: str, label: str) -> None:
-    """Means with standard deviations; the predictors that learn nothing have an L1 only, FGPA a flux only."""
-    series = [(label, NETWORK, measure, "o"), (REFERENCE, REFERENCE, measure, "s")]
+    """Means with standard deviations; the predictors that learn nothing have an L1 only."""
+    series = [(label, NETWORK, measure, "o")]
+    series += [(name, name, measure, marker) for name, marker in zip(OTHERS, ("s", "^", "_", "+"), strict=True)]
     if measure == FLUX_ERROR:
         series.append(("FGPA", NETWORK, FLUX_BASELINE, "x"))
     for name, key, value, marker in series:
         found = {place: each[key] for place, each in enumerate(conditions.values()) if value in each.get(key, {})}
-        means, spreads = ([each[value][part] for each in found.values()] for part in ("mean", "stdev"))
-        panel.errorbar(list(found), means, spreads, fmt=marker, capsize=3, markersize=5, label=name)
-    if measure == "L1":
-        for name, marker in zip(BASELINES, ("_", "+"), strict=True):
-            means = [summary[name]["mean"] for summary in conditions.values()]
-            panel.plot(range(len(means)), means, marker, color="gray", label=name)
+        means, deviations = ([each[value][part] for each in found.values()] for part in ("mean", "stdev"))
+        panel.errorbar(list(found), means, deviations, fmt=marker, capsize=3, markersize=5, label=name)
     panel.set_xticks(range(len(conditions)), list(conditions), rotation=35, ha="right")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
     parser.add_argument("--seeds", type=positive, default=3, help="networks per training condition (%(default)s)")
     convergence.add_options(parser, "generalization")
@@ -254,10 +255,9 @@ def main(argv: list[str] | None = None) -> None:
     study = Study(plan, options)
     named = study.panels()
     distinct = dict.fromkeys(condition for conditions in named.values() for condition in conditions.values())
-    references = {
-        conditions[name] for name in plan["references"] for conditions in named.values() if name in conditions
-    }
-    summaries = {condition: study.summary(condition, condition in references) for condition in distinct}
+    by_name = {name: condition for conditions in named.values() for name, condition in conditions.items()}
+    mixture, references = ([by_name[name] for name in plan[key]] for key in ("mixture", "references"))
+    summaries = {condition: study.summary(condition, mixture, condition in references) for condition in distinct}
     for summary in summaries.values():
         add_ratios(summary, summaries[study.trained])
     panels = {

@@ -17,7 +17,7 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 
 from benchmarks import generalization, processes
 from benchmarks.convergence import Training
-from benchmarks.generalization import NETWORK, REFERENCE
+from benchmarks.generalization import MIXTURE, NETWORK, REFERENCE
 from utils.evaluation import results
 from utils.simulation import simulate
 
@@ -36,6 +36,7 @@ panels:
   cell size:
     0.5 Mpc/h: {}
     1 Mpc/h: {cell: 1.0}
+mixture: [z = 2, z = 4]
 references: [z = 4]
 """
 
@@ -76,7 +77,7 @@ def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
         assert file.attrs["box_size_mpc_h"] == 16
 
     folder = tmp_path / "evaluations"
-    for key, trained in ((NETWORK, 2), (REFERENCE, 4)):
+    for key, trained in ((NETWORK, 2), (REFERENCE, 4), (MIXTURE, "2_cell0.5+planck18_z4")):
         kept = [
             results.load(folder / f"planck18_z{trained}_cell0.5-seed0/planck18_z4_cell0.5_grid16_seed{box}.npz")
             for box in (11, 12)
@@ -88,25 +89,28 @@ def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
     error = changed[NETWORK]["L1"]["mean"]
     assert changed["L1 ratio"] == {
         "training condition": pytest.approx(error / panels["redshift"]["z = 2"][NETWORK]["L1"]["mean"]),
-        "best constant per channel": pytest.approx(error / changed["best constant per channel"]["mean"]),
-        "copying density and velocities": pytest.approx(error / changed["copying density and velocities"]["mean"]),
+        "best constant per channel": pytest.approx(error / changed["best constant per channel"]["L1"]["mean"]),
+        "copying density and velocities": pytest.approx(
+            error / changed["copying density and velocities"]["L1"]["mean"]
+        ),
+        MIXTURE: pytest.approx(error / changed[MIXTURE]["L1"]["mean"]),
         REFERENCE: pytest.approx(error / changed[REFERENCE]["L1"]["mean"]),
     }
     with h5py.File(tmp_path / "boxes/planck18_z4_cell0.5_grid16_seed11.h5") as file:
         target = file["Hydro"][:]
     median = np.median(target.reshape(5, -1), axis=1).reshape(5, 1, 1, 1)
-    constant = changed["best constant per channel"]["values"]
+    constant = changed["best constant per channel"]["L1"]["values"]
     assert constant[0] == pytest.approx(np.abs(target - median).mean(), rel=1e-3)
     assert len((tmp_path / "generalization.md").read_text().splitlines()) == 6
     assert (tmp_path / "generalization.png").read_bytes().startswith(b"\x89PNG")
 
-    evaluated: list[Path] = []
-    evaluate = generalization.evaluate_slabs
+    evaluated, save = [], results.save
     monkeypatch.setattr(Training, "run", lambda training, limit: pytest.fail("trained twice"))
     monkeypatch.setattr(simulate, "main", lambda argv: pytest.fail("simulated twice"))
-    monkeypatch.setattr(generalization, "evaluate_slabs", lambda *all: evaluated.append(all[3]) or evaluate(*all))
-    newer, damaged = (tmp_path / f"boxes/planck18_z{z}_cell0.5_grid16_seed12.h5" for z in (2, 4))
+    monkeypatch.setattr(results, "save", lambda found, path: evaluated.append(path) or save(found, path))
+    newer = tmp_path / "boxes/planck18_z2_cell0.5_grid16_seed12.h5"
     os.utime(newer)  # as if it had been simulated again
-    (folder / "planck18_z2_cell0.5-seed0" / f"{damaged.stem}.npz").write_bytes(b"")
+    damaged = folder / "planck18_z2_cell0.5-seed0/planck18_z4_cell0.5_grid16_seed12.npz"
+    damaged.write_bytes(b"")
     assert study() == panels
-    assert [each["input"] for each in evaluated] == [str(newer), str(damaged)]
+    assert set(evaluated) == {*folder.glob(f"*/{newer.stem}.npz"), damaged}
