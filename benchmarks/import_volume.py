@@ -9,6 +9,7 @@ A snapshot in other units than the mean needs another pass over both densities.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def measure(options: argparse.Namespace, source: Path) -> dict[str, list[float]]
         return common.seconds_of(lambda: import_volume(command), device)
 
     try:
-        return common.interleaved({unit: lambda unit=unit: seconds(unit) for unit in ("mean", "other")}, options.trials)
+        return common.interleaved(
+            {unit: functools.partial(seconds, unit) for unit in ("mean", "other")}, options.trials
+        )
     finally:
         target.unlink(missing_ok=True)
 

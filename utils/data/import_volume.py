@@ -8,7 +8,7 @@
     python -m utils.data.import_volume --input snapshot.h5 --output box.h5 --split 0.25   box_train.h5 and box_val.h5
 
 The fields are dark_matter_density, baryon_density, velocity_x, velocity_y, velocity_z, temperature and, if known,
-dark_matter_velocity_x, _y and _z. Fields that are missing leave out their channels; without baryon_density only `Nbody`
+dark_matter_velocity_x, _y and _z. Missing fields have no channels; without baryon_density only `Nbody`
 is written. Densities in other units than the mean are divided by the mean. Memory does not grow with the box.
 """
 
