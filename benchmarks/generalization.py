@@ -39,6 +39,7 @@ PLAN = Path(__file__).with_name("generalization.yaml")
 BASELINES = ("best constant per channel", "copying density and velocities")
 NETWORK, REFERENCE, MIXTURE = "network", "trained on the condition", "trained on the mixture"
 OTHERS = (REFERENCE, MIXTURE, *BASELINES)
+FLUX = FluxOptions(sightlines=4096)
 WAVENUMBERS = (1.0, 2.0)  # h/Mpc; all cells resolve them
 FLUX_ERROR, FLUX_BASELINE = "flux P1D error, prediction", "flux P1D error, FGPA"  # if evaluations have the flux
 SMALL_SCALES = f"P ratio at k = {WAVENUMBERS[-1]:g} h/Mpc"
@@ -121,7 +122,7 @@ class Study:
         with closing(VolumeFields.open(str(box), None, None, trained.config)) as fields:
             predictor = build.predictor(trained, fields.inputs, InferenceOptions(), self._world)
             slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
-            found = fields.evaluate(slabs, trained.config, FluxOptions(), {"input": str(box)}, self._world)
+            found = fields.evaluate(slabs, trained.config, FLUX, {"input": str(box)}, self._world)
         results.save(found, path)
         return found
 
