@@ -10,11 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from utils.config.sections import OptimizerConfig
+from utils.build import network as build_model
+from utils.config import Config
+from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim.matrices import Ranks
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Preconditioning, Soap, outer_product, rotate
+from utils.profiling.memory import training_memory
 
+SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)
 
 
@@ -163,6 +167,15 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
         assert state_bytes(options(name=name), meta.named_parameters()) == size
     adam = state_bytes(options(name="adam"), meta.named_parameters())
     assert adam == 8 * sum(parameter.numel() for parameter in meta.parameters())
+    soap, plain = (
+        training_memory(Config(data_size=8, optimizer=options(name=name), **SMALL).for_world(1), build_model)
+        for name in ("soap", "adam")
+    )
+    assert plain.state == 16 * plain.parameters
+    with torch.device("meta"):
+        network = build_model(Config(data_size=8, **SMALL))
+    assert soap.state == 8 * soap.parameters + state_bytes(options(), network.named_parameters())
+    assert soap.state > plain.state
 
 
 def test_ranks_share_the_work_evenly() -> None:
