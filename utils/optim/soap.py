@@ -148,14 +148,13 @@ class Soap(MatrixOptimizer):
 
 def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Multiplies the tensor with these sides, along each side i in `bases`, by the transpose of bases[i]."""
-    shape = flat.shape
-    for number, basis in bases.items():
-        before = math.prod(sides[:number])
-        if number == len(sides) - 1:
-            flat = flat.view(before, -1) @ basis
-        else:
-            flat = torch.matmul(basis.mT, flat.view(before, sides[number], -1))
-    return flat.reshape(shape)
+    if not bases:
+        return flat
+    for number, size in enumerate(sides):
+        # Each side in turn becomes the last one, so that after all of them the order is the first one again.
+        turned = flat.view(size, -1).mT
+        flat = (turned @ bases[number] if number in bases else turned).reshape(-1)
+    return flat
 
 
 def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor:
