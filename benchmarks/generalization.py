@@ -77,7 +77,8 @@ class Study:
     def __init__(self, plan: Mapping[str, Any], options: argparse.Namespace) -> None:
         self._plan, self._folder, self._limit = plan, options.runs.absolute(), options.limit
         self._changes = read_changes(options.changes)
-        self._seeds = range(options.seeds)
+        self._seeds = options.seeds
+        self._networks: dict[str, dict[str, Path]] = {}
         self._world = common.this_machine()
         self.trained = Condition(**plan["trained"])
 
@@ -94,21 +95,30 @@ class Study:
         for seed in held_out["seeds"]:
             yield condition.box(self._folder / "boxes", held_out["grid"], seed)
 
-    def network(self, conditions: Sequence[Condition], seed: int) -> Path:
-        """The last checkpoint of a training on one box of each condition."""
-        plan, folder = self._plan["training"], self._folder / "boxes"
-        (grid, valid_grid), (box_seed, valid_seed) = plan["grid"], plan["seeds"]
-        boxes = [str(condition.box(folder, grid, box_seed)) for condition in conditions]
-        files = {
-            "train_path": boxes if len(boxes) > 1 else boxes[0],
-            "val_path": str(conditions[0].box(folder, valid_grid, valid_seed)),
-            "box_size": plan["grid"],
-        }
-        name = name_of(conditions)
-        recipe = convergence.Condition(name, plan["config"], 1, plan.get("changes", {}))
-        training = convergence.Training(name, recipe, seed, self._folder, {**files, **self._changes})
+    def networks(self, conditions: Sequence[Condition]) -> dict[str, Path]:
+        """The last checkpoints of trainings on one box of each condition, by name; one per seed."""
+        label = "+".join(condition.label for condition in conditions)
+        if label not in self._networks:
+            plan, folder = self._plan["training"], self._folder / "boxes"
+            (grid, valid_grid), (box_seed, valid_seed) = plan["grid"], plan["seeds"]
+            boxes = [str(condition.box(folder, grid, box_seed)) for condition in conditions]
+            files = {
+                "train_path": boxes if len(boxes) > 1 else boxes[0],
+                "val_path": str(conditions[0].box(folder, valid_grid, valid_seed)),
+                "box_size": plan["grid"],
+            }
+            recipe = convergence.Condition(label, plan["config"], 1, plan.get("changes", {}))
+            trainings = (
+                convergence.Training(label, recipe, seed, self._folder, {**files, **self._changes})
+                for seed in range(self._seeds)
+            )
+            self._networks[label] = {each.directory.name: self._checkpoint(each) for each in trainings}
+        return self._networks[label]
+
+    def _checkpoint(self, training: convergence.Training) -> Path:
+        """The last checkpoint of a training, which is run if it is missing."""
         if not training.is_trained():
-            sys.stderr.write(f"training on {name}, seed {seed}\n")
+            sys.stderr.write(f"training {training.directory.name}\n")
             training.run(self._limit)
         return step_directory(training.directory / FOLDER, training.config.total_steps)
 
@@ -131,8 +141,8 @@ class Study:
         trained_on = {NETWORK: [self.trained], MIXTURE: mixture, **({REFERENCE: [condition]} if with_reference else {})}
         found = {
             name: [
-                measures(self.evaluation(self.network(conditions, seed), f"{name_of(conditions)}-seed{seed}", box))
-                for seed in self._seeds
+                measures(self.evaluation(checkpoint, network, box))
+                for network, checkpoint in self.networks(conditions).items()
                 for box in self.boxes(condition)
             ]
             for name, conditions in trained_on.items()
@@ -142,16 +152,11 @@ class Study:
         return {**condition._asdict(), **{name: spreads(values) for name, values in found.items()}}
 
     def _baselines(self, box: Path) -> dict[str, float]:
-        config = build.load_trained(self.network([self.trained], 0), self._world.device).config
+        config = build.load_trained(next(iter(self.networks([self.trained]).values())), self._world.device).config
         with closing(VolumeFields.open(str(box), None, None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = [torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target)]
             return volume_losses(OneBatch(*whole), build.loss(config), self._world)
-
-
-def name_of(conditions: Sequence[Condition]) -> str:
-    """Name of the networks trained on the conditions."""
-    return "+".join(condition.label for condition in conditions)
 
 
 class OneBatch:

@@ -19,6 +19,7 @@ from benchmarks import generalization, processes
 from benchmarks.convergence import Training
 from benchmarks.generalization import MIXTURE, NETWORK, REFERENCE
 from utils.evaluation import results
+from utils.evaluation.options import FluxOptions
 from utils.simulation import simulate
 
 PLAN = """
@@ -32,13 +33,13 @@ trained: {redshift: 2.0, cosmology: planck18, cell: 0.5}
 panels:
   redshift:
     z = 2: {}
-    z = 4: {redshift: 4.0}
+    z = 4: {redshift: 4.0, cell: 1.0}
   cell size:
     0.5 Mpc/h: {}
-    1 Mpc/h: {cell: 1.0}
 mixture: [z = 2, z = 4]
 references: [z = 4]
 """
+TRAINED, CHANGED = "planck18_z2_cell0.5", "planck18_z4_cell1"
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ def study(
     (tmp_path / "boxes").mkdir()
     (tmp_path / "plan.yaml").write_text(PLAN)
     monkeypatch.setattr(generalization, "PLAN", tmp_path / "plan.yaml")
+    monkeypatch.setattr(generalization, "FLUX", FluxOptions(sightlines=4))
     monkeypatch.setattr(simulate, "main", write_box)
     monkeypatch.setattr(processes, "run_group", run_forked)
     return run
@@ -70,25 +72,22 @@ def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
     study: Callable[[], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     panels = study()
-    changed, cells = panels["redshift"]["z = 4"], panels["cell size"]["1 Mpc/h"]
-    assert panels["redshift"]["z = 2"] == panels["cell size"]["0.5 Mpc/h"]
-    assert (changed["redshift"], changed["cell"], cells["redshift"], cells["cell"]) == (4, 0.5, 2, 1)
-    with h5py.File(tmp_path / "boxes/planck18_z2_cell1_grid16_seed11.h5") as file:
+    trained, changed = panels["redshift"].values()
+    assert panels["cell size"] == {"0.5 Mpc/h": trained}
+    assert [(each["redshift"], each["cell"]) for each in (trained, changed)] == [(2, 0.5), (4, 1)]
+    with h5py.File(tmp_path / f"boxes/{CHANGED}_grid16_seed11.h5") as file:
         assert file.attrs["box_size_mpc_h"] == 16
 
     folder = tmp_path / "evaluations"
-    for key, trained in ((NETWORK, 2), (REFERENCE, 4), (MIXTURE, "2_cell0.5+planck18_z4")):
-        kept = [
-            results.load(folder / f"planck18_z{trained}_cell0.5-seed0/planck18_z4_cell0.5_grid16_seed{box}.npz")
-            for box in (11, 12)
-        ]
+    for key, name in ((NETWORK, TRAINED), (REFERENCE, CHANGED), (MIXTURE, f"{TRAINED}+{CHANGED}")):
+        kept = [results.load(folder / f"{name}-seed0/{CHANGED}_grid16_seed{box}.npz") for box in (11, 12)]
         errors = [float(each.l1.mean()) for each in kept]
         assert changed[key]["L1"]["values"] == errors
         assert changed[key]["L1"]["stdev"] == pytest.approx(statistics.stdev(errors))
-    assert REFERENCE not in cells
+    assert REFERENCE not in trained
     error = changed[NETWORK]["L1"]["mean"]
     assert changed["L1 ratio"] == {
-        "training condition": pytest.approx(error / panels["redshift"]["z = 2"][NETWORK]["L1"]["mean"]),
+        "training condition": pytest.approx(error / trained[NETWORK]["L1"]["mean"]),
         "best constant per channel": pytest.approx(error / changed["best constant per channel"]["L1"]["mean"]),
         "copying density and velocities": pytest.approx(
             error / changed["copying density and velocities"]["L1"]["mean"]
@@ -96,21 +95,22 @@ def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
         MIXTURE: pytest.approx(error / changed[MIXTURE]["L1"]["mean"]),
         REFERENCE: pytest.approx(error / changed[REFERENCE]["L1"]["mean"]),
     }
-    with h5py.File(tmp_path / "boxes/planck18_z4_cell0.5_grid16_seed11.h5") as file:
+    with h5py.File(tmp_path / f"boxes/{CHANGED}_grid16_seed11.h5") as file:
         target = file["Hydro"][:]
     median = np.median(target.reshape(5, -1), axis=1).reshape(5, 1, 1, 1)
     constant = changed["best constant per channel"]["L1"]["values"]
     assert constant[0] == pytest.approx(np.abs(target - median).mean(), rel=1e-3)
-    assert len((tmp_path / "generalization.md").read_text().splitlines()) == 6
+    assert len((tmp_path / "generalization.md").read_text().splitlines()) == 5
     assert (tmp_path / "generalization.png").read_bytes().startswith(b"\x89PNG")
 
     evaluated, save = [], results.save
+    monkeypatch.setattr(generalization, "draw", lambda *all: None)
     monkeypatch.setattr(Training, "run", lambda training, limit: pytest.fail("trained twice"))
     monkeypatch.setattr(simulate, "main", lambda argv: pytest.fail("simulated twice"))
     monkeypatch.setattr(results, "save", lambda found, path: evaluated.append(path) or save(found, path))
-    newer = tmp_path / "boxes/planck18_z2_cell0.5_grid16_seed12.h5"
+    newer = tmp_path / f"boxes/{TRAINED}_grid16_seed12.h5"
     os.utime(newer)  # as if it had been simulated again
-    damaged = folder / "planck18_z2_cell0.5-seed0/planck18_z4_cell0.5_grid16_seed12.npz"
+    damaged = folder / f"{TRAINED}-seed0/{CHANGED}_grid16_seed12.npz"
     damaged.write_bytes(b"")
     assert study() == panels
     assert set(evaluated) == {*folder.glob(f"*/{newer.stem}.npz"), damaged}
