@@ -229,17 +229,18 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -> None:
     """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (
-        KINDS[kind]([nn.Parameter(start()[0].detach().clone(memory_format=form))])
+        KINDS[kind]([nn.Parameter(start()[0].detach().clone(memory_format=form)), start()[3]])
         for form in (torch.contiguous_format, torch.channels_last_3d)
     )
     for number in range(2):
         take(first, number)
     with torch.no_grad():
-        optimizer_parameters(second)[0].copy_(optimizer_parameters(first)[0])
+        for one, other in zip(*map(optimizer_parameters, (first, second)), strict=True):
+            other.copy_(one)
     load_state(second, through_a_file(saved_state(first), tmp_path))
-    (parameter,) = optimizer_parameters(second)
+    parameter, _ = optimizer_parameters(second)
     averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]
-    assert len(averages) == (1 if kind == "sgd, momentum" else 2)
+    assert len(averages) == (1 if kind in ("sgd, momentum", "muon") else 2)
     assert all(value.stride() == parameter.stride() for value in averages)
     for optimizer in (first, second):
         take(optimizer, 2)
