@@ -35,7 +35,8 @@ SMALLER = {
         "log_interval: 50": "log_interval: 4",
     },
 }
-SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 64"}  # in the pages' commands
+# In the pages' commands.
+SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 64"}
 # Names of the launchers' variables: the tests may themselves run in a job.
 OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GIT_")
 
