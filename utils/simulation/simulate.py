@@ -204,16 +204,16 @@ def write(
     ):
         for name, values in datasets.items():
             file[name] = values
-        for place, values in about.items():
+        for place, described in about.items():
             owner = file[place or "/"] if (place or "/") in file else file.create_group(place)
-            owner.attrs.update(values)
+            owner.attrs.update(described)
 
 
 def parse(argv: Sequence[str] | None = None) -> SimulationOptions:
     """Parses the command line; every field of SimulationOptions is a flag."""
     parser = Parser(__doc__)
     parser.prog = "python -m utils.simulation"
-    types = {"box_size": float, "start_redshift": float, "redshift": float}
+    types: dict[str, type] = {"box_size": float, "start_redshift": float, "redshift": float}
     types |= dict.fromkeys(("output", "cosmology", "format"), str)
     for field in dataclasses.fields(SimulationOptions):
         text = field.metadata["help"]
