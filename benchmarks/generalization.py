@@ -3,8 +3,8 @@
 python -m benchmarks.generalization
 
 benchmarks/generalization.yaml defines the conditions. Networks trained on one condition, and networks trained on a
-mixture of conditions with as many samples, are evaluated on held-out boxes of every condition. For some conditions,
-networks are trained on that condition as well. Boxes, networks and evaluations are kept in --runs: an interrupted study
+mixture of conditions with as many samples, are evaluated on held-out boxes of every condition. For some conditions, a
+network is trained on that condition as well. Boxes, networks and evaluations are kept in --runs: an interrupted study
 resumes with the missing ones. After changes to the evaluation, remove the directory `evaluations` in --runs. Spreads
 are standard deviations over all pairs of a network and a box.
 """
@@ -78,7 +78,7 @@ class Study:
         self._plan, self._folder, self._limit = plan, options.runs.absolute(), options.limit
         self._changes = read_changes(options.changes)
         self._seeds = options.seeds
-        self._networks: dict[str, dict[str, Path]] = {}
+        self._networks: dict[tuple[str, int], dict[str, Path]] = {}
         self._world = common.this_machine()
         self.trained = Condition(**plan["trained"])
 
@@ -95,10 +95,10 @@ class Study:
         for seed in held_out["seeds"]:
             yield condition.box(self._folder / "boxes", held_out["grid"], seed)
 
-    def networks(self, conditions: Sequence[Condition]) -> dict[str, Path]:
+    def networks(self, conditions: Sequence[Condition], seeds: int) -> dict[str, Path]:
         """The last checkpoints of trainings on one box of each condition, by name; one per seed."""
         label = "+".join(condition.label for condition in conditions)
-        if label not in self._networks:
+        if (label, seeds) not in self._networks:
             plan, folder = self._plan["training"], self._folder / "boxes"
             (grid, valid_grid), (box_seed, valid_seed) = plan["grid"], plan["seeds"]
             boxes = [str(condition.box(folder, grid, box_seed)) for condition in conditions]
@@ -110,10 +110,10 @@ class Study:
             recipe = convergence.Condition(label, plan["config"], 1, plan.get("changes", {}))
             trainings = (
                 convergence.Training(label, recipe, seed, self._folder, {**files, **self._changes})
-                for seed in range(self._seeds)
+                for seed in range(seeds)
             )
-            self._networks[label] = {each.directory.name: self._checkpoint(each) for each in trainings}
-        return self._networks[label]
+            self._networks[label, seeds] = {each.directory.name: self._checkpoint(each) for each in trainings}
+        return self._networks[label, seeds]
 
     def _checkpoint(self, training: convergence.Training) -> Path:
         """The last checkpoint of a training, which is run if it is missing."""
@@ -138,21 +138,24 @@ class Study:
 
     def summary(self, condition: Condition, mixture: Sequence[Condition], with_reference: bool) -> dict[str, Any]:
         """The measures of all networks on a condition, and the errors of predictors that learn nothing."""
-        trained_on = {NETWORK: [self.trained], MIXTURE: mixture, **({REFERENCE: [condition]} if with_reference else {})}
+        trained_on = {NETWORK: ([self.trained], self._seeds), MIXTURE: (mixture, self._seeds)}
+        if with_reference:
+            trained_on[REFERENCE] = [condition], 1
         found = {
             name: [
                 measures(self.evaluation(checkpoint, network, box))
-                for network, checkpoint in self.networks(conditions).items()
+                for network, checkpoint in self.networks(conditions, seeds).items()
                 for box in self.boxes(condition)
             ]
-            for name, conditions in trained_on.items()
+            for name, (conditions, seeds) in trained_on.items()
         }
         errors = [self._baselines(box) for box in self.boxes(condition)]
         found |= {name: [{"L1": each[name]} for each in errors] for name in BASELINES}
         return {**condition._asdict(), **{name: spreads(values) for name, values in found.items()}}
 
     def _baselines(self, box: Path) -> dict[str, float]:
-        config = build.load_trained(next(iter(self.networks([self.trained]).values())), self._world.device).config
+        (checkpoint,) = self.networks([self.trained], 1).values()
+        config = build.load_trained(checkpoint, self._world.device).config
         with closing(VolumeFields.open(str(box), None, None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = [torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target)]
