@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import yaml
 from benchmarks import common, convergence
 from utils import build
 from utils.cli import positive, read_changes
+from utils.data import Batch, Loader
 from utils.errors import UserError, one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
@@ -158,20 +159,20 @@ class Study:
         config = build.load_trained(checkpoint, self._world.device).config
         with closing(VolumeFields.open(str(box), None, None, config)) as fields:
             size = fields.inputs.shape[0]
-            whole = [torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target)]
-            return volume_losses(OneBatch(*whole), build.loss(config), self._world)
+            whole = (torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target))
+            return volume_losses(OneBatch(Batch(*whole)), build.loss(config), self._world)
 
 
-class OneBatch:
+class OneBatch(Loader):
     """A loader of a single batch."""
 
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self._batch = inputs, targets
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
 
     def __len__(self) -> int:
         return 1
 
-    def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         yield self._batch
 
 

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -103,14 +104,14 @@ def test_networks_are_evaluated_on_every_condition_and_nothing_is_done_twice(
     assert len((tmp_path / "generalization.md").read_text().splitlines()) == 5
     assert (tmp_path / "generalization.png").read_bytes().startswith(b"\x89PNG")
 
-    evaluated, save = [], results.save
+    save = Mock(wraps=results.save)
+    monkeypatch.setattr(results, "save", save)
     monkeypatch.setattr(generalization, "draw", lambda *all: None)
     monkeypatch.setattr(Training, "run", lambda training, limit: pytest.fail("trained twice"))
     monkeypatch.setattr(simulate, "main", lambda argv: pytest.fail("simulated twice"))
-    monkeypatch.setattr(results, "save", lambda found, path: evaluated.append(path) or save(found, path))
     newer = tmp_path / f"boxes/{TRAINED}_grid16_seed12.h5"
     os.utime(newer)  # as if it had been simulated again
     damaged = folder / f"{TRAINED}-seed0/{CHANGED}_grid16_seed12.npz"
     damaged.write_bytes(b"")
     assert study() == panels
-    assert set(evaluated) == {*folder.glob(f"*/{newer.stem}.npz"), damaged}
+    assert {call.args[1] for call in save.call_args_list} == {*folder.glob(f"*/{newer.stem}.npz"), damaged}
