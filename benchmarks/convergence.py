@@ -5,21 +5,25 @@ python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files m
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, learning-rate scaling
 python -m benchmarks.convergence quality     the same U-Net on one rank: what learns more from a sample
 python -m benchmarks.convergence layers      the effect of norms and initialization on it
+python -m benchmarks.convergence learning_rates   eight learning rates for each of Adam, Muon and SOAP
+python -m benchmarks.convergence recipe           one factor at a time for the best of them
 
 benchmarks/studies.yaml defines the studies. Trainings are kept in --runs: an interrupted study resumes with the missing
-ones. A table, a plot and all curves go to --output. Spreads are standard deviations over seeds; each seed has its own
-weights and order of samples.
+ones. A training counts as finished if its config is the same, whatever its commit: remove it after a change to the
+training itself. A training that fails, for example because it diverges, does not end the study. A table, a plot and all
+curves go to --output. Spreads are standard deviations over seeds; each seed has its own weights and order of samples.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +45,10 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
+from utils.runs import tags
 from utils.runs.directory import run_directory
 from utils.runs.logger import read_records
-from utils.runs.provenance import provenance
+from utils.runs.provenance import read_provenance
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 
 
@@ -66,6 +71,19 @@ class Study:
     label: str
     rises: bool  # larger is better
     per_sample: bool = False  # report the samples needed to be as good as the first one at its end
+    first_seed: int = 0
+
+
+def expand(listed: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Condition]:
+    """The condition that is listed; if it has a key `vary`, one for each value of each key in it instead."""
+    changes = {**shared, **listed.get("changes", {})}
+    condition = Condition(listed["name"], listed["config"], listed["ranks"], changes)
+    if "vary" not in listed:
+        yield condition
+    for key, values in listed.get("vary", {}).items():
+        for value in values:
+            name = f"{condition.name}, {key.rpartition('.')[2]} {value}"
+            yield replace(condition, name=name, changes={**changes, key: value})
 
 
 def read_studies(path: Path) -> dict[str, Study]:
@@ -74,8 +92,7 @@ def read_studies(path: Path) -> dict[str, Study]:
     for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
         if not name.startswith("."):
             shared = values.pop("changes", {})
-            listed = values.pop("conditions")
-            conditions = [Condition(**{**one, "changes": {**shared, **one.get("changes", {})}}) for one in listed]
+            conditions = [condition for one in values.pop("conditions") for condition in expand(one, shared)]
             studies[name] = Study(conditions, **values)
     return studies
 
@@ -102,14 +119,6 @@ class Training:
         flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
         return [*launcher(self.condition.ranks), "train.py", *flags]
 
-    def is_complete(self) -> bool:
-        """True if the training is finished, with this commit and these settings."""
-        try:
-            made = json.loads((self.directory / "provenance.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        return made.get("git_commit") == provenance(common.this_machine())["git_commit"] and self.is_trained()
-
     def is_trained(self) -> bool:
         """True if the training is finished, with these settings and any commit."""
         try:
@@ -129,21 +138,27 @@ class Training:
             raise UserError(f"the training {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
 
     def curve(self) -> list[dict[str, float]]:
-        """The scalars of each validation: at the start and after each epoch."""
-        points = []
+        """The scalars of each validation: at the start and after each epoch.
+
+        `seconds` is the time since the start of the logs, `training seconds` that of the epochs' steps alone.
+        """
+        points, trained = [], 0.0
         for record in read_records(self.directory / "metrics.jsonl"):
+            if tags.ITERATIONS_PER_SECOND in record:
+                trained += self.config.steps_per_epoch / record[tags.ITERATIONS_PER_SECOND]
             if "Loss/valid" in record:
                 step = record["step"]
                 samples = step * self.config.global_batch_size
                 scalars = {name: value for name, value in record.items() if "/" in name}
                 where = {"epoch": step / self.config.steps_per_epoch, "samples": samples, "step": step}
-                points.append({**where, "seconds": record["seconds"], **scalars})
+                points.append({**where, "seconds": record["seconds"], "training seconds": trained, **scalars})
         return points
 
     def result(self) -> dict[str, Any]:
-        """The curve, and a classifier's accuracy on its training samples."""
-        curve = self.curve()
+        """The curve, the commit, and a classifier's accuracy on its training samples."""
+        curve, made = self.curve(), read_provenance(self.directory / "provenance.json")
         found: dict[str, Any] = {"seed": self.seed, "curve": curve, "seconds": curve[-1]["seconds"]}
+        found["commit"] = made.get("git_commit")
         if self.config.is_classification:
             found["training accuracy"] = training_accuracy(self.config, self.directory)
         return found
@@ -164,14 +179,44 @@ def training_accuracy(config: Config, directory: Path) -> float:
     return right / samples
 
 
-def run_missing(trainings: Sequence[Training], limit: float) -> None:
-    """Runs the trainings that are not complete."""
-    started, missing = time.monotonic(), [training for training in trainings if not training.is_complete()]
+def trainings_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
+    """The trainings of a study: all conditions with one seed, then with the next, so that drift of the machine affects
+    all conditions.
+    """
+    study, directory = STUDIES[name], runs.absolute()
+    return [
+        Training(f"{name}-{number}", condition, study.first_seed + seed, directory, changes)
+        for seed in range(seeds)
+        for number, condition in enumerate(study.conditions)
+    ]
+
+
+def run_missing(trainings: Sequence[Training], limit: float, hours: float | None = None) -> None:
+    """Runs the trainings that are not finished, and starts none after `hours`; a UserError at the end if some failed.
+
+    If nothing has succeeded yet, the first failure ends it.
+    """
+    started, missing = time.monotonic(), [training for training in trainings if not training.is_trained()]
+    kept, failures = len(trainings) - len(missing), []
+    if kept:
+        sys.stderr.write(f"{kept} of {len(trainings)} trainings are finished, whatever their commit\n")
     for number, training in enumerate(missing):
-        left = (time.monotonic() - started) / max(1, number) * (len(missing) - number)
+        passed = time.monotonic() - started
+        if hours is not None and passed > 3600 * hours:
+            sys.stderr.write(f"{len(missing) - number} trainings are not started after {hours:g} hours\n")
+            break
+        left = passed / max(1, number) * (len(missing) - number)
         about = f", about {format_duration(left)} left" if number else ""
         sys.stderr.write(f"{number + 1}/{len(missing)}: {training.condition.name}, seed {training.seed}{about}\n")
-        training.run(limit)
+        try:
+            training.run(limit)
+        except UserError as error:
+            failures.append(error)
+            if len(failures) > kept + number:
+                raise
+            sys.stderr.write(f"warning: {error}\n")
+    if failures:
+        raise UserError(f"{len(failures)} of {len(trainings)} trainings failed; {failures[0]}")
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -201,6 +246,8 @@ def summarise(study: Study, condition: Condition, config: Config, results: Seque
         "steps": config.total_steps,
         "epochs": config.num_epochs,
         "seconds": spread([result["seconds"] for result in results]),
+        "seeds": [result["seed"] for result in results],
+        "commits": [result["commit"] for result in results],
         **{key: spread([curve[-1][key] for curve in curves]) for key in (study.measure, "Loss/valid", "Loss/train")},
         "curve": points,
     }
@@ -268,7 +315,12 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
 
 
 def draw_curves(
-    named: Mapping[str, Sequence[Mapping[str, Any]]], axes: Sequence[str], label: str, path: Path, scale: str = "log"
+    named: Mapping[str, Sequence[Mapping[str, Any]]],
+    axes: Sequence[str],
+    label: str,
+    path: Path,
+    scale: str = "log",
+    goal: float | None = None,
 ) -> None:
     """A curve per name, without its first point: the untrained network is the same in all conditions."""
     with common.plot(path, (1 + 4 * len(axes), 4.6), len(axes), sharey=True) as panels:
@@ -278,6 +330,8 @@ def draw_curves(
                 panel.plot(places, means, "o-", markersize=3, label=name)
                 low, high = ([each["mean"] + sign * each.get("stdev", 0) for each in points] for sign in (-1, 1))
                 panel.fill_between(places, low, high, alpha=0.15, linewidth=0)
+            if goal is not None:
+                panel.axhline(goal, color="black", linestyle="--", linewidth=1, label="goal")
             panel.grid(alpha=0.3, which="both")
             panel.set(xlabel=key, yscale=scale)
             panel.locator_params(axis="x", nbins=5)
@@ -296,22 +350,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
+    text = "start no training after this time, and report those that are finished"
+    parser.add_argument("--hours", type=common.positive_float, help=text)
     add_options(parser, "convergence")
     options = parser.parse_args(argv)
-    changes = read_changes(options.changes)
-    study = STUDIES[options.study]
-    trainings = [
-        Training(f"{options.study}-{number}", condition, seed, options.runs.absolute(), changes)
-        for seed in range(options.seeds)
-        for number, condition in enumerate(study.conditions)
-    ]
-    run_missing(trainings, options.limit)
-    summaries = []
+    trainings = trainings_of(options.study, options.seeds, options.runs, read_changes(options.changes))
+    failure: UserError | None = None
+    try:
+        run_missing(trainings, options.limit, options.hours)
+    except UserError as error:
+        failure = error
+    report(options, trainings, failure)
+    if failure is not None:
+        raise failure
+
+
+def report(options: argparse.Namespace, trainings: Sequence[Training], failure: UserError | None) -> None:
+    """Publishes the finished trainings; UserError if the first condition has none."""
+    study, summaries, missing = STUDIES[options.study], [], []
     for condition in study.conditions:
         own = [training for training in trainings if training.condition is condition]
-        summaries.append(summarise(study, condition, own[0].config, [training.result() for training in own]))
-    result = {"study": options.study, "settings": common.settings(options), "conditions": summaries}
-    text = result_table(study, summaries)
+        finished = [training for training in own if training.is_trained()]
+        if len(finished) < len(own):
+            missing.append(f"{condition.name} ({len(own) - len(finished)} of {len(own)})")
+        if finished:
+            results = [training.result() for training in finished]
+            summaries.append(summarise(study, condition, own[0].config, results))
+        elif condition is study.conditions[0]:
+            raise failure or UserError(f"no training of {condition.name} is finished; give more --hours")
+    result = {"study": options.study, "settings": common.settings(options), "missing": missing, "conditions": summaries}
+    seconds = [each for summary in summaries for each in summary["seconds"]["values"]]
+    text = f"{result_table(study, summaries)}\n\n{len(seconds)} trainings, {sum(seconds) / 3600:.2f} hours in all."
+    text += f" Missing: {'; '.join(missing)}." if missing else ""
     common.publish(
         f"convergence_{options.study}", result, options.output, text, lambda path: draw(study, summaries, path)
     )

@@ -12,12 +12,14 @@ import pytest
 
 from benchmarks import convergence, processes
 from benchmarks.common import YAML
-from benchmarks.convergence import STUDIES, Condition, Study, Training, reach, result_table, summarise
+from benchmarks.convergence import STUDIES, Condition, Study, Training, expand, reach, result_table, summarise
 from utils import config as configs
+from utils.cli import read_changes
 from utils.data.splits import with_file_values
 from utils.errors import UserError
 
 CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two"))
+VARY = {"lr_schedule.start_lr": [0.01, 0.1], "num_epochs": [3]}
 STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)
 
 
@@ -35,7 +37,8 @@ def result(accuracies: list[float], seconds: float = 1.0) -> dict[str, Any]:
         }
         for epoch, value in enumerate(accuracies)
     ]
-    return {"curve": curve, "seconds": curve[-1]["seconds"], "training accuracy": accuracies[-1] / 2}
+    made = {"seed": 0, "commit": "abc"}
+    return {**made, "curve": curve, "seconds": curve[-1]["seconds"], "training accuracy": accuracies[-1] / 2}
 
 
 def summaries(study: Study, *results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,7 +96,7 @@ def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both:
 def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> None:
     conditions = STUDIES[name].conditions
     trainings = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
-    assert all(training.config.seed == 3 and not training.is_complete() for training in trainings)
+    assert all(training.config.seed == 3 and not training.is_trained() for training in trainings)
     batches = {training.config.global_batch_size for training in trainings}
     assert max(batches) == (1 if STUDIES[name].per_sample else 8) * min(batches)
     assert len({training.directory for training in trainings}) == len(trainings)
@@ -104,7 +107,7 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
 def test_trainings_run_once_and_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_forked: Any
 ) -> None:
-    """Complete trainings are kept; those of another commit or config run again, and a failure is one line."""
+    """Finished trainings are kept, whatever their commit; those of another config run again. A failure is one line."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
     monkeypatch.setattr(processes, "run_group", run_forked)
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
@@ -117,21 +120,25 @@ def test_trainings_run_once_and_are_compared(
     curve = [(point["epoch"], point["samples"], point["step"]) for point in found["conditions"][1]["curve"]]
     assert curve == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
     assert (tmp_path / "out" / "convergence_digits.md").read_text() in printed.out
+    (trained,) = convergence.trainings_of(
+        "digits", 1, tmp_path / "runs", read_changes([each.partition("=")[2] for each in small])
+    )[:1]
+    start, first, last = trained.curve()
+    assert start["training seconds"] == 0 < first["training seconds"] < last["training seconds"] < last["seconds"]
 
     started: list[str] = []
     path = next((tmp_path / "runs").glob("**/digits-0-seed0/provenance.json"))
     made = json.loads(path.read_text())
+    path.write_text(json.dumps({**made, "git_commit": "another"}))
     with monkeypatch.context() as patched:
-        # The commit may change while the test runs.
-        patched.setattr(convergence, "provenance", lambda world: {"git_commit": made["git_commit"]})
         patched.setattr(Training, "run", lambda training, limit: started.append(training.condition.name))
         convergence.main([*arguments, *small])
         assert started == []
-        path.write_text(json.dumps({**made, "git_commit": "another"}))
-        convergence.main([*arguments, *small])
-        assert started == ["one"]
-        convergence.main([*arguments, *small, "--set=num_epochs=1"])
-        assert started == ["one", "one", "two"]
+        found = json.loads((tmp_path / "out" / "convergence_digits.json").read_text())
+        assert found["conditions"][0]["commits"] == ["another"]
+        with pytest.raises(UserError, match="no training of one is finished"):
+            convergence.main([*arguments, *small, "--set=num_epochs=1"])
+        assert started == ["one", "two"]
 
     wrong = Training("wrong", CONDITIONS[0], 0, tmp_path / "runs", {})
     wrong._changes["network.name"] = "unet"
@@ -139,9 +146,7 @@ def test_trainings_run_once_and_are_compared(
         wrong.run(60)
 
 
-def test_a_training_on_files_that_state_their_transform_runs_once(
-    tmp_path: Path, volume_file: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_on_files_that_state_their_transform_runs_once(tmp_path: Path, volume_file: Any) -> None:
     """Its config.yaml has the transform of the files, not the default."""
     paths = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
     with h5py.File(paths["train_path"], "r+") as file:
@@ -149,12 +154,51 @@ def test_a_training_on_files_that_state_their_transform_runs_once(
     training = Training("it", Condition("it", "test", 1), 0, tmp_path / "runs", paths)
     config = with_file_values(training.config, "hdf5")
     (training.directory / "checkpoints" / f"step_{config.total_steps:08d}").mkdir(parents=True)
-    (training.directory / "provenance.json").write_text('{"git_commit": "abc"}')
-    monkeypatch.setattr(convergence, "provenance", lambda world: {"git_commit": "abc"})
     (training.directory / "config.yaml").write_text(configs.to_yaml(config, "test"))
-    assert training.is_complete()
+    assert training.is_trained()
     (training.directory / "config.yaml").write_text(configs.to_yaml(training.config, "test"))
-    assert not training.is_complete()
+    assert not training.is_trained()
+
+
+def test_a_diverged_training_does_not_end_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are trained and reported, and the study ends with the reason. A budget of time ends it early, too."""
+    conditions = list(expand({"name": "it", "config": "digits_naive", "ranks": 1, "vary": VARY}, {"num_epochs": 2}))
+    monkeypatch.setitem(STUDIES, "digits", Study(conditions, "Accuracy/valid", "y", rises=True, first_seed=100))
+    finished: list[tuple[str, int]] = []
+
+    def run(training: Training, limit: float) -> None:
+        if training.condition is conditions[1] and training.seed == 101:
+            raise UserError("it diverged")
+        finished.append((training.condition.name, training.seed))
+
+    def is_trained(training: Training) -> bool:
+        return (training.condition.name, training.seed) in finished
+
+    monkeypatch.setattr(Training, "run", run)
+    monkeypatch.setattr(Training, "is_trained", is_trained)
+    monkeypatch.setattr(Training, "result", lambda training: {**result([0.1, 0.5]), "seed": training.seed})
+    arguments = ["digits", "--seeds=2", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
+    with pytest.raises(UserError, match=r"no training of it, start_lr 0\.01 is finished; give more --hours"):
+        convergence.main([*arguments, "--hours=1e-12"])
+    with pytest.raises(UserError, match="1 of 6 trainings failed; it diverged"):
+        convergence.main(arguments)
+    assert finished == [
+        (each.name, seed) for seed in (100, 101) for each in conditions if (each, seed) != (conditions[1], 101)
+    ]
+    assert "5 trainings, 0.00 hours in all. Missing: it, start_lr 0.1 (1 of 2)." in capsys.readouterr().out
+    found = json.loads((tmp_path / "convergence_digits.json").read_text())["conditions"]
+    assert [condition["seeds"] for condition in found] == [[100, 101], [100], [100, 101]]
+
+
+def test_a_varied_condition_changes_one_key_at_a_time() -> None:
+    made = expand({"name": "it", "config": "digits_naive", "ranks": 1, "vary": VARY}, {"num_epochs": 2})
+    assert [(each.name, each.changes) for each in made] == [
+        ("it, start_lr 0.01", {"num_epochs": 2, "lr_schedule.start_lr": 0.01}),
+        ("it, start_lr 0.1", {"num_epochs": 2, "lr_schedule.start_lr": 0.1}),
+        ("it, num_epochs 3", {"num_epochs": 3}),
+    ]
 
 
 @pytest.mark.parametrize(
