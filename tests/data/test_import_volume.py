@@ -150,7 +150,7 @@ def test_slabs_and_threads_do_not_change_the_result(
 ) -> None:
     run(snapshot, "--density_units=other")
     expected = contents(tmp_path / "out" / "box.h5")
-    monkeypatch.setattr(snapshots, "SLAB_VALUES", 5 * 6 * 8)
+    monkeypatch.setattr(snapshots, "BLOCK_VALUES", 5 * 6 * 8)
     run(snapshot, "--density_units=other", f"--threads={threads}", "--overwrite")
     for key, values in contents(tmp_path / "out" / "box.h5").items():
         np.testing.assert_allclose(values, expected[key], atol=1e-7)  # sums of slabs round differently
@@ -189,6 +189,25 @@ def test_without_gas_only_the_inputs_are_written(run: Any, tmp_path: Path) -> No
     printed = run(write_nyx(tmp_path / "snapshot.h5", chosen([DARK])))
     assert printed.splitlines()[-1] == "without baryon_density it is an input of predict.py only"
     assert FieldReader(str(tmp_path / "out" / "box.h5"), "Nbody", 1, TransformConfig()).shape == SHAPE
+
+
+@pytest.mark.parametrize("unit", ["km s^-1", "[cm/s]", "KM/S", "cm s-1", "m s**-1"])
+def test_units_of_velocities_may_be_spelled_in_several_ways(run: Any, tmp_path: Path, unit: str) -> None:
+    factor = {"k": 1.0, "c": 1e5, "m": 1e3}[unit.strip("[").lower()[0]]
+    source = write_nyx(tmp_path / "snapshot.h5", FIELDS)
+    with h5py.File(source, "r+") as file:
+        for name in GAS[1:4]:
+            file[f"native_fields/{name}"][...] = factor * FIELDS[name]
+            file[f"native_fields/{name}"].attrs["units"] = unit
+        file["native_fields/temperature"].attrs["units"] = "Kelvin"
+    run(source)
+    np.testing.assert_allclose(900 * contents(tmp_path / "out" / "box.h5")["Hydro"][1], FIELDS["velocity_x"], rtol=1e-5)
+
+
+def test_values_that_the_flux_needs_and_the_input_lacks_are_named(run: Any, tmp_path: Path) -> None:
+    source = write_nyx(tmp_path / "snapshot.h5", FIELDS, universe={"hubble": 0.7})
+    needed = "--omega_m, --omega_l, --omega_b, --redshift"
+    assert f"note: the Lyman-alpha flux needs values that the input lacks: {needed}" in run(source)
 
 
 # --- contradictions --------------------------------------------------------------------------------------------------
@@ -238,7 +257,11 @@ def cut(path: Path) -> None:
         (attribute("domain", "shape", [6, 12, 8]), "domain/shape is (6, 12, 8)"),
         (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes; resample"),
         (attribute("domain", "size", [6.0]), "expected three lengths"),
-        (attribute("universe", "hubble", 67.5), "hubble is 67.5, but H0 / 100 km/s/Mpc is expected"),
+        (attribute("universe", "hubble", 67.5), "hubble is 67.5, expected 0.1 to 2"),
+        (attribute("universe", "redshift", -2.0), "redshift is -2, expected 0 to 1000"),
+        (attribute("universe", "redshift", np.nan), "redshift is nan, expected 0 to 1000"),
+        (attribute("universe", "omega_b", 0.4), "omega_b is 0.4, expected 0.0001 to 0.31"),
+        (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "the side of a cell in Mpc/h is 500, expected"),
         (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
         (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
         (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),
@@ -288,7 +311,7 @@ def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[
         ("velocity_x.f32", ["--shape=12,6,8"], "velocity_x.f32 does not state its unit; give --velocity_units"),
         ("velocity_x.f32", ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
         ("velocity_x.npy", ["--index=1"], "is (12, 6, 8); remove --index"),
-        ("other.txt", [], "has no .f32 and .npy files"),
+        ("other.txt", [], "has neither .f32 nor .npy files"),
     ],
 )
 def test_a_directory_that_does_not_match_is_refused(
@@ -300,6 +323,34 @@ def test_a_directory_that_does_not_match_is_refused(
         path = source / name.replace("velocity_x", key)
         np.save(path, FIELDS[key]) if name.endswith("npy") else FIELDS[key].tofile(path)
     refuse(source, *flags, says=says)
+
+
+@pytest.mark.parametrize(
+    ("named", "output", "flags"),
+    [
+        ("box.h5", "box.h5", []),
+        ("box_val.h5", "box.h5", ["--split=0.3", "--gap=1"]),
+        ("link.h5", "box.h5", []),
+        ("raw", "raw/temperature.f32", ["--shape=12,6,8", "--velocity_units=km/s"]),
+    ],
+)
+def test_the_input_is_not_overwritten(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, output: str, flags: list[str]
+) -> None:
+    source, kept = tmp_path / named, tmp_path / {"box_val.h5": "box_val.h5"}.get(named, output)
+    if named == "raw":
+        source.mkdir()
+        for name, values in FIELDS.items():
+            values.tofile(source / f"{name}.f32")
+    else:
+        kept.write_bytes(snapshot.read_bytes())
+    if named == "link.h5":
+        source.symlink_to(kept)
+    content = kept.read_bytes()
+    with pytest.raises(SystemExit):
+        main([f"--input={source}", f"--output={tmp_path / output}", "--overwrite", *flags])
+    assert kept.read_bytes() == content
+    assert "is the input; give another --output" in capsys.readouterr().err
 
 
 def test_an_existing_output_is_kept_without_overwrite(
@@ -336,7 +387,7 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: P
 
 
 def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "SLAB_VALUES", 4 * 32 * 32)
+    monkeypatch.setattr(snapshots, "BLOCK_VALUES", 4 * 32 * 32)
     peaks, sizes = [], []
     for planes in (32, 256):
         source = write_nyx(tmp_path / f"{planes}.h5", physical_fields((planes, 32, 32)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shlex
 import signal
 import sys
@@ -30,9 +31,10 @@ import torch
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
+from utils.data.files.attributes import FLOOR, UNIVERSE
 from utils.data.files.field_converter import Conversion, FieldChannel, Part
 from utils.data.files.hdf5 import DATASETS
-from utils.data.files.nyx import UNIVERSE, open_nyx
+from utils.data.files.nyx import open_nyx
 from utils.data.files.snapshots import (
     DARK_MATTER_DENSITY,
     DARK_MATTER_VELOCITY,
@@ -56,6 +58,15 @@ from utils.runs.provenance import provenance
 
 GAP = 8  # cells between the parts of a split
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
+# Values beyond these limits are slips: of the options of UNIVERSE, and of the side of a cell in Mpc/h.
+LIMITS = {
+    "hubble": (0.1, 2.0),
+    "omega_m": (1e-3, 2.0),
+    "omega_l": (0.0, 2.0),
+    "omega_b": (1e-4, 1.0),
+    "redshift": (0.0, 1e3),
+}
+CELL_LIMITS = (1e-5, 50.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,9 @@ def open_snapshot(options: ImportOptions) -> Snapshot:
     layout = _detect(path) if options.format == "auto" else options.format
     if layout != "nyx" and not path.is_dir():
         raise UserError(f"{path} is not a directory of {layout} files; give the directory that holds them")
+    for flag, known in (("index", "npy"), ("shape", "raw")):
+        if layout != known and getattr(options, flag) is not None:
+            raise UserError(f"--{flag} is for {known} files, not for {layout}; remove it")
     if layout == "raw":
         if options.shape is None:
             raise UserError("raw files do not state their shape; give --shape X,Y,Z")
@@ -112,7 +126,8 @@ def _detect(path: Path) -> str:
         return "nyx"
     found = [layout for layout, ending in (("raw", "f32"), ("npy", "npy")) if any(path.glob(f"*.{ending}"))]
     if len(found) != 1:
-        raise UserError(f"{path} has {'both' if found else 'no'} .f32 and .npy files; give another --input or --format")
+        both = "both .f32 and .npy files" if found else "neither .f32 nor .npy files"
+        raise UserError(f"{path} has {both}; give another --input or --format")
     return found[0]
 
 
@@ -152,6 +167,7 @@ def _factor(field: GridField, options: ImportOptions) -> float | None:
     unit = given or field.unit or {"density": "other", "temperature": "K"}.get(field.quantity)
     if unit is None:
         raise UserError(f"{field.name} does not state its unit; give --velocity_units")
+    unit = _spelled(unit)
     others = [known for quantity, units in UNITS.items() if quantity != field.quantity for known in units]
     if unit in UNITS[field.quantity]:
         return UNITS[field.quantity][unit]
@@ -159,6 +175,14 @@ def _factor(field: GridField, options: ImportOptions) -> float | None:
         return None
     remedy = "correct the attribute" if field.quantity == "temperature" else f"give --{field.quantity}_units"
     raise UserError(f"{field.name} is a {field.quantity} in {unit}; {remedy}")
+
+
+def _spelled(unit: str) -> str:
+    """The unit as in UNITS, if it is one of them in another spelling such as km s^-1, [cm/s] or Kelvin."""
+    plain = re.sub(r"[\s*.]*s(\^|\*\*)?-1$", "/s", unit.strip("[]() ").lower())
+    plain = {"kelvin": "k"}.get(plain, plain.replace(" ", ""))
+    known = {name.lower(): name for units in UNITS.values() for name in units}
+    return known.get(plain, unit)
 
 
 def describe(snapshot: Snapshot, options: ImportOptions) -> tuple[float | None, dict[str, float]]:
@@ -173,10 +197,14 @@ def describe(snapshot: Snapshot, options: ImportOptions) -> tuple[float | None, 
         stated = options.box_size if cell is None else cell * max(snapshot.shape)
         _check_stated(snapshot.path, "box_size", stated, options.box_size)
         cell = options.box_size / max(snapshot.shape)
-    if not 0.1 < about.get("cosmology_H0", 70.0) / 100.0 < 2:
-        raise UserError(
-            f"{snapshot.path}: hubble is {about['cosmology_H0'] / 100:g}, but H0 / 100 km/s/Mpc is expected, about 0.7"
-        )
+    stated = {flag: about[key] / factor for flag, (key, factor) in UNIVERSE.items() if key in about}
+    limits = {**LIMITS, "omega_b": (LIMITS["omega_b"][0], min(stated.get("omega_m", 1.0), 1.0))}
+    if cell is not None:
+        stated["the side of a cell in Mpc/h"], limits["the side of a cell in Mpc/h"] = cell, CELL_LIMITS
+    for name, value in stated.items():
+        low, high = limits[name]
+        if not low <= value <= high:
+            raise UserError(f"{snapshot.path}: {name} is {value:g}, expected {low:g} to {high:g}; correct it")
     return cell, about
 
 
@@ -212,15 +240,19 @@ def import_volume(options: ImportOptions) -> list[str]:
     datasets = plan_channels(snapshot, options)
     shape, (cell, about) = snapshot.shape, describe(snapshot, options)
     parts = plan_parts(shape, options)
+    source = Path(options.input)
+    inputs = [source, *(source.iterdir() if source.is_dir() else ())]
     for part in parts:
+        if part.path.exists() and any(part.path.samefile(each) for each in inputs if each.exists()):
+            raise UserError(f"output {part.path} is the input; give another --output")
         check_target(part.path, options.overwrite)
     attributes = {
         "made_by": "utils.data.import_volume",
         "input": str(Path(options.input).resolve()),
-        "periodic": options.split is None,
+        "periodic": snapshot.periodic and options.split is None,
         **about,
         **options.transform.model_dump(),
-        "density_floor_of_mean": options.floor,
+        FLOOR: options.floor,
         "provenance": json.dumps(provenance(World(Launch("import_volume"), torch.device("cpu")))),
     }
     about_parts = []
@@ -231,18 +263,23 @@ def import_volume(options: ImportOptions) -> list[str]:
     conversion = Conversion(datasets, parts, shape, options.floor, options.threads)
     make_output_directory(parts[0].path.parent, conversion.bytes)
     conversion.write(about_parts, f"importing {options.input}")
-    return _summary(parts, datasets, shape)
+    unknown = [f"--{name}" for name, (key, _) in UNIVERSE.items() if key not in about]
+    unknown += ["--box_size"] if cell is None else []
+    notes = [f"note: the Lyman-alpha flux needs values that the input lacks: {', '.join(unknown)}"] if unknown else []
+    return [*notes, *_summary(parts, datasets, shape)]
 
 
 def _summary(parts: Sequence[Part], datasets: dict[str, list[FieldChannel]], shape: Shape) -> list[str]:
     """Lines about the files, and the config keys that fit them."""
-    lines = []
+    lines = [f"{name}: {', '.join(each.channel.name for each in channels)}" for name, channels in datasets.items()]
     for part in parts:
         sizes = [f"{name} {(len(each), len(part.planes), *shape[1:])}" for name, each in datasets.items()]
         lines.append(f"wrote {part.path}: {', '.join(sizes)}")
     if len(datasets) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
-    keys: dict[str, Any] = dict(zip(("train_path", "val_path"), (str(part.path) for part in parts), strict=False))
+    paths = [str(part.path) for part in parts]
+    names = ("val_path",) if len(parts) == 1 and "val" in parts[0].path.stem else ("train_path", "val_path")
+    keys: dict[str, Any] = dict(zip(names, paths, strict=False))
     if len(parts) == 1 and len(set(shape)) == 1:
         keys["box_size"] = [shape[0], shape[0]]
     for name, count, vectors in zip(datasets, ("N_in_channels", "N_out_channels"), ("inputs", "targets"), strict=True):
@@ -266,7 +303,7 @@ def parse(argv: Sequence[str] | None = None) -> ImportOptions:
     parser.add_argument("--velocity_units", choices=UNITS["velocity"], help="(as the file states)")
     parser.add_argument("--box_size", type=_positive, help="longest side in comoving Mpc/h, unless the file states it")
     for name in UNIVERSE:
-        kind = float if name == "redshift" else _positive
+        kind = _not_negative if name == "redshift" else _positive
         parser.add_argument(f"--{name}", type=kind, help=f"{TEXTS.get(name, name)}, unless the file states it")
     text = "share of the planes along x for validation: writes OUTPUT_train.h5 and OUTPUT_val.h5"
     parser.add_argument("--split", type=_positive, metavar="FRACTION", help=text)
@@ -297,6 +334,11 @@ def _positive(text: str) -> float:
     return value
 
 
+def _not_negative(text: str) -> float:
+    """A redshift, for argparse."""
+    return 0.0 if float(text) == 0 else _positive(text)
+
+
 def _shape(text: str) -> Shape:
     """Three counts, for argparse."""
     x, y, z = map(positive, text.split(","))
@@ -311,5 +353,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the unfinished files
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # removes the unfinished files
     main()
