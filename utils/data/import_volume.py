@@ -303,7 +303,7 @@ def parse(argv: Sequence[str] | None = None) -> ImportOptions:
     parser.add_argument("--velocity_units", choices=UNITS["velocity"], help="(as the file states)")
     parser.add_argument("--box_size", type=_positive, help="longest side in comoving Mpc/h, unless the file states it")
     for name in UNIVERSE:
-        kind = _not_negative if name == "redshift" else _positive
+        kind = float if name == "redshift" else _positive
         parser.add_argument(f"--{name}", type=kind, help=f"{TEXTS.get(name, name)}, unless the file states it")
     text = "share of the planes along x for validation: writes OUTPUT_train.h5 and OUTPUT_val.h5"
     parser.add_argument("--split", type=_positive, metavar="FRACTION", help=text)
@@ -332,11 +332,6 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
-
-
-def _not_negative(text: str) -> float:
-    """A redshift, for argparse."""
-    return 0.0 if float(text) == 0 else _positive(text)
 
 
 def _shape(text: str) -> Shape:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from utils.data.files import nyx
+from utils.data.files.attributes import UNIVERSE
 from utils.data.files.hdf5 import DATASETS, FieldReader
 from utils.data.files.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE, Shape
 from utils.errors import UserError
@@ -121,7 +122,7 @@ def choose_layout(
     if physical:
         raise UserError("--format nyx holds physical values only; remove --physical")
     check_physical_units((dark_matter, *gas), "do not give --format nyx, or train with the transform's keys set")
-    missing = [key for key, _ in nyx.UNIVERSE.values() if key not in source.simulation]
+    missing = [key for key, _ in UNIVERSE.values() if key not in source.simulation]
     if source.cell is None:
         missing.insert(0, "box_size_mpc_h")
     if source.cell is None or missing:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import h5py
 import numpy as np
 
 from utils.config import validate_section
@@ -20,6 +21,15 @@ from utils.errors import UserError
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
 SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
 CELL = "cell size (Mpc/h)"
+FLOOR = "density_floor_of_mean"  # smaller densities were raised to it
+# Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
+UNIVERSE = {
+    "hubble": ("cosmology_H0", 100.0),
+    "omega_m": ("cosmology_Om0", 1.0),
+    "omega_l": ("cosmology_Ode0", 1.0),
+    "omega_b": ("cosmology_Ob0", 1.0),
+    "redshift": ("redshift", 1.0),
+}
 
 Attributes = Mapping[str, Any]
 Simulation = dict[str, float | str]
@@ -70,9 +80,24 @@ def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
     return None if length is None else length / side
 
 
+def attributes_of(file: h5py.File, cells: Sequence[int], path: str) -> dict[str, Any]:
+    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
+    universe, domain = (dict(file[name].attrs) if name in file else {} for name in ("universe", "domain"))
+    found: dict[str, Any] = universe_of(universe, path)
+    if "size" in domain and tuple(np.ravel(domain.get("shape", cells))) == tuple(cells):
+        found["box_size_mpc_h"] = float(np.max(domain["size"]))
+    return {**found, **file.attrs}
+
+
+def universe_of(universe: Attributes, path: str) -> dict[str, float]:
+    """This project's attributes for those of the group `universe` of a file."""
+    numbers = {key: (number_of(universe, name, path), factor) for name, (key, factor) in UNIVERSE.items()}
+    return {key: factor * number for key, (number, factor) in numbers.items() if number is not None}
+
+
 def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
-    """Redshift, cosmology and size of a cell, as far as the file states them."""
-    names = ("redshift", *sorted(name for name in attributes if name.startswith("cosmology")))
+    """Redshift, cosmology, density floor and size of a cell, as far as the file states them."""
+    names = ("redshift", FLOOR, *sorted(name for name in attributes if name.startswith("cosmology")))
     found = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -100,14 +125,14 @@ def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) 
 
 def number_of(attributes: Attributes, key: str, path: str) -> float | None:
     """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
-    value = _scalar(attributes.get(key))
+    value = scalar(attributes.get(key))
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
 
 
-def _scalar(value: Any) -> Any:
+def scalar(value: Any) -> Any:
     """The value of an attribute; some programs write arrays of one element, and texts as bytes."""
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.item()
@@ -116,7 +141,7 @@ def _scalar(value: Any) -> Any:
 
 def _plain(value: Any) -> float | str | None:
     """The value of an attribute that is a number or a text, None for others."""
-    value = _scalar(value)
+    value = scalar(value)
     return float(value) if isinstance(value, Real) else value if isinstance(value, str) else None
 
 

@@ -1,4 +1,4 @@
-"""Writes fields of a simulation as channels, slab by slab and by several threads; memory does not grow with the box."""
+"""Writes fields of a simulation as channels, in blocks and by several threads; memory does not grow with the box."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from utils.data.files.snapshots import GridField, Shape
+from utils.data.files.snapshots import Block, GridField, Shape
 from utils.data.files.writer import create_contiguous, write_at
 from utils.distributed.in_order import in_order
 from utils.errors import UserError, os_errors_for_users
@@ -42,10 +42,10 @@ class Part:
 
 
 class _Sums(NamedTuple):
-    """Sums over planes of a field."""
+    """Sums over blocks of a field."""
 
     cells: int = 0
-    planes: int = 0
+    rows: int = 0
     values: float = 0.0
     squares: float = 0.0
 
@@ -71,7 +71,7 @@ class Conversion:
         planes = sum(len(part.planes) for part in self.parts) * len(self._channels()) + self.shape[0] * len(unscaled)
         targets = [part.path for part in self.parts]
         with (
-            Progress(title, planes, "planes") as progress,
+            Progress(title, planes * self.shape[1], "rows") as progress,
             os_errors_for_users(f"cannot write {targets[0]}", "give another --output"),
             atomic_write(targets) as partials,
             ExitStack() as files,
@@ -84,9 +84,9 @@ class Conversion:
             for name, channels in self.datasets.items():
                 for number, each in enumerate(channels):
                     factor = 1 / means[each.field.name] if each.factor is None else each.factor
-                    slabs = (slab for output in outputs for slab in output.slabs(name, number, each.field))
+                    pieces = (piece for output in outputs for piece in output.pieces(name, number, each.field))
                     converter = _Converter(each, factor, self.floor)
-                    converter.check(_total(in_order(converter.convert, slabs, self.threads), progress))
+                    converter.check(_total(in_order(converter.convert, pieces, self.threads), progress))
 
     def _channels(self) -> list[FieldChannel]:
         return [channel for channels in self.datasets.values() for channel in channels]
@@ -105,12 +105,13 @@ class Conversion:
         }
 
 
-class _Slab(NamedTuple):
-    """Planes of a field, and where their channel is written."""
+class _Piece(NamedTuple):
+    """A block of a field, and where its channel is written."""
 
-    planes: slice
+    block: Block
     file: IO[bytes]
-    offset: int
+    offset: int  # of the first plane
+    stride: int  # bytes from plane to plane
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,14 @@ class _Output:
     file: IO[bytes]
     offsets: Mapping[str, int]  # of the data of each dataset
 
-    def slabs(self, dataset: str, channel: int, field: GridField) -> Iterator[_Slab]:
-        """The slabs of a field that this file holds as a channel of a dataset."""
-        planes, plane_bytes = self.part.planes, 4 * field.shape[1] * field.shape[2]
-        for slab in field.slabs(planes):
-            plane = channel * len(planes) + slab.start - planes.start
-            yield _Slab(slab, self.file, self.offsets[dataset] + plane * plane_bytes)
+    def pieces(self, dataset: str, channel: int, field: GridField) -> Iterator[_Piece]:
+        """The blocks of a field that this file holds as a channel of a dataset."""
+        planes, row_bytes = self.part.planes, 4 * field.shape[2]
+        plane_bytes = row_bytes * field.shape[1]
+        for block in field.blocks(planes):
+            plane = channel * len(planes) + block[0].start - planes.start
+            offset = self.offsets[dataset] + plane * plane_bytes + block[1].start * row_bytes
+            yield _Piece(block, self.file, offset, plane_bytes)
 
 
 @dataclass(frozen=True)
@@ -137,16 +140,20 @@ class _Converter:
     factor: float
     floor: float
 
-    def convert(self, slab: _Slab) -> _Sums:
+    def convert(self, piece: _Piece) -> _Sums:
         field = self.source.field
-        values = field.planes(slab.planes)
-        sums = _sums(field, values, slab.planes.start)
-        if self.factor != 1.0:
-            values *= self.factor
-        if field.quantity == "density":
-            np.maximum(values, self.floor, out=values)
-        self.source.channel.from_physical(values)
-        write_at(slab.file, slab.offset, values.data.cast("B"))
+        values = field.values(piece.block)
+        sums = _sums(field, values, piece.block)
+        with np.errstate(all="ignore"):  # the result is checked
+            if self.factor != 1.0:
+                values *= self.factor
+            if field.quantity == "density":
+                np.maximum(values, self.floor, out=values)
+            self.source.channel.from_physical(values)
+        if not math.isfinite(values.sum(dtype=np.float64)):
+            _refuse(field, values, piece.block, np.isfinite, "not finite, as a channel", "write it in other units")
+        for number, plane in enumerate(values):
+            write_at(piece.file, piece.offset + number * piece.stride, plane.data.cast("B"))
         return sums
 
     def check(self, sums: _Sums) -> None:
@@ -169,10 +176,10 @@ class _Converter:
 def _mean(field: GridField, threads: int, progress: Progress) -> float:
     """The mean of a density; raises UserError if it is zero."""
 
-    def read(planes: slice) -> _Sums:
-        return _sums(field, field.planes(planes), planes.start)
+    def read(block: Block) -> _Sums:
+        return _sums(field, field.values(block), block)
 
-    sums = _total(in_order(read, field.slabs(range(field.shape[0])), threads), progress)
+    sums = _total(in_order(read, field.blocks(range(field.shape[0])), threads), progress)
     if not sums.values:
         raise UserError(f"{field.name} is 0 everywhere; give another file")
     return sums.values / sums.cells
@@ -180,28 +187,34 @@ def _mean(field: GridField, threads: int, progress: Progress) -> float:
 
 def _total(done: Iterator[_Sums], progress: Progress) -> _Sums:
     total = _Sums()
-    for cells, planes, values, squares in done:
-        total = _Sums(total.cells + cells, total.planes + planes, total.values + values, total.squares + squares)
-        progress.advance(planes)
+    for cells, rows, values, squares in done:
+        total = _Sums(total.cells + cells, total.rows + rows, total.values + values, total.squares + squares)
+        progress.advance(rows)
     return total
 
 
-def _sums(field: GridField, values: np.ndarray, start: int) -> _Sums:
+def _sums(field: GridField, values: np.ndarray, block: Block) -> _Sums:
     """Sums of physical values; raises UserError, with the place, for values that the quantity cannot have."""
     flat = values.reshape(-1)
     total = float(flat.sum(dtype=np.float64))
     if not math.isfinite(total):
-        _refuse(field, values, start, np.isfinite, "not finite")
+        _refuse(field, values, block, np.isfinite, "not finite")
     if field.quantity == "density" and flat.min() < 0:
-        _refuse(field, values, start, lambda density: density >= 0, "negative")
+        _refuse(field, values, block, lambda density: density >= 0, "negative")
     if field.quantity == "temperature" and flat.min() <= 0:
-        _refuse(field, values, start, lambda kelvin: kelvin > 0, "not above zero")
+        _refuse(field, values, block, lambda kelvin: kelvin > 0, "not above zero")
     squares = float(np.dot(flat, flat)) if field.quantity == "velocity" else 0.0
-    return _Sums(values.size, len(values), total, squares)
+    return _Sums(values.size, values.shape[0] * values.shape[1], total, squares)
 
 
 def _refuse(
-    field: GridField, values: np.ndarray, start: int, valid: Callable[[np.ndarray], np.ndarray], fault: str
+    field: GridField,
+    values: np.ndarray,
+    block: Block,
+    valid: Callable[[np.ndarray], np.ndarray],
+    fault: str,
+    remedy: str = "correct the file",
 ) -> None:
     x, y, z = np.argwhere(~valid(values))[0].tolist()
-    raise UserError(f"{field.name}[{start + x}, {y}, {z}] is {values[x, y, z]:g}, {fault}; correct the file")
+    place = f"{block[0].start + x}, {block[1].start + y}, {z}"
+    raise UserError(f"{field.name}[{place}] is {values[x, y, z]:g}, {fault}; {remedy}")

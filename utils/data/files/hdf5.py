@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import Simulation, cell_size, file_transform, simulation_of
+from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
 from utils.data.files.fields import Remedies, checked_field
 from utils.data.files.page_cache import read_ahead
 from utils.data.files.size_check import SizeCheck
@@ -109,7 +109,7 @@ class FieldReader:
             file = open_file(path)
             linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
             field = checked_field(file, path, name, channels, Remedies(linked))
-            self.attributes = dict(file.attrs)
+            self.attributes = attributes_of(file, field.shape[1:], path)
             file_transform(transform, {path: self.attributes})
             self.values = field.mapped()
         self.path, self.name = path, name
@@ -161,9 +161,10 @@ def open_volume(
         ]
         if transform is not None:
             file_transform(transform, {path: file.attrs})
-        cell = cell_size(file.attrs, max(stored[0].shape[1:]), path)
-        simulation = simulation_of(file.attrs, cell)
-        periodic = bool(file.attrs.get("periodic", True))
+        attributes = attributes_of(file, stored[0].shape[1:], path)
+        cell = cell_size(attributes, max(stored[0].shape[1:]), path)
+        simulation = simulation_of(attributes, cell)
+        periodic = bool(attributes.get("periodic", True))
         fields = [each.mapped() for each in stored]
     shapes = [each.shape for each in stored]
     if shapes[0][1:] != shapes[1][1:]:

@@ -17,21 +17,13 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.data.files.attributes import number_of
+from utils.data.files.attributes import UNIVERSE, scalar, universe_of
 from utils.data.files.hdf5 import open_file, reading
 from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of, read_stored
 from utils.errors import UserError
 
 FORMAT, NATIVE = "nyx-lyaf", "native_fields"
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none
-# Attributes of `universe`: the attribute of this project's files, and its factor.
-UNIVERSE = {
-    "hubble": ("cosmology_H0", 100.0),
-    "omega_m": ("cosmology_Om0", 1.0),
-    "omega_l": ("cosmology_Ode0", 1.0),
-    "omega_b": ("cosmology_Ob0", 1.0),
-    "redshift": ("redshift", 1.0),
-}
 CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 
 
@@ -48,12 +40,8 @@ def open_nyx(path: str) -> Snapshot:
         domain, universe = (dict(file[name].attrs) if name in file else {} for name in ("domain", "universe"))
         snapshot = Snapshot(path, fields)
         cell = _cell(path, domain, snapshot.shape) if fields else None
-        about = {}
-        for name, (key, factor) in UNIVERSE.items():
-            value = number_of(universe, name, path)
-            if value is not None:
-                about[key] = factor * value
-    return Snapshot(path, fields, cell, about)
+        periodic = bool(scalar(file.attrs.get("periodic", True)))  # predict.py writes it
+        return Snapshot(path, fields, cell, periodic, universe_of(universe, path))
 
 
 def _field(path: str, field: str, dataset: Any) -> GridField:
@@ -62,12 +50,11 @@ def _field(path: str, field: str, dataset: Any) -> GridField:
         raise UserError(f"{name} does not hold real numbers; give another file")
     if len(dataset.shape) != 3:
         raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
-    stated = dataset.attrs.get("units", DEFAULT_UNITS[quantity])
-    unit = (stated.decode(errors="replace") if isinstance(stated, bytes) else str(stated)).strip().strip("()")
+    unit = str(scalar(dataset.attrs.get("units", DEFAULT_UNITS[quantity]))).strip().strip("()")
     offset, native = dataset.id.get_offset(), h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())
     if offset is None or not native or dataset.is_virtual or dataset.external:
-        depth = dataset.chunks[0] if dataset.chunks else 1
-        return GridField(name, quantity, dataset.shape, dataset.__getitem__, unit, depth)
+        chunk = dataset.chunks[:2] if dataset.chunks else None
+        return GridField(name, quantity, dataset.shape, dataset.__getitem__, unit, chunk)
     stored = Path(dataset.file.filename)  # a dataset may be a link into another file
     read = partial(read_stored, stored, dataset.dtype, offset, dataset.shape)
     return GridField(name, quantity, dataset.shape, read, unit)

@@ -1,4 +1,4 @@
-"""Fields of simulations in the layouts that other programs write, read in slabs of planes along x.
+"""Fields of simulations in the layouts that other programs write, read in blocks.
 
 Raw files are a directory of little-endian float32 values, one `NAME.f32` per field, as in SDRBench's Nyx data. NumPy
 grids are a directory with one `.npy` file per field, [X, Y, Z] or, as in CAMELS, [N, X, Y, Z]. `nyx.py` reads HDF5.
@@ -15,10 +15,12 @@ import numpy as np
 
 from utils.data.files.fields import as_float32
 from utils.data.files.hdf5 import reading
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
+from utils.files import open_regular
 
 Shape = tuple[int, int, int]
-SLAB_VALUES = 2**20  # values of a slab, 4 MiB as float32, which caches hold
+Block = tuple[slice, slice]  # planes along x, and in each of them rows along y; rows along z are whole
+BLOCK_VALUES = 2**20  # values of a block, 4 MiB as float32, which caches hold
 
 # The names of Nyx; those of the dark-matter velocity, which Nyx does not write, are this project's.
 DARK_MATTER_DENSITY, GAS_DENSITY, TEMPERATURE = "dark_matter_density", "baryon_density", "temperature"
@@ -46,21 +48,25 @@ class GridField:
     name: str  # file and dataset, for errors
     quantity: str  # a key of UNITS
     shape: Shape
-    read: Callable[[slice], np.ndarray]  # the values of planes along x, as stored
+    read: Callable[[Block], np.ndarray]  # the values of a block, as stored
     unit: str | None = None  # as the file states it
-    depth: int = 1  # planes that are read at once, because HDF5 unpacks whole chunks
+    chunk: tuple[int, int] | None = None  # planes and rows of a chunk, which HDF5 unpacks as a whole
 
-    def planes(self, planes: slice) -> np.ndarray:
-        """Values [n, Y, Z], an array of its own; raises UserError if they cannot be read."""
+    def values(self, block: Block) -> np.ndarray:
+        """Values [x, y, Z], an array of its own; raises UserError if they cannot be read."""
         with reading(self.name):
-            return as_float32(self.read(planes))
+            return as_float32(self.read(block))
 
-    def slabs(self, planes: range) -> Iterator[slice]:
-        """Slices that divide a range of planes into slabs to read at once: whole chunks, from their first planes."""
-        thickness = max(1, SLAB_VALUES // (self.shape[1] * self.shape[2]))
-        thickness = max(thickness // self.depth, 1) * self.depth
+    def blocks(self, planes: range) -> Iterator[Block]:
+        """Divides a range of planes into blocks of BLOCK_VALUES, or of whole chunks along z if these hold more."""
+        _, y, z = self.shape
+        depth, width = self.chunk or (1, y)
+        rows = min(max(BLOCK_VALUES // (depth * z) // width, 1) * width, y)
+        thickness = max(BLOCK_VALUES // (rows * z) // depth, 1) * depth
         for first in range(planes.start // thickness * thickness, planes.stop, thickness):
-            yield slice(max(first, planes.start), min(first + thickness, planes.stop))
+            for row in range(0, y, rows):
+                along_x = slice(max(first, planes.start), min(first + thickness, planes.stop))
+                yield along_x, slice(row, min(row + rows, y))
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Snapshot:
     path: str
     fields: Mapping[str, GridField]
     cell: float | None = None  # side of a cell in comoving Mpc/h
+    periodic: bool = True
     about: Mapping[str, float] = field(default_factory=dict)  # attributes that state redshift and cosmology
 
     @property
@@ -84,14 +91,14 @@ class Snapshot:
         return first.shape
 
 
-def read_stored(path: Path, dtype: np.dtype, offset: int, shape: Shape, planes: slice) -> np.ndarray:
-    """Planes of values that a file holds in C order from a byte `offset` on; a mapping would count as memory."""
-    cells = shape[1] * shape[2]
+def read_stored(path: Path, dtype: np.dtype, offset: int, shape: Shape, block: Block) -> np.ndarray:
+    """A block of values that a file holds in C order from a byte `offset` on; a mapping would count as memory."""
+    (planes, rows), cells = block, shape[1] * shape[2]
     count, begin = (planes.stop - planes.start) * cells, offset + planes.start * cells * dtype.itemsize
     values = np.fromfile(path, dtype, count, offset=begin)
     if values.size < count:
         raise UserError(f"cannot read {path}: the file is truncated; copy or recreate it")
-    return values.reshape(-1, *shape[1:])
+    return values.reshape(-1, *shape[1:])[:, rows]
 
 
 def open_raw(path: str, shape: Shape) -> Snapshot:
@@ -134,11 +141,13 @@ def open_npy(path: str, index: int | None) -> Snapshot:
 
 
 def _files(path: str, *patterns: Mapping[str, str]) -> dict[str, Path]:
-    """The file of each field in a directory, found by its patterns; raises UserError for several."""
+    """The file of each field in a directory, found by its patterns; raises UserError for several, and for a pipe."""
     found: dict[str, Path] = {}
     for name, pattern in ((name, pattern) for each in patterns for name, pattern in each.items()):
         for file in sorted(Path(path).glob(pattern)):
             if name in found:
                 raise UserError(f"{path} has {found[name].name} and {file.name}; leave one of them in the directory")
+            with os_errors_for_users(f"cannot read {file}", "replace it with a file"):
+                open_regular(file).close()  # a pipe would be read forever
             found[name] = file
     return found
