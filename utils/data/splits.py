@@ -199,9 +199,24 @@ def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
     return volumes
 
 
+def _refuse_duplicates(config: Config, keys: Sequence[str]) -> None:
+    """Raises UserError if two paths of a key lead to one file, whose volume would be drawn twice as often."""
+    for key in keys:
+        found: dict[str, str] = {}
+        for path in config.paths(key):
+            other = found.setdefault(os.path.realpath(path), path)
+            if other != path:
+                raise UserError(f"{key} lists {other} and {path}, which are the same file; remove one")
+
+
 def _checked(config: Config, split: str, volumes: list[Volume]) -> list[Volume]:
-    """The volumes; UserError if a crop does not fit into one, or for one cube of another side than box_size states."""
-    side, shape = split_settings(config, split).box, volumes[0].shape
+    """The volumes; UserError if a crop does not fit into one, or for one cube of another side than box_size states.
+
+    Also if the config names one of their files twice.
+    """
+    values = split_settings(config, split)
+    _refuse_duplicates(config, (values.key, *values.npy_keys))
+    side, shape = values.box, volumes[0].shape
     if len(volumes) == 1 and _is_cube(shape) and isinstance(side, int) and shape[0] != side:
         sides = [shape[0] if name == split else other for name, other in zip(SPLITS, config.box_size, strict=True)]
         raise UserError(
