@@ -26,7 +26,7 @@ from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import file_transform
+from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.channels import input_channels, target_channels
 from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
 from utils.simulation import gas
@@ -55,7 +55,7 @@ def network_of(config: Config) -> nn.Module:
     return network
 
 
-def save(folder: Path, config: Config, network: nn.Module | None = None, **record: float) -> Path:
+def save(folder: Path, config: Config, network: nn.Module | None = None, **record: Any) -> Path:
     """A checkpoint as training writes it."""
     network = network or network_of(config)
     weights = {"network": network.state_dict(), "config": checkpoint.stored_config(config.model_dump()), **record}
@@ -71,11 +71,11 @@ def dark_matter(samples: int, *sides: int) -> torch.Tensor:
     return torch.cat([density, 400 * torch.randn(samples, 3, *sides, generator=generator)], dim=1)
 
 
-def by_channels(network: nn.Module, config: Config, fields: torch.Tensor) -> torch.Tensor:
+def by_channels(network: nn.Module, config: Config, fields: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
     """The reference: input transforms, network, output transforms."""
     inputs = input_channels(config.N_in_channels, config.transform)
     targets = target_channels(config.N_out_channels, config.transform)
-    linear = torch.cat([fields[:, :1].clamp(min=1e-3).log(), fields[:, 1:]], dim=1)
+    linear = torch.cat([fields[:, :1].clamp(min=floor).log(), fields[:, 1:]], dim=1)
     scaled = [(linear[:, i] - channel.center) / channel.scale for i, channel in enumerate(inputs)]
     with torch.no_grad():
         x = network(torch.stack(scaled, dim=1))
@@ -182,6 +182,16 @@ def test_a_file_computes_what_the_network_does_for_any_batch_and_size(files: Pat
     on_meta = predict.to("meta")(dark_matter(1, 4, 4, 4).to("meta"))
     assert on_meta.device.type == "meta", "the file moves to other devices; meta exists on every machine"
     assert torch.export.load(str(files / "gas.pt2")).example_inputs is None, "for six scales they would take 64 MB"
+
+
+def test_empty_cells_have_the_density_floor_of_the_training_files(tmp_path: Path) -> None:
+    """Imported volumes have another one than simulated ones. Fixed: predict.py's results differed there."""
+    stated = simulation_of({"density_floor_of_mean": np.float64(1e-6)}, None)
+    save(tmp_path / "run", config_of(), simulation=stated)
+    export.main([f"--checkpoint={tmp_path / 'run'}", f"--output={tmp_path / 'gas.pt2'}"])
+    fields, network = dark_matter(1, 4, 4, 4), network_of(config_of())
+    assert_close(load(tmp_path / "gas.pt2")(fields), by_channels(network, config_of(), fields, 1e-6))
+    assert metadata(tmp_path / "gas.pt2")["input"]["density_floor_of_mean"] == 1e-6
 
 
 def test_norms_other_transforms_and_space_to_depth_are_exported_as_plain_operations(tmp_path: Path) -> None:

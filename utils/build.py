@@ -22,7 +22,7 @@ from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data import Loaders, get_loader
 from utils.data.datasets import get_dataset
-from utils.data.files.attributes import Simulation, warn_of_other_simulation
+from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
 from utils.distributed.devices import choose_device
@@ -357,10 +357,13 @@ def exported_network(trained: TrainedNetwork, units: str) -> ExportedNetwork:
     physical = units == "physical"
     if physical:
         check_physical_units((*inputs, *targets), "give --units channel")
+    floor = trained.simulation.get(FLOOR)  # of the training data, as predict.py's inputs have it
+    if not isinstance(floor, float) or not 0 < floor < 1:
+        floor = DENSITY_FLOOR
     return ExportedNetwork(
-        module=PhysicalNetwork(trained.network, inputs, targets).eval() if physical else trained.network,
+        module=PhysicalNetwork(trained.network, inputs, targets, floor).eval() if physical else trained.network,
         inputs=inputs,
         targets=targets,
         divisor=2**trained.config.scales,
-        density_floor=DENSITY_FLOOR if physical else None,
+        density_floor=floor if physical else None,
     )
