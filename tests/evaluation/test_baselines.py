@@ -35,13 +35,13 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 }
 
 
-def baselines(world: World, path: str, name: str) -> dict[str, float]:
+def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
     volume = open_volume(path, (4, 5))
     options = CropOptions(plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0)
     # Channel weights have no effect on a validation.
     loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])
-    return volume_losses(ThreadedCropLoader([volume], options), loss, world)
+    return volume_losses(ThreadedCropLoader([volume], options), loss, world, copied)
 
 
 @pytest.mark.parametrize("name", CELLWISE)
@@ -66,6 +66,7 @@ def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: 
     copy = [*(loss(channel, inputs[:, channel]) for channel in range(4)), constants[4]]
     assert alone["copying density and velocities"] == pytest.approx(np.mean(copy), rel=1e-4)
     if name == "l1":
+        assert "copying the density" in baselines(ALONE, path, name, copied=1)
         for rank in run_ranks(baselines, 2, path, name):
             assert rank == pytest.approx(alone, rel=1e-6)
 

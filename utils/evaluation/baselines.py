@@ -43,7 +43,8 @@ def volume_losses(loader: Loader, loss: nn.Module, world: World, copied: int | N
         copy = torch.cat([inputs[:, :shared], constant[:, shared:]], dim=1)
         sums += torch.stack([loss(constant, targets), loss(copy, targets), sums.new_ones(())]) * len(targets)
     constant_sum, copy_sum, count = world.sum(sums).tolist()
-    return {"best constant per channel": constant_sum / count, "copying density and velocities": copy_sum / count}
+    copied_name = "copying the density" if copied == 1 else "copying density and velocities"
+    return {"best constant per channel": constant_sum / count, copied_name: copy_sum / count}
 
 
 def _histograms(loader: Loader, world: World) -> torch.Tensor:
