@@ -9,17 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
 from processes import wait_until
-from sample_results import SIMULATION
+from sample_results import SIMULATION, sample_results
 
 import train
+from utils.distributed.launch import Launch
 from utils.distributed.signals import StopSignals
-from utils.evaluation import figures
-from utils.evaluation.results import FOLDER, load_history
+from utils.distributed.world import World
+from utils.evaluation import figures, forest
+from utils.evaluation.forest import FluxStatistics
+from utils.evaluation.results import FOLDER, Flux, load_history
 from utils.evaluation.statistics import VolumeStatistics
+from utils.evaluation.volume import evaluate_slabs
+from utils.inference.sliding_window import Slab
 from utils.runs.logger import read_records
 from utils.training.checkpoint import read_weights
 
@@ -44,11 +50,28 @@ def epochs_of(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def depths() -> list[int]:
+    """Number of optical depths that each evaluation of `trained` has computed."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory, depths: list[int]) -> Path:
     """A run of two epochs with an evaluation after each, whose validation file states its simulation.
 
     Its figures are empty; tests/evaluation/test_figures.py draws the real ones.
     """
+    compute, measure = forest.optical_depth, FluxStatistics.results
+
+    def counted(density: torch.Tensor, *more: Any) -> torch.Tensor:
+        depths[-1] += density.numel()
+        return compute(density, *more)
+
+    def count_next(self: FluxStatistics, *arguments: Any) -> Flux:
+        found = measure(self, *arguments)
+        depths.append(0)
+        return found
+
     folder = tmp_path_factory.mktemp("runs")
     stating = folder / "valid.h5"
     shutil.copy(data_flags[1].removeprefix("--set=val_path="), stating)
@@ -57,7 +80,15 @@ def trained(data_flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "PICTURES", dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1))))
         patch.setattr(figures, "encode_png", lambda figure: b"PNG")
+        depths.append(0)
+        patch.setattr(forest, "optical_depth", counted)
+        patch.setattr(FluxStatistics, "results", count_next)
         return run(data_flags, folder, EVERY_EPOCH, "--set=report_pictures=true", f"--set=val_path={stating}")
+
+
+def test_target_and_baseline_are_computed_in_the_first_evaluation_only(trained: Path, depths: list[int]) -> None:
+    first, second, _ = depths
+    assert first == 3 * second > 0
 
 
 def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, tmp_path: Path) -> None:
@@ -72,7 +103,7 @@ def test_each_evaluation_saves_results_scalars_and_pictures(trained: Path, tmp_p
         assert list(each.flux.fields) == ["target", "prediction", "FGPA"]
     first, second = (each.flux.fields for each in history)
     for name in ("target", "FGPA"):
-        assert first[name].scale == second[name].scale, "computed once"
+        assert first[name].scale == second[name].scale
     assert first["prediction"].scale != second["prediction"].scale
     events = b"".join(path.read_bytes() for path in (trained / "logs").glob("events.*"))
     for name in ("slices", "spectra", "distributions", "phase_diagram", "flux"):
@@ -130,6 +161,28 @@ def test_a_training_stopped_during_an_evaluation_repeats_it_when_it_resumes(
     run(data_flags, tmp_path, "--resume=no", "--num_epochs=1", EVERY_EPOCH)
     names = [path.name for path in (directory / FOLDER).iterdir()]
     assert names == ["step_00000008.npz"], "a run from scratch removes the evaluations of the run that it replaces"
+
+
+def test_a_stop_is_possible_between_the_parts_of_an_evaluation() -> None:
+    """Hot gas may make the flux of one slab take minutes."""
+    found, calls = sample_results(8), []
+
+    class Part:
+        def __init__(self, name: str, results: Any) -> None:
+            self.name, self.answer = name, results
+
+        def add(self, *_: Any) -> None:
+            calls.append(self.name)
+
+        def results(self, *_: Any) -> Any:
+            calls.append(f"results of {self.name}")
+            return self.answer
+
+    slab = Slab(0, 0, torch.zeros(4, 8, 8, 8), torch.zeros(5, 8, 8, 8))
+    parts: Any = Part("volume", found), Part("flux", found.flux)
+    world = World(Launch("test"), torch.device("cpu"))
+    evaluate_slabs([slab], lambda *_: np.zeros(1), parts[0], {}, world, lambda: calls.append("stop"), parts[1])
+    assert calls == ["volume", "stop", "flux", "stop", "results of volume", "stop", "results of flux"]
 
 
 def test_every_second_epoch_and_the_last_are_evaluated(

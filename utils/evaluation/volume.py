@@ -42,22 +42,26 @@ def evaluate_slabs(
     statistics: VolumeStatistics,
     metadata: Mapping[str, Any],
     world: World,
-    after_slab: Callable[[], object] = lambda: None,
+    stop_if_requested: Callable[[], object] = lambda: None,
     flux: FluxStatistics | None = None,
 ) -> Results:
-    """Compares a predicted volume with the target; every rank calls it and returns the same results."""
+    """Compares a predicted volume with the target; every rank calls it and returns the same results.
+
+    `stop_if_requested` is called on every rank at the same points, and may raise.
+    """
     for slab in slabs:
         with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
         true = torch.from_numpy(planes).to(world.device)
         for each in (statistics, flux) if flux else (statistics,):
             each.add(slab.start, slab.inputs, slab.predicted, true)
-        after_slab()
+            stop_if_requested()
 
     def progress() -> None:
         world.watchdog.progress("prediction")
 
     found = statistics.results(metadata, progress)
+    stop_if_requested()
     return replace(found, flux=flux.results(progress)) if flux else found
 
 
