@@ -20,7 +20,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.flux import Universe, fgpa_temperature, optical_depth
 from utils.evaluation.flux_setup import FluxSetup
-from utils.evaluation.forest import FluxStatistics, Sightlines
+from utils.evaluation.forest import FluxStatistics, Sightlines, smooth
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
 from utils.inference.channels import input_channels, target_channels
@@ -133,21 +133,23 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
         assert field.mean == pytest.approx(0.7, rel=2e-6)
         counts = np.histogram(flux, found.edges)[0]
         np.testing.assert_allclose(field.pdf, counts / (pixels.size * 0.05), atol=3 / (pixels.size * 0.05))
-        weighted, modes = np.zeros(4), np.zeros(4)
+        weighted, modes = np.zeros(6), np.zeros(6)
         for axis, tau in enumerate(taus):
             lines, cells = tau.shape
             transform = np.fft.rfft(np.exp(-field.scale * tau) / field.mean - 1)
             power = (np.abs(transform) ** 2).mean(0)[1:] * WIDTH / cells
-            nearest = np.rint(np.arange(1, cells // 2 + 1) * 8 / cells + 1e-9).astype(int) - 1  # along z there are 8
-            for mode in range(4):
-                assert field.axis_power[axis, mode] == pytest.approx(power[nearest == mode].mean(), rel=1e-4)
-                weighted[mode] += lines * power[nearest == mode].sum()
-                modes[mode] += lines * (nearest == mode).sum()
+            bins = np.rint(np.arange(1, cells // 2 + 1) * 12 / cells + 1e-9).astype(int) - 1  # along x there are 12
+            np.testing.assert_allclose(field.axis_power[axis, bins], power, rtol=1e-4)
+            assert np.isnan(field.axis_power[axis]).sum() == 6 - len(bins)
+            weighted[bins] += lines * power
+            modes[bins] += lines
         np.testing.assert_allclose(field.power, weighted / modes, rtol=1e-4)
         middle = np.exp(-field.scale * taus[2].reshape(SHAPE)[6, 5])
         np.testing.assert_allclose(field.sightline, middle, rtol=1e-4)
     np.testing.assert_allclose(found.velocity, WIDTH * np.arange(8))
-    assert found.k[0] == pytest.approx(2 * math.pi / (8 * WIDTH), rel=0.1)
+    assert found.k[0] == pytest.approx(2 * math.pi / WIDTH * (80 / 12 + 96 / 10) / 176), (
+        "along z it is in the second bin"
+    )
     ratio = found.fields[PREDICTION].power / found.fields[TARGET].power
     np.testing.assert_array_equal(found.ratios[PREDICTION], ratio)
     assert 0 < found.pdf_distances[PREDICTION] < found.pdf_distances[FGPA] < 1
@@ -160,8 +162,37 @@ def test_a_perfect_prediction_has_ratio_one() -> None:
     assert flux.power_errors[PREDICTION] == flux.pdf_distances[PREDICTION] == 0
     assert flux.power_errors[FGPA] > 0.01
     np.testing.assert_allclose(flux.k, 2 * math.pi / (8 * WIDTH) * np.arange(1, 5))
+    np.testing.assert_allclose(flux.axis_k, [flux.k] * 3, rtol=1e-15)
     for field in flux.fields.values():
         np.testing.assert_allclose(field.power, field.axis_power.mean(0), rtol=1e-12)
+
+
+def test_a_wave_along_any_axis_of_a_box_appears_at_its_wavenumber() -> None:
+    """The sides of a part of a box differ. Bins as wide as the first mode of the shortest side would merge modes."""
+    shape, waves = (24, 36, 18), (2, 1, 4)
+    phases = np.meshgrid(
+        *(2 * math.pi * wave / side * np.arange(side) for wave, side in zip(waves, shape, strict=True)), indexing="ij"
+    )
+    gas = np.zeros((5, *shape), np.float32)
+    gas[0] = 0.001 * sum(np.sin(phase) for phase in phases)
+    flux = measured((gas[:4], gas, gas), sightlines=16)
+    for axis, (wave, side) in enumerate(zip(waves, shape, strict=True)):
+        highest = np.nanargmax(flux.fields[TARGET].axis_power[axis])
+        assert flux.axis_k[axis, highest] == pytest.approx(2 * math.pi * wave / (side * WIDTH))
+        assert abs(flux.k[highest] / flux.axis_k[axis, highest] - 1) < 0.15
+
+
+@pytest.mark.parametrize("shape", [(24, 36, 18), (102, 512, 512), (7, 4, 9), (5, 4, 5), (64, 64, 64)])
+def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
+    prepared = setup(shape=shape)
+    assert prepared is not None
+    modes = [np.arange(1.0, side // 2 + 1) / side for side in shape]
+    along, mean = FluxStatistics(prepared, ONE)._average(modes)
+    for axis, expected in zip(along, modes, strict=True):
+        np.testing.assert_array_equal(axis[np.isfinite(axis)], expected)
+    assert np.isfinite(mean).all()
+    assert (np.diff(mean) > 0).all()
+    assert np.nanmax(np.abs(along - mean)) < 1 / max(shape), "modes are within a bin"
 
 
 def test_a_uniform_box_has_the_optical_depth_of_gunn_and_peterson() -> None:
@@ -199,6 +230,28 @@ def test_the_smoothing_is_applied_if_the_cells_resolve_it() -> None:
     assert {length: each.smoothing for length, each in lengths.items() if each} == {0.0: 0, 0.099: 0, 0.1: 0.1}
 
 
+def test_a_smoothing_longer_than_the_box_is_the_mean() -> None:
+    field = torch.rand(5, 6, 7, generator=torch.Generator().manual_seed(0))
+    for sigma in (7.0, math.inf):
+        smoothed = field.clone()
+        smooth(smoothed, sigma)
+        np.testing.assert_allclose(smoothed, field.mean(), rtol=1e-6)
+
+
+def test_the_smoothing_does_not_use_tf32() -> None:
+    """Training switches it on. The baseline must not depend on that."""
+    switches, seen = torch.backends.cuda.matmul, []
+    before = switches.allow_tf32
+    try:
+        for enabled in (True, False):
+            switches.allow_tf32 = enabled
+            smooth(torch.ones(4, 4, 4), 1.0, lambda: seen.append(switches.allow_tf32))
+            assert switches.allow_tf32 is enabled
+    finally:
+        switches.allow_tf32 = before
+    assert seen == [False] * 16
+
+
 # --- slabs, ranks and sight-lines ------------------------------------------------------------------------------------
 
 
@@ -228,6 +281,17 @@ def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
         for found, expected, first in zip(answer, alone, answers[0], strict=True):
             agree(found, expected, 1e-9)
             agree(found, first)
+
+
+def test_each_row_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog ends a run without progress. A slab of hot gas takes longer than a step."""
+    world = World(Launch("test"), torch.device("cpu"))
+    prepared, calls = setup(mean_flux=0.7), []
+    assert prepared is not None
+    statistics = FluxStatistics(prepared, world)
+    monkeypatch.setattr(world.watchdog, "progress", calls.append)
+    statistics.add(0, *(torch.from_numpy(each) for each in fields()))
+    assert calls == ["prediction"] * (12 + 12) * 2, "along y and z, of target and prediction"
 
 
 def test_sight_lines_are_evenly_spaced_and_shared() -> None:
@@ -288,6 +352,7 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
         ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
         ({"simulation": {**SIMULATION, "cosmology_H0": -1.0}}, "box.h5 states no possible cosmology"),
+        ({"simulation": {**SIMULATION, "cosmology_Ode0": 100.0}}, "box.h5 states no possible cosmology"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": {**SIMULATION, "redshift": 6.0}}, "no fit of the observed mean flux at redshift 6 "),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from matplotlib.figure import Figure
 from sample_results import sample_results
 
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 from utils.evaluation import figures, report, training_figures
-from utils.evaluation.results import FOLDER, Results, path_of_step, save
+from utils.evaluation.results import FOLDER, Results, load, path_of_step, save
 
 VOID = {"meta", "img"}
 PICTURES = dict.fromkeys(["slices", "spectra", "distributions"], b"PNG")
@@ -160,6 +165,29 @@ def test_the_flux_has_a_table_and_a_picture() -> None:
     ):
         changed = replace(found, flux=replace(flux, fields=fields, smoothing=smoothing))
         assert says in report.page(changed, {**PICTURES, "flux": b"PNG"}, {})
+
+
+def test_the_flux_of_a_box_with_different_sides_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short axis has no mode in some bins: it is NaN there. Even if no bin has modes of all axes."""
+    empty = dict.fromkeys(figures.PICTURES, lambda results: Figure(figsize=(1, 1)))
+    monkeypatch.setattr(figures, "PICTURES", {**empty, "flux": figures.flux})
+    world, found = World(Launch("test"), torch.device("cpu")), sample_results(16, cell=0.5, flux=True)
+    flux = found.flux
+    assert flux is not None
+    for gaps in ([1, 3], [1, 3, 0, 2, 4, 5, 6, 7]):
+        for each in (flux.axis_k, *(field.axis_power for field in flux.fields.values())):
+            each[0, gaps] = np.nan
+        report.write_report(tmp_path / f"{len(gaps)}", found, {}, world)
+        text = (tmp_path / f"{len(gaps)}" / report.SUMMARY).read_text()
+        summary = json.loads(text, parse_constant=lambda constant: pytest.fail(f"JSON has no {constant}"))
+        for values in (summary["flux"], summary["flux"]["fields"]["FGPA"]):
+            along = next(part for name, part in values.items() if "along x (" in name)
+            assert [place for place, value in enumerate(along) if value is None] == sorted(gaps)
+        again = load(tmp_path / f"{len(gaps)}" / report.ARRAYS)
+        assert again.flux is not None
+        np.testing.assert_array_equal(again.flux.axis_k, flux.axis_k)
+        assert np.isfinite([*found.scalars().values()]).all()
+        assert "nan" not in " ".join(found.lines())
 
 
 def test_markup_is_escaped_and_unknown_or_non_finite_values_are_stated() -> None:

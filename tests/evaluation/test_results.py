@@ -138,6 +138,19 @@ def test_a_file_of_an_earlier_version_has_no_flux(tmp_path: Path) -> None:
     same(load(path), dataclasses.replace(example(), flux=None))
 
 
+def test_a_file_of_an_earlier_version_has_no_wavenumbers_by_axis(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.npz"
+    save(example(), path)
+    with np.load(path) as file:
+        arrays = {name: values for name, values in file.items() if name != "flux/axis_k"}
+    values = json.loads(str(arrays["text"]))
+    del values["flux"]["axis_k"]
+    np.savez(path, **{**arrays, "text": np.array(json.dumps(values))})
+    flux = load(path).flux
+    assert flux is not None
+    np.testing.assert_array_equal(flux.axis_k, [flux.k] * 3)
+
+
 def test_scalars_and_lines_of_the_flux() -> None:
     flux = example().flux
     assert flux is not None

@@ -182,10 +182,11 @@ def flux(results: Results) -> Figure:
 
 
 def _draw_axes_of_target(axes: Axes, found: Flux) -> None:
-    """The range of the target's P1D along x, y and z: differences between axes are chance."""
-    target = found.fields[TARGET]
-    along = target.axis_power / target.power
-    axes.fill_between(found.k, along.min(0), along.max(0), color="0.8", linewidth=0, label="target along x, y, z")
+    """The range of the target's P1D along x, y and z, where all have a mode: differences between axes are chance."""
+    target, common = found.fields[TARGET], np.isfinite(found.axis_k).all(0)
+    along = target.axis_power / np.interp(found.axis_k, found.k, target.power)
+    low, high = along[:, common].min(0), along[:, common].max(0)
+    axes.fill_between(found.k[common], low, high, color="0.8", linewidth=0, label="target along x, y, z")
     axes.axhline(1, color="0.3", linewidth=0.8)
     axes.axvline(found.largest_k, color="0.3", linewidth=0.8, linestyle=":")
 

@@ -4,11 +4,12 @@ The baseline is the fluctuating Gunn-Peterson approximation (FGPA; Croft et al. 
 density of the dark matter, smoothed as by its pressure, with the dark matter's velocity, and with the temperature of a
 power law. Evenly spaced sight-lines along x, y and z are shared over the ranks. Each rank stores the optical depth of
 its own ones, and the whole dark-matter density, which is to be smoothed. Optical depths are computed row by row, so
-they depend neither on the number of ranks nor on the slabs' thickness.
+they depend neither on the number of ranks nor on the slabs' thickness: bit for bit on the CPU, to rounding on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +93,6 @@ class FluxStatistics:
         setup, last = self._setup, self._lines[-1]
         for name, values in self._along_x.items():
             for row, out in enumerate(self._depths[name][0]):
-                progress()
                 out.copy_(self._gas_depth(values[:, row], 0))
         self._along_x.clear()
         if self._dark is not None:
@@ -104,14 +104,18 @@ class FluxStatistics:
             measured[name] = self._measure(self._depths.pop(name))
         fields = {**(self._known.fields if self._known else {}), **measured}
         width = setup.universe.pixel_width(setup.cell)
-        k = [2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines]
+        wavenumbers = [
+            2 * math.pi / (lines.cells * width) * np.arange(1, lines.cells // 2 + 1) for lines in self._lines
+        ]
+        axis_k, k = self._average(wavenumbers)
         return Flux(
             redshift=setup.universe.redshift,
             mean_flux=setup.mean_flux,
             sightlines=[lines.count for lines in self._lines],
             smoothing=setup.smoothing,
             edges=np.linspace(0, 1, PDF_BINS + 1),
-            k=self._average(k)[1],
+            k=k,
+            axis_k=axis_k,
             velocity=width * np.arange(last.cells),
             fields=fields,
         )
@@ -146,6 +150,7 @@ class FluxStatistics:
 
     def _gas_depth(self, values: Tensor, axis: int) -> Tensor:
         """Optical depth of one row, from its channel values [3, columns, cells]."""
+        self._world.watchdog.progress("prediction")  # a slab of hot gas takes minutes
         setup = self._setup
         channels = [setup.target_channels[number] for number in setup.gas_channels(axis)]
         # Contiguous: torch may round exponentials of others differently.
@@ -218,34 +223,52 @@ class FluxStatistics:
         return self._world.sum(flux).cpu().numpy()
 
     def _average(self, values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Averages over each axis' modes near those of the shortest axis, [3, modes], and over all axes, [modes]."""
-        shortest = min(lines.cells for lines in self._lines)
-        modes, sums = np.zeros((2, 3, shortest // 2 + 2))
+        """Values of each axis' modes, [3, bins], and their means over all sight-lines, [bins].
+
+        A bin is as wide as the first mode of the longest axis, so it holds at most one mode of each axis. An axis
+        without a mode in a bin is NaN there.
+        """
+        longest = max(lines.cells for lines in self._lines)
+        modes, sums = np.zeros((2, 3, longest // 2))
         for axis, (lines, value) in enumerate(zip(self._lines, values, strict=True)):
-            nearest = np.floor(np.arange(1, len(value) + 1) * (shortest / lines.cells) + 0.5).astype(int)
-            np.add.at(modes[axis], nearest, 1)
-            np.add.at(sums[axis], nearest, value)
-        modes, sums = modes[:, 1 : shortest // 2 + 1], sums[:, 1 : shortest // 2 + 1]
+            nearest = (2 * longest * np.arange(1, len(value) + 1) + lines.cells) // (2 * lines.cells)
+            bins = np.minimum(nearest, longest // 2) - 1  # Nyquist's mode of an even axis may be beyond an odd one's
+            modes[axis, bins], sums[axis, bins] = 1, value
         counts = np.array([lines.count for lines in self._lines])
-        return sums / modes, counts @ sums / (counts @ modes)
+        return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
 
 
 def smooth(field: Tensor, sigma: float, progress: Progress = lambda: None) -> None:
     """Convolves a periodic field [X, Y, Z] in place with a Gaussian of `sigma` cells.
 
-    In real space, where the weights are positive: a density stays positive next to a dense clump.
+    In real space, where the weights are positive: a density stays positive next to a dense clump. If `sigma` is at
+    least as long as a side, values along it become their mean.
     """
     along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in field.shape)
-    for plane in field:
-        progress()
-        plane.copy_(along_y @ plane @ along_z)
-    for plane in field.unbind(1):
-        progress()
-        plane.copy_(along_x @ plane)
+    with _without_tf32():
+        for plane in field:
+            progress()
+            plane.copy_(along_y @ plane @ along_z)
+        for plane in field.unbind(1):
+            progress()
+            plane.copy_(along_x @ plane)
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Matrix products on a GPU in full float32, whatever the training uses."""
+    switches = torch.backends.cuda.matmul
+    before, switches.allow_tf32 = switches.allow_tf32, False
+    try:
+        yield
+    finally:
+        switches.allow_tf32 = before
 
 
 def _smoothing_matrix(cells: int, sigma: float) -> Tensor:
     """The symmetric matrix [cells, cells] of the convolution along one axis."""
+    if sigma >= cells:
+        return torch.full((cells, cells), 1 / cells)
     reach = math.ceil(TRUNCATE * sigma)
     offsets = torch.arange(-reach, reach + 1)
     weights = torch.exp(-(offsets.double() ** 2) / (2 * sigma**2))

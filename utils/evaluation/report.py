@@ -109,6 +109,7 @@ def _flux_summary(flux: Flux) -> dict[str, Any]:
         "sight-lines along x, y, z": flux.sightlines,
         "smoothing of the baseline (Mpc/h)": flux.smoothing,
         "k (s/km)": _rounded(flux.k),
+        **{f"k along {axis} (s/km)": _rounded(k) for axis, k in zip("xyz", flux.axis_k, strict=True)},
         "PDF bin edges": _rounded(flux.edges),
         "fields": {
             name: {

@@ -90,8 +90,8 @@ class FluxField:
     unscaled_mean: float  # mean flux with the published photo-ionization rate
     mean: float
     pdf: np.ndarray  # [bins] probability density of F
-    power: np.ndarray  # [modes] P1D in km/s, the mean over the sight-lines along x, y and z
-    axis_power: np.ndarray  # [3, modes] that of the sight-lines along each axis
+    power: np.ndarray  # [bins of k] P1D in km/s, the mean over the sight-lines along x, y and z
+    axis_power: np.ndarray  # [3, bins of k] that of the sight-lines along each axis, at Flux.axis_k
     sightline: np.ndarray  # [cells] F along one sight-line through the middle of the box
 
 
@@ -104,7 +104,8 @@ class Flux:
     sightlines: list[int]  # number along x, y and z
     smoothing: float  # of the baseline's density, standard deviation in comoving Mpc/h
     edges: np.ndarray  # [bins + 1] of F
-    k: np.ndarray  # [modes] in s/km
+    k: np.ndarray  # [bins of k] in s/km, the mean over the sight-lines along x, y and z
+    axis_k: np.ndarray  # [3, bins of k] that of the mode of each axis; NaN where an axis shorter than others has none
     velocity: np.ndarray  # [cells] of the sight-line, Hubble flow in km/s
     fields: dict[str, FluxField]  # "target", "prediction" and, if the units of the input are known, FGPA or REAL_FGPA
 
@@ -254,7 +255,8 @@ def load(path: Path) -> Results:
             values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
         if values.get("flux") is not None:  # files of earlier versions have none
             fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
-            values["flux"] = Flux(**{**values["flux"], "fields": fields})
+            axis_k = np.tile(values["flux"]["k"], (3, 1))  # the files of earlier versions lack it
+            values["flux"] = Flux(**{"axis_k": axis_k, **values["flux"], "fields": fields})
         found = Results(**values)
         found.scalars(), found.lines()  # fail if a value is of another type or shape
         return found
