@@ -31,7 +31,7 @@ from utils.errors import UserError, one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
 from utils.evaluation.options import FluxOptions
-from utils.evaluation.results import Results
+from utils.evaluation.results import FGPA, PREDICTION, Results
 from utils.evaluation.volume import VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions
 from utils.training.checkpoint import FOLDER, step_directory
@@ -42,7 +42,8 @@ NETWORK, REFERENCE, MIXTURE = "network", "trained on the condition", "trained on
 OTHERS = (REFERENCE, MIXTURE, *BASELINES)
 FLUX = FluxOptions(sightlines=4096)
 WAVENUMBERS = (1.0, 2.0)  # h/Mpc; all cells resolve them
-FLUX_ERROR, FLUX_BASELINE = "flux P1D error, prediction", "flux P1D error, FGPA"  # if evaluations have the flux
+FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for the largest cells
+FLUX_ERROR, FLUX_BASELINE = (f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}" for name in (PREDICTION, FGPA))
 SMALL_SCALES = f"P ratio at k = {WAVENUMBERS[-1]:g} h/Mpc"
 PLOTTED = ("L1", "1 - R2 temperature", SMALL_SCALES, FLUX_ERROR)
 COLUMNS = ("R2 gas density", "R2 gas velocity", "R2 temperature", SMALL_SCALES, FLUX_ERROR, FLUX_BASELINE)
@@ -177,10 +178,14 @@ class OneBatch(Loader):
 
 
 def measures(found: Results) -> dict[str, float]:
-    """The scalars that do not depend on the box's wavenumbers, and the spectrum of ln(density) at WAVENUMBERS."""
+    """The scalars that are not at a wavenumber of the box, and spectra at wavenumbers that all boxes have."""
     scalars = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
     scalars["1 - R2 temperature"] = 1 - scalars["R2 temperature"]  # for a logarithmic axis
     scalars["R2 gas velocity"] = float(np.mean([scalars[f"R2 gas velocity {axis}"] for axis in "xyz"]))
+    if found.flux:
+        used = found.flux.k <= FLUX_LARGEST_K
+        for name, ratio in found.flux.ratios.items():
+            scalars[f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}"] = float(np.abs(ratio[used] - 1).mean())
     spectrum = found.spectra["log density"]
     for k in WAVENUMBERS:
         for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
@@ -193,13 +198,6 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {name: convergence.spread([each[name] for each in found]) for name in found[0]}
 
 
-def add_ratios(summary: dict[str, Any], trained: Mapping[str, Any]) -> None:
-    """Adds the ratios of the networks' error to that on the training condition, and to those of the others."""
-    errors = {"training condition": trained[NETWORK]["L1"]["mean"]}
-    errors |= {name: summary[name]["L1"]["mean"] for name in OTHERS if name in summary}
-    summary["L1 ratio"] = {name: summary[NETWORK]["L1"]["mean"] / error for name, error in errors.items()}
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -209,31 +207,24 @@ def shown(values: Mapping[str, Any] | None, digits: int) -> str:
 
 def result_table(panels: Mapping[str, Any]) -> str:
     """A row per condition."""
-    present = [column for column in COLUMNS if any(column in each[NETWORK] for each in all_of(panels))]
-    heads = ["", "condition", "L1", "× as trained", *(f"L1, {name}" for name in OTHERS), *present]
+    heads = ["", "condition", "L1", "× as trained", *(f"L1, {name}" for name in OTHERS), *COLUMNS]
     rows = []
     for panel, conditions in panels.items():
         for name, summary in conditions.items():
-            cells = [panel, name, shown(summary[NETWORK]["L1"], 4)]
-            cells += [f"{summary['L1 ratio']['training condition']:.2f}"]
+            cells = [panel, name, shown(summary[NETWORK]["L1"], 4), f"{summary['L1 ratio']:.2f}"]
             cells += [shown(summary.get(other, {}).get("L1"), 4) for other in OTHERS]
-            rows.append(cells + [shown(summary[NETWORK].get(column), 3) for column in present])
+            rows.append(cells + [shown(summary[NETWORK].get(column), 3) for column in COLUMNS])
     return common.table(heads, rows, left=2)
-
-
-def all_of(panels: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [summary for conditions in panels.values() for summary in conditions.values()]
 
 
 def draw(panels: Mapping[str, Any], trained: Condition, path: Path) -> None:
     """A row per measure, a column per panel."""
-    measures = [measure for measure in PLOTTED if any(measure in each[NETWORK] for each in all_of(panels))]
     sizes = [len(conditions) for conditions in panels.values()]
-    size = 1.5 + 0.75 * sum(sizes), 2.5 * len(measures) + 1.6
+    size = 1.5 + 0.75 * sum(sizes), 2.5 * len(PLOTTED) + 1.6
     options = {"sharex": "col", "sharey": "row", "width_ratios": sizes}
     label = f"trained on z = {trained.redshift:g}, {trained.cosmology}, {trained.cell:g} Mpc/h"
-    with common.plot(path, size, len(panels), len(measures), **options) as axes:
-        for row, measure in zip(axes, measures, strict=True):
+    with common.plot(path, size, len(panels), len(PLOTTED), **options) as axes:
+        for row, measure in zip(axes, PLOTTED, strict=True):
             row[0].set_ylabel(measure)
             for panel, conditions in zip(row, panels.values(), strict=True):
                 panel.set_yscale("log")
@@ -269,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mixture, references = ([by_name[name] for name in plan[key]] for key in ("mixture", "references"))
     summaries = {condition: study.summary(condition, mixture, condition in references) for condition in distinct}
     for summary in summaries.values():
-        add_ratios(summary, summaries[study.trained])
+        summary["L1 ratio"] = summary[NETWORK]["L1"]["mean"] / summaries[study.trained][NETWORK]["L1"]["mean"]
     panels = {
         panel: {name: summaries[condition] for name, condition in conditions.items()}
         for panel, conditions in named.items()
