@@ -113,6 +113,11 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
             ["--set=val_path=/no/val.h5"],
             "simulate one with python -m utils.simulation --output /no/val.h5 --grid 16 --seed 2, or set val_path",
         ),
+        (["--set=val_path=/no/a.h5,/no/b.h5"], "no such file: /no/a.h5,/no/b.h5; set val_path to one file"),
+        (
+            ["--set=train_path=/no/a.h5,/no/b.h5"],
+            "; list several files in brackets, as in --set 'train_path=[/no/a.h5,/no/b.h5]'",
+        ),
     ],
 )
 def test_invalid_flag_is_refused_in_one_line(refuse: Callable[..., None], flags: list[str], says: str) -> None:
@@ -150,6 +155,11 @@ def test_invalid_environment_is_refused_in_one_line(
 # --- data files ------------------------------------------------------------------------------------------------------
 
 
+def snapshot(path: Path, volume_file: Any) -> None:
+    with h5py.File(path, "w") as file:
+        file["native_fields/baryon_density"] = np.ones((16, 16, 16), np.float32)
+
+
 def truncated(path: Path, volume_file: Any) -> None:
     volume_file(path)
     path.write_bytes(path.read_bytes()[:-1000])
@@ -181,6 +191,7 @@ def all_nan(path: Path, volume_file: Any) -> None:
         (lambda path, volume_file: path.mkdir(), "bad.h5: it is a directory; set "),
         (lambda path, volume_file: os.mkfifo(path), "bad.h5: it is not a regular file; set "),
         (truncated, "the file is truncated"),
+        (snapshot, "bad.h5 is a snapshot of Nyx; import it with python -m utils.data.import_volume --input "),
         (
             lambda path, volume_file: volume_file(path, box=24),
             "the volume has 24 cells per side, but box_size is 16; set box_size to [",
@@ -200,6 +211,19 @@ def test_invalid_data_file_is_refused_in_one_line_with_its_name(
     for key in ("train_path", "val_path"):
         refuse([f"--set={key}={path}"], str(path), says)
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_remedies_fit_all_files_of_the_config(refuse: Callable[..., None], tmp_path: Path, volume_file: Any) -> None:
+    """The remedies for one file once broke the other one, or took two rounds."""
+    given, other = volume_file(tmp_path / "given.h5"), volume_file(tmp_path / "other.h5", channels=(1, 5))
+    says = f"Nbody has different numbers of channels: 4 in {given}, 1 in {other}; use files that agree"
+    refuse([f"--set=train_path=[{given},{other}]", f"--set=val_path={given}"], says)
+    one = ["--set=N_in_channels=1", "--set=vector_channels.inputs=[]"]
+    refuse([f"--set=train_path={given}", f"--set=val_path={other}", *one], says)
+    refuse([f"--set=train_path=[{given},/no/b.h5]"], "no such file: /no/b.h5; correct its path in train_path, or rem")
+    large, larger = volume_file(tmp_path / "large.h5", box=20), volume_file(tmp_path / "larger.h5", box=24)
+    both = [f"--set=train_path={large}", f"--set=val_path={larger}"]
+    refuse(both, f"{large}: the volume has 20 cells per side, but box_size is 16; set box_size to [20, 24] (training,")
 
 
 def failed_training(capsys: pytest.CaptureFixture[str], flags: list[str]) -> str:

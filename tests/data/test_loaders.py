@@ -262,7 +262,7 @@ def test_inmem_needs_memory_for_all_volumes_before_it_reads_the_first(
 ) -> None:
     monkeypatch.setattr(shared_memory, "free_shared_memory", lambda _: SIZE - 1)
     monkeypatch.setattr(shared_memory, "_fill", lambda *_: pytest.fail("a volume was read"))
-    with pytest.raises(UserError, match=r"train\.h5 and .*more\.h5 and .*valid\.h5 need 0\.00 GiB of memory"):
+    with pytest.raises(UserError, match=r"train\.h5, .*more\.h5, .*valid\.h5 need 0\.00 GiB of memory"):
         build_loaders(config_for(paths, "inmem"))
 
 
@@ -272,7 +272,7 @@ def test_a_reading_time_of_minutes_is_logged_without_an_exponent(paths: Paths, m
     monkeypatch.setattr(splits.time, "perf_counter", lambda: next(clock))
     volumes = open_split(config_for(paths, "inmem"), "train")
     _, note = load_volumes({"train": volumes}, lambda each: each, "memory")
-    assert note == "train.h5 and more.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
+    assert note == "train.h5, more.h5: 0.00 GiB read into memory in 132.40 s (0.0 GB/s)"
 
 
 class CountingLoader(Loader):

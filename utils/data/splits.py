@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from utils.config import Config
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, warnings_of_unstated
+from utils.data.files.fields import checked_field
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.values import check_samples
@@ -174,10 +175,53 @@ def _attributes(config: Config) -> dict[str, dict[str, Any]]:
 
 def open_split(config: Config, split: str) -> list[Volume]:
     """The HDF5 volumes of one split, checked against the config."""
-    values, names = split_settings(config, split), dataset_names(config)
-    side = values.box if isinstance(values.box, int) else None
-    expected = channel_counts(config), side, config.transform, values.key, names
-    return _checked(config, split, [open_volume(path, *expected) for path in config.paths(values.key)])
+    expected = channel_counts(config), config.transform, dataset_names(config)
+    values = split_settings(config, split)
+    other = f"set {values.key} to an HDF5 file"
+    with _comparing_channels(config):
+        volumes = [
+            open_volume(path, *expected, _remedy_for_missing(config, values, path), other)
+            for path in config.paths(values.key)
+        ]
+    return _checked(config, split, volumes)
+
+
+def _remedy_for_missing(config: Config, split: Split, path: str) -> str:
+    """The remedy for an HDF5 file of a split that does not exist."""
+    name, paths = os.path.basename(path), config.paths(split.key)
+    if "," in path:
+        several = f"list several files in brackets, as in --set 'train_path=[{','.join(paths)}]'"
+        return several if split.key == "train_path" else f"set {split.key} to one file"
+    if name.startswith("demo_"):
+        return f"run make demo, which simulates it, or set {split.key}"
+    if len(paths) > 1:
+        return f"correct its path in {split.key}, or remove it from the list"
+    seed = 2 if "val" in name else 1  # different volumes for training and validation
+    size = f"--grid {split.box if isinstance(split.box, int) else 128} --seed {seed}"
+    return f"simulate one with python -m utils.simulation --output {path} {size}, or set {split.key}"
+
+
+@contextlib.contextmanager
+def _comparing_channels(config: Config) -> Iterator[None]:
+    """Replaces an error for one of the files, whose remedy may not fit the others, if their channels differ."""
+    try:
+        yield
+    except UserError:
+        for name in dataset_names(config):
+            found = _files_by_channels(config, name)
+            if len(found) > 1:
+                counts = ", ".join(f"{count} in {path}" for count, path in found.items())
+                raise UserError(f"{name} has different numbers of channels: {counts}; use files that agree") from None
+        raise
+
+
+def _files_by_channels(config: Config, name: str) -> dict[int, str]:
+    """One file for each number of channels that a dataset has."""
+    found: dict[int, str] = {}
+    for path in [*config.paths("train_path"), *config.paths("val_path")]:
+        with contextlib.suppress(UserError), reading(path), open_file(path) as file:
+            found.setdefault(checked_field(file, path, name).shape[0], path)
+    return found
 
 
 def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
@@ -191,10 +235,10 @@ def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
                 f".npy file of each HDF5 file, in the same order"
             )
     channels, names, volumes = channel_counts(config), dataset_names(config), []
-    for source, *pair in itertools.zip_longest(sources, *paths):
-        exists = os.path.exists(source)
-        volume = open_volume(source, channels, None, config.transform, names=names) if exists else None
-        volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
+    with _comparing_channels(config):
+        for source, *pair in itertools.zip_longest(sources, *paths):
+            volume = open_volume(source, channels, config.transform, names) if os.path.exists(source) else None
+            volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
     _checked(config, split, [each.volume() for each in volumes])
     return volumes
 
@@ -218,7 +262,9 @@ def _checked(config: Config, split: str, volumes: list[Volume]) -> list[Volume]:
     _refuse_duplicates(config, (values.key, *values.npy_keys))
     side, shape = values.box, volumes[0].shape
     if len(volumes) == 1 and _is_cube(shape) and isinstance(side, int) and shape[0] != side:
-        sides = [shape[0] if name == split else other for name, other in zip(SPLITS, config.box_size, strict=True)]
+        unchecked = config.model_copy(update={"box_size": [[], []]})
+        found = [shape[0] if name == split else _stated_box(unchecked, name, "hdf5") for name in SPLITS]
+        sides = [new if isinstance(new, int) else old for new, old in zip(found, config.box_size, strict=True)]
         raise UserError(
             f"{volumes[0].path}: the volume has {shape[0]} cells per side, but box_size is {side}; set box_size to "
             f"{sides} (training, validation)"
@@ -327,7 +373,7 @@ def load_volumes(
         started = time.perf_counter()
         loaded[split] = load(each)
         seconds = time.perf_counter() - started
-        name = " and ".join(os.path.basename(volume.path) for volume in each)
+        name = ", ".join(os.path.basename(volume.path) for volume in each)
         size = sum(volume.bytes for volume in each)
         speed = f"{size / 1e9 / seconds:.1f} GB/s"
         notes.append(f"{name}: {size / GIB:.2f} GiB read into {place} in {seconds:.2f} s ({speed})")

@@ -51,7 +51,7 @@ def test_damaged_hdf5_file(tmp_path: Path, layout: dict[str, Any], count: int) -
         fields = FieldReader(str(path), "Nbody", CHANNELS[0], TransformConfig())
         fields.planes(0, BOX)
         fields.close()
-        check_all(open_volume(path, CHANNELS, BOX, TransformConfig()))
+        check_all(open_volume(path, CHANNELS, TransformConfig()))
 
     refusals(path, bytewise(content, count, 1), read)
     heads = (version + content[head:] for version in bytewise(content[:head], count, 2))

@@ -34,7 +34,7 @@ def random_fields(box: int = 6) -> list[np.ndarray]:
 
 def test_contiguous_datasets_are_mapped_read_only(volume_file: VolumeFile, tmp_path: Path) -> None:
     path = volume_file(tmp_path / "a.h5")
-    volume = open_volume(path, CHANNELS, 16)
+    volume = open_volume(path, CHANNELS)
     assert volume.mapped
     assert volume.shape == (16, 16, 16)
     assert volume.bytes == 4 * 9 * 16**3

@@ -62,11 +62,11 @@ def test_files_are_read_only_if_all_of_them_fit_in_memory(tmp_path: Path, monkey
         (tmp_path / name).write_bytes(bytes(size))
     paths = [str(tmp_path / "train.h5"), str(tmp_path / "valid.h5")]
     monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB)
-    assert warm_page_cache(paths, [], ALONE).startswith("train.h5 and valid.h5: 17.0 MiB read into the page cache")
+    assert warm_page_cache(paths, [], ALONE).startswith("train.h5, valid.h5: 17.0 MiB read into the page cache")
     monkeypatch.setattr(page_cache, "available_memory", lambda: 17 * MIB - 1)
     monkeypatch.setattr(page_cache.ctypes, "CDLL", lambda _: pytest.fail("asked the kernel to read from disk"))
     assert warm_page_cache(paths, [np.memmap(paths[0], dtype=np.uint8, mode="r")], ALONE) == (
-        "train.h5 and valid.h5: 17.0 MiB do not fit in the 17.0 MiB of available memory; crops are read from disk"
+        "train.h5, valid.h5: 17.0 MiB do not fit in the 17.0 MiB of available memory; crops are read from disk"
     )
 
 

@@ -121,3 +121,14 @@ def test_a_copy_of_the_training_volume_as_validation_volume_gets_a_warning(
     assert check_samples({"train": [other, train], "valid": [copy]}, False)[0] == [
         f"{train.path} and {copy.path}: {line}"
     ]
+
+
+def test_a_copy_of_a_training_volume_in_the_same_list_gets_a_warning(volume_file: VolumeFile, tmp_path: Path) -> None:
+    a, b, copy = (
+        open_volume(volume_file(tmp_path / f"{seed}{n}.h5", seed=seed), CHANNELS) for n, seed in enumerate((1, 2, 1))
+    )
+    line = (
+        f"{a.path} and {copy.path}: the same volume twice, so that its crops are drawn twice as often; remove one from"
+    )
+    (found,) = check_samples({"train": [a, b, copy], "valid": [volume()]}, False)[0]
+    assert found.startswith(line)

@@ -11,6 +11,8 @@ import numpy as np
 from utils.errors import UserError
 
 FLOAT32 = np.dtype("<f4")
+NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
+IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
 
 
 class Remedies(NamedTuple):
@@ -78,6 +80,9 @@ def checked_field(
     """
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
+        if file.get(NATIVE, getclass=True) is h5py.Group:
+            command = f"{IMPORTER} --input {path} --output VOLUME.h5"
+            raise UserError(f"{path} is a snapshot of Nyx; import it with {command}, and give VOLUME.h5")
         names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
         raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedies.name}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None

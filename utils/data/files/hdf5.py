@@ -28,7 +28,7 @@ from utils.errors import UserError, os_errors_for_users, os_reason
 from utils.files import atomic_write, copy_file, open_regular
 
 DATASETS = ("Nbody", "Hydro")
-RECREATE = "copy or recreate it"
+RECREATE, GIVE_ANOTHER = "copy or recreate it", "give another path"
 SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 
@@ -140,18 +140,13 @@ class FieldReader:
 def open_volume(
     path: str | os.PathLike[str],
     channels: tuple[int, int],
-    side: int | None = None,
     transform: TransformConfig | None = None,
-    key: str | None = None,
     names: tuple[str, str] = DATASETS,
+    missing: str = GIVE_ANOTHER,
+    other: str = GIVE_ANOTHER,
 ) -> Volume:
-    """Opens a volume; raises UserError if it does not match the config, whose key of the path is `key`.
-
-    `side` is the number of cells per side in the remedy for a missing file.
-    """
+    """Opens a volume; raises UserError if it does not match the arguments, see `open_file` for the remedies."""
     path = str(path)
-    missing = "give another path" if key is None else f"{_simulation(path, side)}, or set {key}"
-    other = "give another path" if key is None else f"set {key} to an HDF5 file"
     with reading(path):
         file = open_file(path, missing, other)
         renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
@@ -179,16 +174,7 @@ def open_volume(
     return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation, periodic)
 
 
-def _simulation(path: str, side: int | None) -> str:
-    """The command that makes a file with this name, as a remedy."""
-    name = os.path.basename(path)
-    if name.startswith("demo_"):
-        return "run make demo, which simulates it"
-    seed = 2 if "val" in name else 1  # different volumes for training and validation
-    return f"simulate one with python -m utils.simulation --output {path} --grid {side or 128} --seed {seed}"
-
-
-def open_file(path: str, missing: str = "give another path", other: str = "give another path") -> h5py.File:
+def open_file(path: str, missing: str = GIVE_ANOTHER, other: str = GIVE_ANOTHER) -> h5py.File:
     """Opens an HDF5 file for reading.
 
     Raises UserError if that fails, with the remedy `missing` if there is no file and `other` if it is not a file.

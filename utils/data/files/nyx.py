@@ -18,11 +18,12 @@ import h5py
 import numpy as np
 
 from utils.data.files.attributes import UNIVERSE, scalar, universe_of
+from utils.data.files.fields import NATIVE
 from utils.data.files.hdf5 import open_file, reading
 from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of, read_stored
 from utils.errors import UserError
 
-FORMAT, NATIVE = "nyx-lyaf", "native_fields"
+FORMAT = "nyx-lyaf"
 DEFAULT_UNITS = {"density": "mean", "velocity": "cm/s", "temperature": "K"}  # of datasets that state none
 CELL_TOLERANCE = 1e-4  # relative difference of the sides of a cell
 

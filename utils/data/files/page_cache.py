@@ -34,10 +34,10 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     Returns a line for the log on the first rank of each node, and an empty string on other ranks.
     """
     paths, note = list(dict.fromkeys(paths)), ""  # the training and the validation may read the same file
-    with world.raise_together(), os_errors_for_users(f"cannot read {' and '.join(paths)}"):
+    with world.raise_together(), os_errors_for_users(f"cannot read {', '.join(paths)}"):
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
         if world.is_node_leader:
-            names = f"{' and '.join(os.path.basename(path) for path in paths)}: {_text(size)}"
+            names = f"{', '.join(os.path.basename(path) for path in paths)}: {_text(size)}"
             if size > available:
                 note = f"{names} do not fit in the {_text(available)} of available memory; crops are read from disk"
             else:

@@ -62,7 +62,7 @@ def check_fits(volumes: Sequence[Volume], free: int) -> None:
     """Raises UserError if the volumes together do not fit into the free bytes."""
     size = sum(volume.bytes for volume in volumes)
     if free < size:
-        names, verb = " and ".join(volume.path for volume in volumes), "needs" if len(volumes) == 1 else "need"
+        names, verb = ", ".join(volume.path for volume in volumes), "needs" if len(volumes) == 1 else "need"
         raise UserError(f"{names} {verb} {size / GIB:.2f} GiB of memory, and {free / GIB:.2f} GiB are free; {REMEDY}")
 
 

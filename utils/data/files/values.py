@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.data.files.fields import IMPORTER
 from utils.data.files.hdf5 import Volume, nonfinite_place, reading
 from utils.errors import UserError
 
@@ -18,9 +19,10 @@ from utils.errors import UserError
 # have a standard deviation of hundreds, and temperatures of diffuse gas are above 10⁴ K. It is a share, because single
 # extreme values do not make a channel physical.
 PHYSICAL, PHYSICAL_SHARE = 100.0, 0.1
-IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
 LARGEST_LIKELY = 30.0  # larger values get a warning
 LIKELY_ZEROS = 0.1  # share of zeros; a larger one gets a warning: parts of the file may not have been written
+VALIDATES_TRAINING = "training and validation use the same volume; results look better than they are"
+LISTED_TWICE = "the same volume twice, so that its crops are drawn twice as often; remove one from train_path"
 
 # The sample of a channel: rows along z, spread over the volume. Fewer rows than that would miss its structure; more
 # values would not change the result.
@@ -67,11 +69,13 @@ def check_samples(volumes: Mapping[str, Sequence[Volume]], allow_physical: bool)
         for volume, (path, values) in zip(each, samples[split], strict=True):
             for name, channels in zip(volume.names, values, strict=True):
                 warnings += _check_values(path, name, channels, allow_physical)
-    for (path, train), (other, valid) in itertools.product(*samples.values()):
-        if all(np.array_equal(*fields) for fields in zip(train, valid, strict=True)):
-            paths = " and ".join(dict.fromkeys((path, other)))
-            fault = "training and validation use the same volume; results look better than they are"
-            together.append(f"{paths}: {fault}")
+    for pairs, fault in (
+        (itertools.product(*samples.values()), VALIDATES_TRAINING),
+        (itertools.combinations(samples["train"], 2), LISTED_TWICE),
+    ):
+        for (path, one), (other, two) in pairs:
+            if all(np.array_equal(*fields) for fields in zip(one, two, strict=True)):
+                together.append(f"{' and '.join(dict.fromkeys((path, other)))}: {fault}")
     return together, warnings
 
 
