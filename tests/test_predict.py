@@ -275,6 +275,7 @@ def test_the_layout_of_nyx_needs_the_box_and_the_cosmology(refuse: Any, tmp_path
     says = "lacks the attributes cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology_Ob0, which --format nyx needs"
     refuse(says, flags=("--format=nyx",))
     box = box_file(tmp_path / "bad.h5", **COSMOLOGY)
+    refuse("lacks the attribute box_size_mpc_h, which", nbody=box, flags=("--format=nyx",))
     refuse(f"h5py.File('{box}', 'a').attrs['box_size_mpc_h'] = NUMBER", nbody=box, flags=("--format=nyx",))
 
 
@@ -483,6 +484,7 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
     [
         (lambda path: None, "bad.h5; give another path"),  # a fixed bug: the remedy was one for training
         (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it contains Dark"),
+        (with_dataset("native_fields/temperature", (16, 16, 16)), "bad.h5 is a snapshot of Nyx; import it with python"),
         (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),
         (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config has 14; rescale"),

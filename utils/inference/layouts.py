@@ -126,8 +126,9 @@ def choose_layout(
     if source.cell is None:
         missing.insert(0, "box_size_mpc_h")
     if source.cell is None or missing:
+        attributes = f"attribute{'s' if missing[1:] else ''} {', '.join(missing)}"
         raise UserError(
-            f"{source.path} lacks the attributes {', '.join(missing)}, which --format nyx needs; set each, in Python: "
+            f"{source.path} lacks the {attributes}, which --format nyx needs; set each, in Python: "
             f"h5py.File('{source.path}', 'a').attrs['{missing[0]}'] = NUMBER"
         )
     return NyxLayout(dark_matter, gas, source.shape, source.cell, source.simulation)

@@ -35,6 +35,9 @@ from utils.training.state import TrainState
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.
 ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", "symmetries", "dataset")
 
+# Keys and sections that decide the learning rate of a step, in addition to these.
+SCHEDULE_KEYS = ("num_epochs", "base_batch_size", "lr_schedule")
+
 REMEDY = "omit --resume, or give this training another --run_num"
 
 
@@ -98,7 +101,9 @@ class Start:
             return [f"Weights of {self._init_from}"] if self._init_from else []
         lines = [f"Resuming from {self._path}, after step {self._state.step}"]
         if self._changes:
-            lines.append(f"Changed config keys: {', '.join(self._changes)}; the learning rate follows the new schedule")
+            is_rescheduled = any(change.split()[0].split(".")[0] in SCHEDULE_KEYS for change in self._changes)
+            schedule = "; the learning rate follows the new schedule" if is_rescheduled else ""
+            lines.append(f"Changed config keys: {', '.join(self._changes)}{schedule}")
         if self._overridden:
             lines.append("--init_from has no effect, because --resume has found a checkpoint; omit --resume")
         return lines
