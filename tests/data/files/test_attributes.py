@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from trainings import YAML
 
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import common_simulation, file_transform, simulation_of, warnings_of_unstated
+from utils.data.files.attributes import (
+    cell_size,
+    common_simulation,
+    file_transform,
+    simulation_of,
+    warnings_of_unstated,
+)
 from utils.data.splits import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
@@ -93,6 +101,17 @@ def files(tmp_path: Path, volume_file: Any) -> dict[str, str]:
         with h5py.File(path, "r+") as file:
             file.attrs.update(OTHER)
     return {key: str(path) for key, path in paths.items()}
+
+
+def test_a_box_size_that_cannot_be_one_is_refused() -> None:
+    """It would make spectra and flux infinite."""
+    assert cell_size({"box_size_mpc_h": 12.0}, 24, "a.h5") == 0.5
+    assert cell_size({}, 24, "a.h5") is None
+    for length in (0.0, -1.0, math.nan, math.inf, 1e-200, 1e200):
+        stated = re.escape(f"{length:g}")
+        says = rf"^a\.h5: its attribute box_size_mpc_h is {stated}; make it a length from 1e-06 to 1e\+06"
+        with pytest.raises(UserError, match=says):
+            cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 
 def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from utils.errors import UserError
 TRANSFORM_TOLERANCE = 1e-5  # relative: an attribute or a key may be rounded to six digits
 SIMULATION_TOLERANCE = 1e-3  # relative: a snapshot is seldom at exactly the redshift that was asked for
 CELL = "cell size (Mpc/h)"
+SMALLEST_BOX, LARGEST_BOX = 1e-6, 1e6  # Mpc/h
 FLOOR = "density_floor_of_mean"  # smaller densities were raised to it
 # Attributes of the group `universe` of Nyx's files: the attribute of this project's files, and its factor.
 UNIVERSE = {
@@ -77,6 +78,9 @@ def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
     """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
     length = number_of(attributes, "box_size_mpc_h", path)
+    if length is not None and not SMALLEST_BOX <= length <= LARGEST_BOX:  # spectra and flux would not be finite
+        limits = f"from {SMALLEST_BOX:g} to {LARGEST_BOX:g}"
+        raise UserError(f"{path}: its attribute box_size_mpc_h is {length:g}; make it a length {limits}, or remove it")
     return None if length is None else length / side
 
 
