@@ -265,6 +265,7 @@ def cut(path: Path) -> None:
         (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
         (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
         (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),
+        (changed("temperature", 4.1), "a mean of 4.1 K is implausible; write temperatures in K, no logarithms"),
         (changed(DARK, -0.5, 9, 5, 0), f"native_fields/{DARK}[9, 5, 0] is -0.5, negative"),
         (changed("baryon_density", 1e-30), "has a mean of 1e-30 although it is in units of the mean"),
         (attribute("native_fields/velocity_z", "units", "km/s"), "e+07 km/s is implausible; give its unit with --vel"),
@@ -351,6 +352,12 @@ def test_the_input_is_not_overwritten(
         main([f"--input={source}", f"--output={tmp_path / output}", "--overwrite", *flags])
     assert kept.read_bytes() == content
     assert "is the input; give another --output" in capsys.readouterr().err
+
+
+def test_grids_of_different_simulations_are_not_mixed(refuse: Any, tmp_path: Path) -> None:
+    for key, suite in (("Mcdm", "IllustrisTNG"), ("Mgas", "IllustrisTNG"), ("T", "SIMBA")):
+        np.save(tmp_path / f"Grids_{key}_{suite}_CV_128_z=0.0.npy", FIELDS[DARK])
+    refuse(tmp_path, says="which are of different simulations; leave one of them")
 
 
 def test_an_existing_output_is_kept_without_overwrite(

@@ -20,6 +20,7 @@ from utils.inference.channels import Channel
 from utils.progress import Progress
 
 MEAN_RANGE = (0.5, 2.0)  # of a density in units of the mean; that of a part of a box is not exactly 1
+COLDEST_MEAN = 100.0  # K, of a temperature; decimal logarithms are about 4
 VELOCITY_RANGE = (1.0, 3000.0)  # km/s, of the root mean square of a component
 
 
@@ -164,6 +165,10 @@ class _Converter:
             raise UserError(
                 f"{field.name}: a root mean square of {rms:.3g} km/s is implausible; give its unit with "
                 f"--velocity_units"
+            )
+        if field.quantity == "temperature" and mean < COLDEST_MEAN:
+            raise UserError(
+                f"{field.name}: a mean of {mean:.3g} K is implausible; write temperatures in K, no logarithms"
             )
         is_checked = field.quantity == "density" and self.source.factor is not None and not self.source.any_mean
         if is_checked and not MEAN_RANGE[0] <= mean <= MEAN_RANGE[1]:

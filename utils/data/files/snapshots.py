@@ -123,7 +123,7 @@ def open_npy(path: str, index: int | None) -> Snapshot:
             values = np.load(file, mmap_mode="r", allow_pickle=False)
             offset = int(getattr(values, "offset", 0))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "fiu" or not values.flags.c_contiguous:
-            raise UserError(f"{file} does not hold real numbers in C order; write them with np.save")
+            raise UserError(f"{file} does not hold real numbers in C order; write np.ascontiguousarray(…) of them")
         if values.ndim not in (3, 4) or 0 in values.shape:
             raise UserError(f"{file} is {values.shape}, expected (X, Y, Z) or (N, X, Y, Z); write it with these axes")
         if (values.ndim == 4) != (index is not None):
@@ -150,4 +150,10 @@ def _files(path: str, *patterns: Mapping[str, str]) -> dict[str, Path]:
             with os_errors_for_users(f"cannot read {file}", "replace it with a file"):
                 open_regular(file).close()  # a pipe would be read forever
             found[name] = file
+    suites = {file.name.split("_", 2)[2]: file for file in found.values() if file.name.startswith("Grids_")}
+    if len(suites) > 1:
+        one, other, *_ = suites.values()
+        raise UserError(
+            f"{path} has {one.name} and {other.name}, which are of different simulations; leave one of them"
+        )
     return found
