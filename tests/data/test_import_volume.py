@@ -261,7 +261,7 @@ def cut(path: Path) -> None:
         (attribute("universe", "redshift", -2.0), "redshift is -2, expected 0 to 1000"),
         (attribute("universe", "redshift", np.nan), "redshift is nan, expected 0 to 1000"),
         (attribute("universe", "omega_b", 0.4), "omega_b is 0.4, expected 0.0001 to 0.31"),
-        (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "the side of a cell in Mpc/h is 500, expected"),
+        (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "cell size (Mpc/h) is 500, expected"),
         (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
         (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
         (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),

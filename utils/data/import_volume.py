@@ -58,15 +58,15 @@ from utils.runs.provenance import provenance
 
 GAP = 8  # cells between the parts of a split
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
-# Values beyond these limits are slips: of the options of UNIVERSE, and of the side of a cell in Mpc/h.
+# Values beyond these limits are slips: those of the options of UNIVERSE, and a cell in other units.
 LIMITS = {
     "hubble": (0.1, 2.0),
     "omega_m": (1e-3, 2.0),
     "omega_l": (0.0, 2.0),
     "omega_b": (1e-4, 1.0),
     "redshift": (0.0, 1e3),
+    CELL: (1e-5, 50.0),
 }
-CELL_LIMITS = (1e-5, 50.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,12 +197,11 @@ def describe(snapshot: Snapshot, options: ImportOptions) -> tuple[float | None, 
         stated = options.box_size if cell is None else cell * max(snapshot.shape)
         _check_stated(snapshot.path, "box_size", stated, options.box_size)
         cell = options.box_size / max(snapshot.shape)
-    stated = {flag: about[key] / factor for flag, (key, factor) in UNIVERSE.items() if key in about}
-    limits = {**LIMITS, "omega_b": (LIMITS["omega_b"][0], min(stated.get("omega_m", 1.0), 1.0))}
-    if cell is not None:
-        stated["the side of a cell in Mpc/h"], limits["the side of a cell in Mpc/h"] = cell, CELL_LIMITS
-    for name, value in stated.items():
-        low, high = limits[name]
+    found = {flag: about[key] / factor for flag, (key, factor) in UNIVERSE.items() if key in about}
+    found |= {} if cell is None else {CELL: cell}
+    for name, value in found.items():
+        low, high = LIMITS[name]
+        high = min(high, found.get("omega_m", high)) if name == "omega_b" else high
         if not low <= value <= high:
             raise UserError(f"{snapshot.path}: {name} is {value:g}, expected {low:g} to {high:g}; correct it")
     return cell, about
