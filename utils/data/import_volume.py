@@ -31,7 +31,7 @@ import torch
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import FLOOR, UNIVERSE
+from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
 from utils.data.files.field_converter import Conversion, FieldChannel, Part
 from utils.data.files.hdf5 import DATASETS
 from utils.data.files.nyx import open_nyx
