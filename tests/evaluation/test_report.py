@@ -145,7 +145,9 @@ def test_the_flux_has_a_table_and_a_picture() -> None:
     found = sample_results(16, cell=0.5, flux=True)
     flux = found.flux
     assert flux is not None
-    parsed = Parsed(report.page(found, {**PICTURES, "flux": b"PNG"}, {}))
+    page = report.page(found, {**PICTURES, "flux": b"PNG"}, {})
+    assert f"{flux.mean_flux:.4g} at redshift {flux.redshift:g}" in page
+    parsed = Parsed(page)
     assert len(parsed.images()) == 4
     rows = {row[0]: row[1:] for row in parsed.rows if len(row) == 8 and row[0] in flux.fields}
     target, fgpa = flux.fields["target"], flux.fields["FGPA"]
