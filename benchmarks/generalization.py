@@ -41,6 +41,7 @@ BASELINES = ("best constant per channel", "copying density and velocities")
 NETWORK, REFERENCE, MIXTURE = "network", "trained on the condition", "trained on the mixture"
 OTHERS = (REFERENCE, MIXTURE, *BASELINES)
 FLUX = FluxOptions(sightlines=4096)
+SCALARS = ("L1", "R2 gas density", "R2 temperature")
 WAVENUMBERS = (1.0, 2.0)  # h/Mpc; all cells resolve them
 FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for the largest cells
 FLUX_ERROR, FLUX_BASELINE = (f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}" for name in (PREDICTION, FGPA))
@@ -178,24 +179,26 @@ class OneBatch(Loader):
 
 
 def measures(found: Results) -> dict[str, float]:
-    """The scalars that are not at a wavenumber of the box, and spectra at wavenumbers that all boxes have."""
-    scalars = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
-    scalars["1 - R2 temperature"] = 1 - scalars["R2 temperature"]  # for a logarithmic axis
-    scalars["R2 gas velocity"] = float(np.mean([scalars[f"R2 gas velocity {axis}"] for axis in "xyz"]))
-    if found.flux:
-        used = found.flux.k <= FLUX_LARGEST_K
-        for name, ratio in found.flux.ratios.items():
-            scalars[f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}"] = float(np.abs(ratio[used] - 1).mean())
+    """Errors, and spectra at wavenumbers that all boxes have."""
+    scalars = {name.partition("/")[2]: value for name, value in found.scalars().items()}
+    kept = {name: scalars[name] for name in SCALARS}
+    kept["1 - R2 temperature"] = 1 - scalars["R2 temperature"]  # for a logarithmic axis
+    kept["R2 gas velocity"] = float(np.mean([scalars[f"R2 gas velocity {axis}"] for axis in "xyz"]))
     spectrum = found.spectra["log density"]
     for k in WAVENUMBERS:
         for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
-            scalars[f"{name} at k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
-    return scalars
+            kept[f"{name} at k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
+    if found.flux:
+        used = found.flux.k <= FLUX_LARGEST_K
+        for name, ratio in found.flux.ratios.items():
+            kept[f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}"] = float(np.abs(ratio[used] - 1).mean())
+    return kept
 
 
 def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Mean, spread and values of each measure."""
-    return {name: convergence.spread([each[name] for each in found]) for name in found[0]}
+    """Mean, standard deviation and number of values of each measure."""
+    summaries = {name: convergence.spread([each[name] for each in found]) for name in found[0]}
+    return {name: {key: summary[key] for key in ("mean", "stdev", "n")} for name, summary in summaries.items()}
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def draw(panels: Mapping[str, Any], trained: Condition, path: Path) -> None:
     label = f"trained on z = {trained.redshift:g}, {trained.cosmology}, {trained.cell:g} Mpc/h"
     with common.plot(path, size, len(panels), len(PLOTTED), **options) as axes:
         for row, measure in zip(axes, PLOTTED, strict=True):
-            row[0].set_ylabel(measure)
+            row[0].set_ylabel(measure.replace(", ", ",\n"))
             for panel, conditions in zip(row, panels.values(), strict=True):
                 panel.set_yscale("log")
                 panel.grid(alpha=0.3, axis="y")
