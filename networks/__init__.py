@@ -16,11 +16,13 @@ from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
 from networks.init import initialise
 from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, MSELoss
 from networks.metrics import Metric, accuracy, top5_accuracy
+from networks.smooth_unet import SmoothUNet
 from networks.unet import UNet
 
 # A network whose constructor has the option `crop` takes volumes, one that has `classes` is a classifier.
 NETWORKS: dict[str, type[nn.Module]] = {
     "unet": UNet,
+    "smooth_unet": SmoothUNet,
     "mnist_cnn": MnistCnn,
     "lenet": LeNet,
     "reuters_cnn": ReutersCnn,

@@ -100,7 +100,10 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
             ["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=/no.npy"],
             "then set train_path_npy_data to it",
         ),
-        (["--set=network.name=unett"], "network.name: unknown network unett; known: unet; did you mean unet?"),
+        (
+            ["--set=network.name=unett"],
+            "network.name: unknown network unett; known: unet, smooth_unet; did you mean unet?",
+        ),
         (["--set=optimizer.name=adm"], "optimizer.name: unknown optimizer adm; known: adam, "),
         (["--set=loss=l7"], "loss: unknown loss l7; known: l1"),
         (["--set=Nsamples=100000000000000"], "Nsamples: expected a value of at most 100000000, got 100000000000000"),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from networks import NETWORKS, build_network, initialise
 
-CLASSIFIERS = [name for name in NETWORKS if name != "unet"]
+CLASSIFIERS = [name for name in NETWORKS if name not in ("unet", "smooth_unet")]
 IMAGES = ["mnist_cnn", "lenet", "cifar_cnn"]
 
 
@@ -121,14 +121,16 @@ def test_unknown_and_unsupported_norms_are_refused() -> None:
         build("cifar_cnn", norm="ghost(0)")
     for name in CLASSIFIERS:
         if name != "cifar_cnn":
-            with pytest.raises(ValueError, match=f"network {name} has no option norm; use one of unet, cifar_cnn"):
+            with pytest.raises(
+                ValueError, match=f"network {name} has no option norm; use one of unet, smooth_unet, cifar_cnn"
+            ):
                 build(name, norm="group")
 
 
 @pytest.mark.parametrize(
     ("options", "known"),
     [
-        ({"crop": 8}, "unet"),
+        ({"crop": 8}, "unet, smooth_unet"),
         ({"shape": (1, 28, 28), "classes": 10}, "mnist_cnn, lenet, reuters_cnn, cifar_cnn"),
         ({"shape": (300,), "classes": 46, "vocabulary": 50}, "reuters_cnn"),
     ],
@@ -165,5 +167,7 @@ def test_the_u_net_accepts_the_options_for_volumes_and_classifiers_refuse_them()
     with pytest.raises(ValueError, match="network unet has no option depth; remove it"):
         build_network("unet", **VOLUMES, depth=3)
     for name in CLASSIFIERS:
-        with pytest.raises(ValueError, match=f"^network {name} cannot be used with volumes; use unet$"):
+        with pytest.raises(
+            ValueError, match=f"^network {name} cannot be used with volumes; use one of unet, smooth_unet$"
+        ):
             build_network(name, **VOLUMES)
