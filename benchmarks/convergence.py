@@ -5,6 +5,7 @@ python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files m
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, learning-rate scaling
 python -m benchmarks.convergence quality     the same U-Net on one rank: what learns more from a sample
 python -m benchmarks.convergence layers      the effect of norms and initialization on it
+python -m benchmarks.convergence networks    the networks for volumes
 python -m benchmarks.convergence learning_rates   eight learning rates for each of Adam, Muon and SOAP
 python -m benchmarks.convergence recipe           one factor at a time for the best of them
 

@@ -62,9 +62,9 @@ class NetworkConfig(Section):
     """The network."""
 
     name: str = "unet"  # a name of NETWORKS in networks
-    width: Width = 64  # unet: channels at the first scale
-    scales: Scales | None = None  # unet: number of downsamplings; None: 6, or 5 if full_scale is false
-    # unet: layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
+    width: Width = 64  # unet and smooth_unet: channels at the first scale
+    scales: Scales | None = None  # and number of downsamplings; None: 6, or 5 if full_scale is false
+    # unet, and smooth_unet for down1: layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
