@@ -7,8 +7,6 @@ as much. Interpolation treats all cells alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,23 +18,12 @@ from networks.unet import UNet
 class SmoothUNet(UNet):
     """A `UNet` in which `last` is an `InterpolatedConv3d`: the same options, except space-to-depth of that layer."""
 
-    def __init__(
-        self,
-        in_channels: int = 4,
-        out_channels: int = 5,
-        width: int = 64,
-        scales: int = 6,
-        space_to_depth: Sequence[str] = (),
-        fused: bool = False,
-        norm: str = "none",
-        crop: int | None = None,
-    ) -> None:
-        if "last" in space_to_depth:
+    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
+        if space_to_depth:
             raise ValueError(
                 "network.space_to_depth: last is not strided in smooth_unet, so it has no such form; remove it"
             )
-        super().__init__(in_channels, out_channels, width, scales, space_to_depth, fused, norm, crop)
-        self.last = InterpolatedConv3d(self._layer("last").in_channels, out_channels, 3, padding=1)
+        return InterpolatedConv3d(before, after, 3, padding=1)
 
 
 class InterpolatedConv3d(nn.Conv3d):

@@ -66,12 +66,13 @@ class UNet(nn.Module):
             # The deepest scale has no skip connection to concatenate.
             before = channels[scale - 1] * (1 if scale == scales else 2)
             after = out_channels if scale == 1 else channels[scale - 2]
-            name = "last" if scale == 1 else f"up{scale}"
-            plain = OutputConvTranspose3d if name == "last" else ConvTranspose3d
-            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else plain
+            if scale == 1:
+                self.last = self._output_layer(before, after, "last" in space_to_depth)
+                continue
+            name = f"up{scale}"
+            kind = SPACE_TO_DEPTH[name] if name in space_to_depth else ConvTranspose3d
             self.add_module(name, kind(before, after, 4, stride=2, padding=1))
-            if name != "last":
-                self._add_norm(name, after)
+            self._add_norm(name, after)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
         skips = []
@@ -83,6 +84,10 @@ class UNet(nn.Module):
         for scale in range(self.scales, 1, -1):
             x = self._up(f"up{scale}", x, skips.pop())
         return self._last(x)
+
+    def _output_layer(self, before: int, after: int, space_to_depth: bool) -> Layer:
+        kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
+        return kind(before, after, 4, stride=2, padding=1)
 
     def _down(self, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The activations for the next scale, and for the skip connection."""

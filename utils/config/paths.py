@@ -81,7 +81,7 @@ def _write(path: str, info: SerializationInfo) -> str:
 
 PathText = Annotated[str, BeforeValidator(_read), AfterValidator(_check), PlainSerializer(_write)]
 
-# Tags of the two types of a value that may also be a list; error messages leave them out.
+# Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"
 one_or_list = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
 
