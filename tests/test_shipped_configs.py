@@ -84,7 +84,7 @@ TINY = {
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_original_config_has_the_values_of_the_original(name: str) -> None:
-    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_opt", "test"}
+    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_base", "demo_opt", "test"}
     config = load(SHIPPED, name)
     batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
     assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
