@@ -65,8 +65,11 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
     parameters = np.concatenate([parameter.detach().numpy().ravel() for parameter in step.network.parameters()])
     loader.close()
     valid.close()
+    state = step.state()["optimizer"]["state"]
+    statistics = [each[key].numpy() for each in state.values() for key in each if key.startswith("statistics")]
     return {
         "parameters": parameters,
+        "statistics": statistics,
         "losses": losses,
         "crops": crops,
         "validation": mean.results()[0],
@@ -134,6 +137,15 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
         assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: training must have changed the parameters"
         tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
         assert distance(first, alone[case]["parameters"]) <= tolerance, case
+
+
+def test_saved_statistics_of_soap_are_complete_on_each_rank(together, alone) -> None:
+    """Each rank follows some of them. A save between two renewals collects them from the others."""
+    expected = alone["soap float64"]["statistics"]
+    assert len(expected) > 4
+    for rank in together:
+        for found, value in zip(rank["soap float64"]["statistics"], expected, strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-9, atol=1e-9 * np.abs(value).max())
 
 
 def test_adam_losses_agree(together, alone) -> None:

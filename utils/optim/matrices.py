@@ -129,6 +129,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def renew(self) -> None:
         """Completes a step with what a CUDA graph cannot hold."""
 
+    def collect_state(self) -> None:
+        """Completes the state of each rank with what the others keep for it. Every rank calls it, before a save."""
+
     def state_of(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
         """The parameter's state, created if there is none."""
         state = self.state[parameter]

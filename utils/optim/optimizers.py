@@ -93,7 +93,9 @@ def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, 
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state for `load_state`; it shares the optimizer's tensors."""
+    """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it."""
+    if isinstance(optimizer, MatrixOptimizer):
+        optimizer.collect_state()
     return {"kind": type(optimizer).__name__, **optimizer.state_dict()}
 
 

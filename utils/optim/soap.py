@@ -5,6 +5,7 @@ Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Soap(MatrixOptimizer):
     update only starts S_i and, by an exact decomposition, B_i.
 
     The bases are renewed outside of CUDA graphs. For that the host reads the number of updates made, skipped ones
-    excluded, every `frequency` steps. Each rank renews some of the bases, and receives the others.
+    excluded, every `frequency` steps. Each rank follows the statistics of some bases, renews these, and receives the
+    others.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class Soap(MatrixOptimizer):
         inverse = [{number: basis.mT for number, basis in each.items()} for each in bases]
         descend(group, parameters, [rotate(*each) for each in zip(directions, sides, inverse, strict=True)], idle)
         if group["matrices"]:
-            _update_statistics(states, gradients, sides, 1 - group["betas"][1], skip)
+            mine = [self._mine(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+            _update_statistics(mine, gradients, sides, 1 - group["betas"][1], skip)
         torch._foreach_add_(counts, 1 - skip)
 
     @torch.no_grad()
@@ -114,6 +117,33 @@ class Soap(MatrixOptimizer):
                 raise ValueError("its optimizer.merge_dims or optimizer.max_precondition_dim is not this training's")
         self._read_updates()
 
+    def collect_state(self) -> None:
+        for parameter, state in self._weights():
+            statistics = _matrices(state, "statistics")
+            self.ranks.broadcast(list(statistics.values()), [self._owners[parameter][number] for number in statistics])
+
+    @functools.cached_property
+    def _owners(self) -> dict[torch.nn.Parameter, dict[int, int]]:
+        """The rank that renews each basis, by weight and number of the side."""
+        pieces = []
+        for parameter in self.param_groups[0]["params"]:
+            sides = self._preconditioning.sides(parameter.shape)
+            pieces += [(parameter, number, sides[number]) for number in self._preconditioning.preconditioned(sides)]
+        owners: dict[torch.nn.Parameter, dict[int, int]] = {}
+        for (parameter, number, _), owner in zip(
+            pieces, self.ranks.owners([size**3 for *_, size in pieces]), strict=True
+        ):
+            owners.setdefault(parameter, {})[number] = owner
+        return owners
+
+    def _mine(self, parameter: torch.nn.Parameter, state: State) -> dict[int, torch.Tensor]:
+        """The statistics that this rank keeps, by the number of their side."""
+        return {
+            number: statistics
+            for number, statistics in _matrices(state, "statistics").items()
+            if self._owners[parameter][number] == self.ranks.rank
+        }
+
     def _weights(self) -> list[tuple[torch.nn.Parameter, State]]:
         """All weights that have been updated, with their states."""
         weights = self.param_groups[0]["params"]
@@ -127,16 +157,15 @@ class Soap(MatrixOptimizer):
 
     def _renew_bases(self) -> None:
         weights = self._weights()
-        pieces = [(state, number) for _, state in weights for number in _matrices(state, "basis")]
-        owners = self.ranks.owners([len(state[f"basis_{number}"]) ** 3 for state, number in pieces])
-        renewed = []
-        for (state, number), owner in zip(pieces, owners, strict=True):
-            statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
-            if owner != self.ranks.rank:
-                renewed.append(
-                    (torch.empty_like(basis), torch.empty(len(basis), dtype=torch.int64, device=basis.device))
-                )
-            else:
+        owners, renewed = [], []
+        for parameter, state in weights:
+            for number, basis in _matrices(state, "basis").items():
+                owners.append(self._owners[parameter][number])
+                if owners[-1] != self.ranks.rank:
+                    order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
+                    renewed.append((torch.empty_like(basis), order))
+                    continue
+                statistics = state[f"statistics_{number}"]
                 renewed.append(eigenbasis(statistics) if self._made == 1 else next_basis(statistics, basis))
         for tensors in zip(*renewed, strict=True):
             self.ranks.broadcast(tensors, owners)
@@ -185,17 +214,20 @@ def _matrices(state: State, name: str) -> dict[int, torch.Tensor]:
 
 
 def _update_statistics(
-    states: list[State], gradients: list[torch.Tensor], sides: list[Sides], weight: float, skip: torch.Tensor
+    statistics: list[dict[int, torch.Tensor]],
+    gradients: list[torch.Tensor],
+    sides: list[Sides],
+    weight: float,
+    skip: torch.Tensor,
 ) -> None:
     old: list[torch.Tensor] = []
     products: list[torch.Tensor] = []
-    for state, gradient, sizes in zip(states, gradients, sides, strict=True):
-        for number, statistics in _matrices(state, "statistics").items():
-            old.append(statistics)
-            products.append(outer_product(gradient, sizes, number))
+    for matrices, gradient, sizes in zip(statistics, gradients, sides, strict=True):
+        old += matrices.values()
+        products += [outer_product(gradient, sizes, number) for number in matrices]
     if old:
-        for statistics, new in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
-            torch.where(skip > 0, statistics, new, out=statistics)
+        for before, after in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
+            torch.where(skip > 0, before, after, out=before)
 
 
 def _change_bases(state: State, sides: Sides, renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
