@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
             build.run_preflight(options, config, step_class)
             return
         signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
-        with signals, connect(config.device, config.timeouts, build.identity(config, options)) as world:
+        run_identity, nccl = build.identity(config, options), not config.noddp
+        with signals, connect(config.device, config.timeouts, run_identity, nccl=nccl) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 run(options, build.resolve(config, world), world, step_class, signals)
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """Builds the parts of one training, or of one benchmark, and runs it. Every rank calls it."""
-    step_class.check(world, config.noddp)
+    step_class.check(world, build.step_options(config))
     notes = build.backends(config, world.device)
     model = build.model(config)
     benchmark = read_settings(world) if config.enable_benchy else None
@@ -50,8 +51,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     with build.claim_directory(config, options, world) as chosen:
         path, start = chosen.path, build.start(config, options, chosen, world)
         profiler = build_profiler(config, world, path)
-        with build.loaders(config, world) as loaders:
-            step = build.step(config, world, model, step_class)
+        with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
             loaders.train.attach(step.pending_work)
             state = start.restore(step, world)
             if summary.has_nothing_to_do(path, start, world):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train
+from utils import cli
+from utils import config as configs
 from utils.data import Loaders
+from utils.distributed import world as worlds
+from utils.distributed.launch import Launch
+from utils.distributed.signals import NullSignals
+from utils.distributed.world import World
+from utils.errors import UserError
 from utils.profiling import benchmark
 from utils.steps.eager import EagerStep
 from utils.training.trainer import Trainer
@@ -74,3 +84,33 @@ def test_both_loaders_are_closed_if_the_first_fails_to_close() -> None:
     with pytest.raises(Ended), Loaders(Loader("train"), Loader("valid")):  # type: ignore[arg-type]
         pass
     assert closed == ["train", "valid"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """NCCL would wait forever for the step's CUDA graphs. The first import of the compiler once left such a cycle."""
+    seen: list[weakref.ref] = []
+    events: list[Any] = []
+
+    class CyclicStep(EagerStep):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.cycle = self
+            seen.append(weakref.ref(self))
+
+        def __call__(self, *arguments: Any) -> torch.Tensor:
+            if fails:
+                raise UserError("wrong")
+            return super().__call__(*arguments)
+
+        def close(self) -> None:
+            events.append("closed")
+
+    options = cli.parse([*flags, "--num_epochs=1"])
+    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
+    monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(seen[0]()))
+    with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
+        train.run(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, NullSignals())
+    assert events == ["closed", None]

@@ -159,11 +159,15 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
-    options = StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
-    train_step = step_class(module, modules.loss, optimizer, world, options, modules.metrics)
+    train_step = step_class(module, modules.loss, optimizer, world, step_options(config), modules.metrics)
     train_step.notes = [describe_optimizer(choice.name, optimizer)]
     torch.manual_seed(config.seed + world.rank)
     return train_step
+
+
+def step_options(config: Config) -> StepOptions:
+    """The config's keys about the step."""
+    return StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
 
 
 def options_without_effect(config: Config, world: World) -> list[str]:
@@ -188,11 +192,12 @@ def options_without_effect(config: Config, world: World) -> list[str]:
         why = f"global_batch_size {config.global_batch_size} does not exceed base_batch_size {config.base_batch_size}"
         why = "lr_schedule.scaling is none" if config.lr_schedule.scaling == "none" else why
         notes.append(f"lr_schedule's warm-up has no effect: {why}")
-    if world.size == 1 or config.noddp:
+    exchanges = world.size > 1 and not config.noddp
+    if not exchanges:
         for name in ("gradient_compression", "static_graph"):
             if getattr(config, name) not in ("none", False):
                 notes.append(f"{name} has no effect: no gradients are exchanged")
-    if world.size > 1 and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
+    if exchanges and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
         notes.append("ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host")
     if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
         notes.append("float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not")
@@ -282,7 +287,9 @@ def run_preflight(options: cli.Options, config: Config, step_class: type[EagerSt
 
     def check(config: Config) -> None:
         if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
-            step_class.check(World(Launch("preflight"), choose_device(config.device, 0)), config.noddp)
+            ranks = config.global_batch_size // (config.local_batch_size or 1)
+            world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
+            step_class.check(world, step_options(config))
         loss(config)
         evaluation_volume(config, alone)
         check_loggers(config.loggers, alone)

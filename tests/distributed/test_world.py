@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from processes import run_ranks
 
 from utils.distributed import world as worlds
+from utils.distributed.devices import RankDevice
 from utils.distributed.launch import Launch
+from utils.distributed.watchdog import Watchdog
 from utils.distributed.world import LARGEST_JSON, OTHER_PROGRAM, World, connect
 from utils.errors import LocalError, Stopped, UserError
 
@@ -175,22 +178,55 @@ def test_collectives_joint_errors_and_broadcasts_on_nodes() -> None:
 
 
 class Step:
-    """Stand-in for a step with CUDA graphs."""
+    """Stand-in for a step with CUDA graphs, in a reference cycle."""
+
+    def __init__(self) -> None:
+        self.cycle = self
 
 
-@pytest.mark.parametrize(("error", "leaves"), [(Stopped(), 1), (UserError("bad"), 1), (LocalError("bad"), 0)])
-def test_an_error_releases_the_step_before_the_process_group_is_destroyed(
-    monkeypatch, error: BaseException, leaves: int
+@pytest.mark.parametrize(
+    ("error", "leaves"), [(None, 1), (Stopped(), 1), (UserError("bad"), 1), (LocalError("bad"), 0)], ids=repr
+)
+def test_the_step_is_released_before_the_process_group_is_destroyed(
+    monkeypatch, error: BaseException | None, leaves: int
 ) -> None:
-    """NCCL would wait forever for the step's CUDA graphs, which the error's frames keep alive."""
+    """NCCL would wait forever for its CUDA graphs, which an error's frames or a reference cycle may keep alive."""
     alive: list[bool] = []
     seen: list[weakref.ref] = []
 
-    def stop_while_holding(step: Step) -> None:
+    def hold(step: Step) -> None:
         seen.append(weakref.ref(step))
-        raise error
+        if error is not None:
+            raise error
 
     monkeypatch.setattr(dist, "destroy_process_group", lambda: alive.append(seen[0]() is not None))
-    with pytest.raises(type(error)), worlds._leaving_group():
-        stop_while_holding(Step())
+    with pytest.raises(type(error)) if error else contextlib.nullcontext(), worlds._leaving_group():
+        hold(Step())
     assert alive == [False] * leaves
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "shared", "backends"),
+    [
+        (True, "cuda", False, "cpu:gloo,cuda:nccl"),
+        (False, "cuda", False, "gloo"),
+        (True, "cuda", True, "gloo"),
+        (True, "cpu", False, "gloo"),
+    ],
+)
+def test_nccl_is_used_only_to_exchange_gradients_between_gpus(
+    monkeypatch, wanted: bool, device: str, shared: bool, backends: str
+) -> None:
+    class Connected(Exception): ...
+
+    def init(found: str, **options: Any) -> None:
+        assert found == backends
+        raise Connected
+
+    launch = Launch("test", world_size=2)
+    monkeypatch.setattr(worlds, "read_launch", lambda: launch)
+    chosen = RankDevice(torch.device(device), shared)
+    monkeypatch.setattr(worlds, "rendezvous", lambda *_: (dist.HashStore(), chosen, Watchdog(0)))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    with pytest.raises(Connected), connect(nccl=wanted):
+        pass

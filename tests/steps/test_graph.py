@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 import train
 from networks import build_loss
+from utils import build
 from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -104,6 +106,7 @@ def test_train_graph_takes_every_flag_of_train(tmp_path) -> None:
 
 
 def test_ranks_that_communicate_through_gloo_cannot_use_graphs(monkeypatch) -> None:
+    monkeypatch.setattr(graph.dist, "is_initialized", lambda: True)
     for size, noddp, backends, words in (
         (1, False, "", None),
         (4, False, "cpu:gloo,cuda:nccl", None),
@@ -112,7 +115,21 @@ def test_ranks_that_communicate_through_gloo_cannot_use_graphs(monkeypatch) -> N
     ):
         monkeypatch.setattr(graph.dist, "get_backend_config", lambda backends=backends: backends)
         with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
-            GraphStep.check(world(size=size), noddp)
+            GraphStep.check(world(size=size), StepOptions(noddp=noddp))
+
+
+def test_a_compressed_exchange_is_not_recorded(monkeypatch, data_flags, capsys) -> None:
+    """It has a Python hook. The preflight for several ranks says so; a single rank ignores the key."""
+    monkeypatch.setattr(build, "choose_device", lambda name, local_rank: torch.device("cuda", 0))
+    flags = ["--config=test", *data_flags, "--set=gradient_compression=bfloat16", "--preflight"]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*flags, "2"], step_class=GraphStep)
+    assert stop.value.code == 2
+    line = "error: cannot record the step as a CUDA graph: gradient_compression needs a Python hook in the gradient "
+    line += "exchange, which is untested in graphs; set gradient_compression=none, or use train.py, which has the same "
+    assert capsys.readouterr().err == f"{line}flags\n"
+    for size, noddp in ((1, False), (2, True)):
+        GraphStep.check(world(size=size), StepOptions(noddp=noddp, gradient_compression="bfloat16"))
 
 
 # --- a fake device ----------------------------------------------------------------------------------------------------
@@ -175,6 +192,9 @@ class FakeGraph:
 class FakeStream:
     """Runs everything at once. tests/data/loaders/test_prefetcher.py tests the order of streams."""
 
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
+
     def wait_stream(self, other: object) -> None:
         pass
 
@@ -195,7 +215,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(recording[-1]))
     monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(cuda, "Stream", lambda device: FakeStream())
+    monkeypatch.setattr(cuda, "Stream", FakeStream)
     monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
     monkeypatch.setattr(cuda, "Event", FakeStream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -328,6 +348,20 @@ def test_a_non_finite_replay_skips_its_update(
     assert len(step._graphs) == 1
     if "ema_decay" in options:
         assert int(weights(step)["updates"]) == WARMUP_STEPS + 6
+
+
+def test_a_closed_step_has_no_graphs(fake_cuda) -> None:
+    """NCCL waits for their destruction, and a reference to the step may remain."""
+    step = make(GraphStep, "sgd", "cpu")
+    curve(step, buffers(2, "cpu"))
+    graphs = [weakref.ref(known.graph) for known in step._graphs.values()]
+    step.close()
+    assert [graph() for graph in graphs] == [None, None]
+
+
+def test_the_step_has_precedence_over_the_work_for_the_next_batch(fake_cuda) -> None:
+    step = make(GraphStep, "sgd", "cpu")
+    assert (step._stream.priority, step._branch.priority) == (-1, 0)
 
 
 def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(fake_cuda) -> None:

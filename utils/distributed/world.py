@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
+import os
 import resource
 import socket
 import traceback
@@ -151,11 +153,13 @@ def connect(
     device: str = "auto",
     timeouts: TimeoutsConfig = DEFAULT_TIMEOUTS,
     identity: Mapping[str, str] = MappingProxyType({}),
+    nccl: bool = False,
 ) -> Iterator[World]:
     """The world for the duration of a run; joins the process group if there are several ranks.
 
-    `identity` holds short texts that are the same on all ranks of a run, and differ from those of other runs.
-    Gloo carries CPU tensors and objects, NCCL carries CUDA tensors; gloo carries all if ranks share a GPU.
+    `identity` holds short texts that are the same on all ranks of a run, and differ from those of other runs. Gloo
+    carries all tensors. With `nccl`, for runs that exchange gradients, NCCL carries those on CUDA devices, unless ranks
+    share a GPU.
     """
     launch = read_launch()
     if torchrun_has_ended(launch):
@@ -174,9 +178,11 @@ def connect(
         # Otherwise the rendezvous timeout, after which the watchdog names an absent rank, would hold here as well.
         store.set_timeout(timedelta(seconds=timeouts.collective))
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
-        on_gpus = chosen.device.type == "cuda" and not chosen.shared
+        nccl = nccl and chosen.device.type == "cuda" and not chosen.shared
+        # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
@@ -199,10 +205,16 @@ def _leaving_group() -> Iterator[None]:
     except LocalError:
         raise
     except (UserError, Stopped) as end:
-        # NCCL waits for the destruction of every CUDA graph with its kernels, and the error's frames hold the step.
+        # The error's frames hold the step.
         traceback.clear_frames(end.__traceback__)
-        dist.destroy_process_group()
+        _destroy_group()
         raise
+    _destroy_group()
+
+
+def _destroy_group() -> None:
+    # NCCL waits for the destruction of every CUDA graph with its kernels, and reference cycles may hold the step.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -55,3 +55,6 @@ class Step(Protocol):
 
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
         """The network's outputs in evaluation mode."""
+
+    def close(self) -> None:
+        """Releases what must not outlive the process group. No step may follow."""

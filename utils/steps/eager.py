@@ -91,7 +91,7 @@ class EagerStep:
     notes: Sequence[str] = ()  # lines for the log about the parts that the step was given
 
     @classmethod
-    def check(cls, world: World, noddp: bool) -> None:
+    def check(cls, world: World, options: StepOptions) -> None:
         """Raises UserError if this kind of step cannot run in this world. Called before anything is read or built."""
 
     def __init__(
@@ -252,6 +252,15 @@ class EagerStep:
         self.network.eval()
         with self._autocast():
             return self.network(inputs)
+
+    def close(self) -> None:
+        """Releases what must not outlive the process group. No step may follow."""
+
+    def __enter__(self) -> EagerStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Computes gradients of the mean loss over all micro-batches. Ranks exchange them in the last one only."""

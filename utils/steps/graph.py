@@ -63,14 +63,15 @@ class GraphStep(EagerStep):
         options: StepOptions,
         metrics: Sequence[Metric] = (),
     ) -> None:
-        self.check(world, options.noddp)
+        self.check(world, options)
         if world.size > 1 and options.accumulation_steps == 1:
             # The probe would need a Python hook in the recorded gradient exchange, which is untested on several GPUs.
             options = dataclasses.replace(options, log_noise_scale=False)
         self._device = world.device
         # Autograd computes a parameter's gradient on the stream on which it first used the parameter. Everything,
         # including the construction of DistributedDataParallel, must run on the stream on which graphs are recorded.
-        self._stream = torch.cuda.Stream(world.device)
+        # While its kernels are ready, those of loaders and copies, whose streams have priority 0, wait.
+        self._stream = torch.cuda.Stream(world.device, priority=-1)
         with self._on_stream():
             super().__init__(network, loss, optimizer, world, options, metrics)
         self.pending_work = PendingWork()
@@ -85,14 +86,18 @@ class GraphStep(EagerStep):
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     @classmethod
-    def check(cls, world: World, noddp: bool) -> None:
-        reason = None
+    def check(cls, world: World, options: StepOptions) -> None:
+        reason, remedy = None, REMEDY
+        exchanges = world.size > 1 and not options.noddp
         if world.device.type != "cuda":
             reason = f"the run's device is {world.device.type}, and only CUDA devices have graphs"
-        elif world.size > 1 and not noddp and "nccl" not in dist.get_backend_config():
+        elif exchanges and options.gradient_compression != "none":
+            reason = "gradient_compression needs a Python hook in the gradient exchange, which is untested in graphs"
+            remedy = f"set gradient_compression=none, or {REMEDY}"
+        elif exchanges and dist.is_initialized() and "nccl" not in dist.get_backend_config():
             reason = "the ranks exchange gradients through gloo, which computes on the host; NCCL is needed"
         if reason is not None:
-            raise UserError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}")
+            raise UserError(f"cannot record the step as a CUDA graph: {reason}; {remedy}")
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         with self._on_stream():
@@ -112,6 +117,10 @@ class GraphStep(EagerStep):
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         with self._on_stream():
             super().warm_up(inputs, targets)
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._copies = None
 
     def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
         """The graph for this batch's memory and the loader's pending work. Records it if there is none yet."""
