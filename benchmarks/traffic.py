@@ -41,7 +41,7 @@ from utils import build
 from utils import config as configs
 from utils.cli import read_changes
 from utils.config import Config
-from utils.data.loader import memory_format
+from utils.data.loader import Batch, memory_format
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
@@ -309,11 +309,12 @@ def count_step(config: Config) -> Count:
     return trace.count
 
 
-def batch_of(config: Config) -> list[torch.Tensor]:
+def batch_of(config: Config) -> Batch:
     """Inputs and targets, as a loader makes them."""
     form, crop = memory_format(config.channels_last), [config.data_size] * 3
     channels = config.N_in_channels, config.N_out_channels
-    return [torch.empty(config.local_batch_size, each, *crop, memory_format=form) for each in channels]
+    batch_size = config.local_batch_size or 0
+    return Batch(*(torch.empty(batch_size, each, *crop, memory_format=form) for each in channels))
 
 
 def measure(changes: Mapping[str, Any]) -> tuple[Count, int]:

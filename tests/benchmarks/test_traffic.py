@@ -1,0 +1,92 @@
+"""Bytes outside the convolutions: the rules by which they are counted, and the limit for the fastest step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import traffic
+from benchmarks.traffic import Count, Trace, is_channels_last, measure, pointers
+
+
+@pytest.fixture(scope="module")
+def fastest() -> tuple[Count, int]:
+    """The full-size network at batch 64 with all options that make it fast."""
+    pytest.importorskip("triton")
+    return measure({"local_batch_size": 64})
+
+
+def counted(action: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that an action reads and writes."""
+    trace = Trace()
+    with trace, trace.phase("forward"):
+        action()
+    rows = trace.count.operations.values()
+    return sum(row.read for row in rows), sum(row.written for row in rows)
+
+
+def test_a_step_moves_at_most_23_gigabytes(fastest: tuple[Count, int]) -> None:
+    count, _ = fastest
+    assert count.total() < 23e9, traffic.markdown(*fastest)
+    assert all(count.total(phase) for phase in traffic.PHASES)
+
+
+def test_an_average_adds_at_most_1_41_gigabytes(fastest: tuple[Count, int]) -> None:
+    """Weights and averages are read, averages are written."""
+    assert 0 < fastest[1] < 1.41e9
+
+
+def test_a_kernel_s_source_shows_what_it_reads_and_writes() -> None:
+    pytest.importorskip("triton")
+    from networks import kernels
+
+    loaded, stored = pointers(kernels.activation_backward)
+    assert {"first", "second", "y"} <= loaded
+    assert not {"x_gradient", "partial"} & loaded
+    assert {"x_gradient", "partial"} <= stored
+    assert not {"first", "second", "y"} & stored
+
+
+@pytest.mark.parametrize(
+    ("action", "read", "written"),
+    [
+        pytest.param(lambda x: x.transpose(0, 1).reshape(4, 2, -1)[1:], 0, 0, id="views cost nothing"),
+        pytest.param(lambda x: x[:1].expand_as(x).clone(), 0.5, 1, id="a broadcast operand counts its storage"),
+        pytest.param(lambda x: x * x, 1, 1, id="an operand that is given twice counts once"),
+        pytest.param(lambda x: x.add_(1), 1, 1, id="an operation in place reads and writes"),
+        pytest.param(lambda x: x.zero_(), 0, 1, id="a fill only writes"),
+        pytest.param(lambda x: F.pad(x, (4, 4)), 1, 3, id="padding fills the result before it copies"),
+        pytest.param(lambda x: x.to(torch.bfloat16), 1, 0.5, id="a cast"),
+        pytest.param(lambda x: torch._foreach_add_([x, x + 1], 1), 3, 3, id="lists of tensors"),
+    ],
+)
+def test_operands_and_results_count_once(action: Callable[..., object], read: float, written: float) -> None:
+    x = torch.ones(2, 4, 8, 8, 8)
+    assert counted(lambda: action(x)) == (read * x.nbytes, written * x.nbytes)
+
+
+def test_a_convolution_counts_only_the_copy_that_it_needs() -> None:
+    """One in channels-last order copies an operand that is not; its own operands and results are counted apart."""
+    x, weight = torch.ones(2, 4, 8, 8, 8), torch.ones(4, 4, 3, 3, 3)
+    last = weight.contiguous(memory_format=torch.channels_last_3d)
+    assert counted(lambda: F.conv3d(x, weight)) == (0, 0)
+    assert counted(lambda: F.conv3d(x, last)) == (x.nbytes, x.nbytes)
+
+
+def test_a_channels_last_tensor_may_have_a_pitch() -> None:
+    x = torch.empty(2, 4, 6, 6, 6)
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    assert [is_channels_last(each) for each in (x, last, last[:, :3, 1:-1])] == [False, True, True]
+
+
+def test_a_large_tensor_in_another_order_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "LARGE", 1)
+    trace = Trace()
+    x = torch.ones(2, 4, 6, 6, 6)
+    with trace, trace.phase("backward"):
+        x.contiguous(memory_format=torch.channels_last_3d).relu()
+    assert len(trace.count.layouts) == 1
+    assert "float32 [2, 4, 6, 6, 6]" in next(iter(trace.count.layouts))
