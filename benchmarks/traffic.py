@@ -118,34 +118,46 @@ def distinct(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-@functools.cache
-def pointers(kernel: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The parameters that a Triton kernel loads from, and those that it stores to, according to its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-    origins: dict[str, set[str]] = {name: {name} for name in kernel.arg_names}
-    loaded: set[str] = set()
-    stored: set[str] = set()
+class Addresses(ast.NodeVisitor):
+    """The parameters of a Triton kernel that it loads from and stores to, according to its source."""
 
-    def names(node: ast.AST) -> set[str]:
-        """The parameters from which an address is computed."""
+    def __init__(self, kernel: Any) -> None:
+        self.loaded: set[str] = set()
+        self.stored: set[str] = set()
+        self._origins: dict[str, set[str]] = {name: {name} for name in kernel.arg_names}
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+        for _ in range(2):  # a loop may read what its last lines assign
+            self.visit(tree)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._assign(node.targets, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._assign([node.target], node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name == "load" or name.startswith("atomic"):
+            self.loaded |= self._names(node.args[0])
+        if name == "store" or name.startswith("atomic"):
+            self.stored |= self._names(node.args[0])
+        self.generic_visit(node)
+
+    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
+        for node in (node for target in targets for node in ast.walk(target)):
+            if isinstance(node, ast.Name):
+                self._origins[node.id] = self._origins.get(node.id, set()) | self._names(value)
+        self.visit(value)
+
+    def _names(self, node: ast.AST) -> set[str]:
+        """The parameters from which the value is computed, unless it is loaded."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
             return set()
-        own = origins.get(node.id, set()) if isinstance(node, ast.Name) else set()
-        return own.union(*(names(child) for child in ast.iter_child_nodes(node)))
+        own = self._origins.get(node.id, set()) if isinstance(node, ast.Name) else set()
+        return own.union(*(self._names(child) for child in ast.iter_child_nodes(node)))
 
-    for _ in range(3):  # the walk is not in the order of the lines
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AugAssign):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    for name in ast.walk(target):
-                        if isinstance(name, ast.Name):
-                            origins[name.id] = origins.get(name.id, set()) | names(node.value)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr == "load" or node.func.attr.startswith("atomic"):
-                    loaded |= names(node.args[0])
-                if node.func.attr == "store" or node.func.attr.startswith("atomic"):
-                    stored |= names(node.args[0])
-    return frozenset(loaded), frozenset(stored)
+
+addresses_of = functools.cache(Addresses)
 
 
 # --- the trace -------------------------------------------------------------------------------------------------------
@@ -186,8 +198,11 @@ class Trace(TorchDispatchMode):
     def launch(self, kernel: Any, *arguments: Any, **options: Any) -> None:
         """Takes the place of JITFunction.run."""
         operands = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        loaded, stored = pointers(kernel)
-        read, written = (distinct(operands.get(name) for name in names) for names in (loaded, stored))
+        addresses = addresses_of(kernel)
+        written = distinct(operands.get(name) for name in addresses.stored)
+        # What is neither loaded nor stored here may be loaded by a function that the kernel calls.
+        only_written = addresses.stored - addresses.loaded
+        read = distinct(value for name, value in operands.items() if name not in only_written)
         self._add(self.count.operations, f"Triton {kernel.fn.__name__}", read, written)
 
     def _operation(self, name: str, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
