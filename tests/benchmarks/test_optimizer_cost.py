@@ -1,0 +1,53 @@
+"""The operations that optimizers add to a step, against counts by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.optimizer_cost import QR, measure, muon_operations, soap_operations
+from utils import build
+from utils import config as configs
+from utils.config.sections import OptimizerConfig
+
+SHIPPED = "config/UNet.yaml"
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+def test_soap_rotates_follows_and_renews() -> None:
+    """A matrix m × n is rotated twice by both bases, and 1 in 10 updates renews them."""
+    m, n = 6, 4
+    rotation = 2 * m * n * (m + n)
+    followed = 2 * m * n * (m + n)
+    renewal = rotation + (2 + QR + 2) * (m**3 + n**3)
+    expected = 2 * rotation + followed + renewal / 10
+    assert soap_operations(OptimizerConfig(name="soap"), {"w": weight(m, n)}, 1) == pytest.approx(expected)
+    # The rank with the longer side does more than the other.
+    own = 2 * m**2 * n + (2 + QR) * m**3 / 10
+    shared = 2 * rotation + own + (rotation + 2 * (m**3 + n**3)) / 10
+    assert soap_operations(OptimizerConfig(name="soap"), {"w": weight(m, n)}, 2) == pytest.approx(shared)
+
+
+def test_muon_iterates_five_times_and_the_last_weight_follows_adam() -> None:
+    m, n = 4, 6
+    expected = 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+    assert muon_operations({"w": weight(m, n), "last": weight(9, 9)}, 1) == expected
+    both = {"v": weight(m, n), "w": weight(m, n), "last": weight(9, 9)}
+    assert muon_operations(both, 1) == 2 * muon_operations(both, 2) == 2 * expected
+
+
+def test_bytes_of_adam_are_those_of_its_operands() -> None:
+    """It reads weight, gradient and two moments, and writes all but the gradient. The norm reads the gradient."""
+    changes = {"network.width": 4, "network.scales": 2, "data_size": 16, "local_batch_size": 2}
+    config = configs.load(SHIPPED, "base", {**changes, "device": "cpu", "channels_last": True}).for_world(1)
+    found = measure(config, {"name": "adam"}, 1.0)
+    parameters = sum(parameter.numel() for parameter in build.network(config).parameters())
+    assert found["gigabytes"] == pytest.approx(32e-9 * parameters, rel=0.01)
+    assert found["1 ranks"] == found["4 ranks"] == {"operations": 0.0, "share": 0.0}
+    more = measure(config, {"name": "soap"}, 1e6)
+    assert more["gigabytes"] > 2 * found["gigabytes"] > 0
+    assert 0 < more["4 ranks"]["share"] < more["1 ranks"]["share"] < 1
