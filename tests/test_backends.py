@@ -22,14 +22,18 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    limit = torch.backends.cudnn.benchmark_limit
     yield
+    torch.backends.cudnn.benchmark_limit = limit
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
     torch.use_deterministic_algorithms(False)
 
 
 def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for tf32, search in ((True, False), (False, True)):
-        (line,) = build.backends(Config(tf32=tf32, cudnn_benchmark=search), CUDA)
+        limit = 10 if search else 0
+        (line,) = build.backends(Config(tf32=tf32, cudnn_benchmark=search, cudnn_benchmark_limit=limit), CUDA)
+        assert torch.backends.cudnn.benchmark_limit == limit
         assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.backends.cudnn.benchmark is search
         end = f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}"

@@ -23,6 +23,7 @@ def backends(config: Config, device: torch.device) -> list[str]:
     deterministic = config.deterministic and device.type == "cuda"
     searches = config.cudnn_benchmark and not deterministic  # by time, so the result may differ from run to run
     torch.backends.cudnn.benchmark = searches
+    torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
     # Filling costs time, and nothing reads memory before it is written.
