@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -94,10 +95,10 @@ def device_name(device: torch.device) -> str:
 
 
 def _git_commit() -> str:
-    """The checkout's commit, with '-dirty' if files differ; 'unknown' outside a checkout."""
+    """The checkout's commit, with '-dirty' if files differ; outside a checkout GIT_COMMIT, or 'unknown'."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT") or "unknown"
     return result.stdout.strip()
