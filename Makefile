@@ -7,8 +7,10 @@
 #                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
 #                  two); srun starts a private Slurm of two nodes, as root on Debian
 # make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
-# make bench-gpu   runs all GPU benchmarks: 8 minutes. Uses python3 without an installation if make install was not run.
-#                  BENCH: arguments of benchmarks/gpu.py, for example BENCH="--minutes 4"
+# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 peaks, convolutions and the fastest
+#                  options; 2 the tests that need a GPU; 3 single options, comparisons and loaders. Uses python3 without
+#                  an installation if make install was not run. BENCH: other arguments of benchmarks/gpu.py, for
+#                  example BENCH="--dry_run"
 #
 # PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch
 # TORCH   otherwise the arguments of pip to install torch. For a machine without a GPU, PyTorch's "Get started" page
@@ -26,6 +28,7 @@ DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
 LAUNCHERS ?= plain
+CALL ?= 1
 
 .PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
 
@@ -75,7 +78,7 @@ bench-cpu: $(TEST_READY)
 
 # Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu $(BENCH)
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu --call $(CALL) $(BENCH)
 
 install: $(TEST_READY)
 

@@ -1,11 +1,11 @@
-"""The optimization ladder: each step changes one option, and keeps it if training becomes faster.
+"""The optimization ladder: each rung is a training with a fixed set of options.
 
-python -m benchmarks.ladder                      the steps that apply to this machine, at most 8 minutes
+python -m benchmarks.ladder                      the rungs of a CPU, at most 8 minutes; a GPU's: make bench-gpu
 python -m benchmarks.ladder --budget 300 --width 16 --crop 32
 
-A step of the ladder is a training as `train.py --enable_benchy` runs it: SYNTHETIC steps on one batch, FULL steps on
-real ones, in interleaved trials. Each also reports loss and gradient norm after the same number of steps on the same
-samples (random values, from which nothing can be learned): speeds are comparable only if these agree.
+A rung is a training as `train.py --enable_benchy` runs it: SYNTHETIC steps on one batch, FULL steps on real ones, in
+interleaved trials. Each also reports loss and gradient norm after the same number of steps on the same samples (random
+values, from which nothing can be learned): speeds are comparable only if these agree.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import itertools
 import json
 import math
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ import torch
 
 from benchmarks import common, peaks
 from benchmarks.convolutions import scales
-from benchmarks.ladder_report import LOSS_STEPS, best_of, draw, markdown
+from benchmarks.ladder_report import LOSS_STEPS, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
+from benchmarks.rungs import CPU_RUNGS, Changes, Entry, Rung, predicted, state_of
 from networks import build_network
 from utils import build
 from utils import config as configs
-from utils.cli import positive
 from utils.config import Config
 from utils.data import Batch, Loaders, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
@@ -49,62 +48,11 @@ from utils.steps.graph import WARMUP_STEPS, GraphStep
 
 LEARNING_RATE = 2e-4
 WARMUP_SECONDS = 3.0  # at most, after the steps that are necessary
-BETTER = 1.005  # smaller gains are noise
 TRIALS = 3
-
-Changes = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class LadderStep:
-    """`changes` are keys of the config; `always`: is kept even if it is slower, because others are compared with it.
-
-    `predicted`: SYNTHETIC samples/s of an H200 at batch 64, written down before any measurement: bytes and operations
-    of a step over the rates of the chip, with convolutions at half the rate of matrix products (at 70 % with
-    space-to-depth in `down1` and `last`).
-    """
-
-    name: str
-    changes: Changes = field(default_factory=dict)
-    graph: bool | None = None
-    package: str | None = None  # that must be installed
-    always: bool = False
-    predicted: int | None = None
-
-
-GPU_STEPS = (
-    LadderStep("float32, no TF32, 2 loader threads", {"tf32": False}, always=True),
-    LadderStep("TF32", {"tf32": True}, always=True),
-    LadderStep("8 loader threads", {"num_data_workers": 8}),
-    LadderStep("DALI", {"data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
-    LadderStep("float16 AMP, fused Adam", {"enable_amp": True, "precision": "float16"}, always=True),
-    LadderStep("apex FusedAdam", {"enable_apex": True}, package="apex"),
-    LadderStep("volume in GPU memory", {"data_loader_config": "resident"}),
-    LadderStep("bfloat16", {"precision": "bfloat16"}, predicted=3144),
-    LadderStep("channels last", {"channels_last": True}, predicted=3621),
-    LadderStep("space-to-depth down1", {"network.space_to_depth": ["down1"]}),
-    LadderStep("space-to-depth last", {"network.space_to_depth": ["last"]}),
-    LadderStep("space-to-depth down1 and last", {"network.space_to_depth": ["down1", "last"]}, predicted=4586),
-    LadderStep("fused pointwise kernels", {"fused_pointwise": True}, predicted=5547),
-    LadderStep("CUDA graph", graph=True),
-    LadderStep("torch.compile", {"enable_jit": True, "fused_pointwise": False}),
-    LadderStep("batch 128", {"local_batch_size": 128}),
-    LadderStep("batch 256", {"local_batch_size": 256}),
-)
-# The step with the original's fastest options: its loader, float16 AMP, fused Adam.
-ORIGINAL_BEST = "float16 AMP, fused Adam"
-CPU_STEPS = (
-    LadderStep("float32", always=True),
-    LadderStep("bfloat16", {"enable_amp": True}),
-    LadderStep("channels last", {"channels_last": True}),
-    LadderStep("space-to-depth down1 and last", {"network.space_to_depth": ["down1", "last"]}),
-    LadderStep("torch.compile", {"enable_jit": True}),
-    LadderStep("volume in memory", {"data_loader_config": "inmem"}),
-)
 
 
 class Machine:
-    """The device, the files, and the current loaders, which the next steps of the ladder reuse if they can."""
+    """The device, the files, and the current loaders, which the next rungs reuse if they can."""
 
     def __init__(self, options: argparse.Namespace, world: World) -> None:
         self.options, self.world = options, world
@@ -148,7 +96,7 @@ class Machine:
 
 @dataclass
 class Built:
-    """A step of the ladder, ready to be measured."""
+    """A rung's training, ready to be measured."""
 
     step: Step
     fixed: Batch
@@ -228,50 +176,25 @@ def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
     return result
 
 
-def climb(
-    machine: Machine,
-    steps: Sequence[LadderStep],
-    deadline: float,
-    note: Callable[[list[dict]], None] = lambda results: None,
-) -> list[dict]:
-    """Measures the steps in turn, each on top of the best so far. `note` receives the results so far."""
-    results: list[dict[str, Any]] = []
-    changes: dict[str, Any] = {}
-    graph, best = False, 0.0
-    durations = [0.0]  # the first steps are the slowest
-    for step in steps:
-        tried, tried_graph = {**changes, **step.changes}, graph if step.graph is None else step.graph
-        entry: dict[str, Any] = {"name": step.name, "command": command(tried, tried_graph)}
-        if step.predicted is not None:
-            entry["predicted for an H200"] = step.predicted
-        results.append(entry)
-        if step.package is not None and not importable(step.package):
-            entry["skipped"] = f"{step.package} is not installed"
-            continue
-        if time.perf_counter() + statistics.median(durations[-3:]) > deadline:
-            entry["skipped"] = "no time left"
-            continue
-        started = time.perf_counter()
-        sys.stderr.write(f"{step.name}\n")
-        try:
-            entry |= measure(machine, tried, tried_graph)
-        except Exception as error:  # the other steps are still measured
-            entry["failed"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if tried_graph:
-                recover_from_failed_recording(machine.world.device)
-            machine.close()
-            continue
-        finally:
-            machine.free()
-        durations.append(time.perf_counter() - started)
-        # Both count: a step may speed up the network while the input limits the training, or only the input.
-        score = math.sqrt(entry["SYNTHETIC"]["median"] * entry["FULL"]["median"])
-        entry["kept"] = step.always or score > BETTER * best
-        if entry["kept"]:
-            changes, graph, best = tried, tried_graph, score
-        entry["state"] = {"changes": tried, "graph": tried_graph}
-        note(results)
-    return results
+def measure_rung(machine: Machine, rung: Rung, entries: Sequence[Entry] = ()) -> dict[str, Any]:
+    """The rung's result, or the reason why there is none; `entries` are the results so far."""
+    state = state_of(rung, entries)
+    entry: dict[str, Any] = {"name": rung.name, "command": command(**state)}
+    if rung.gigabytes is not None:
+        batch = state["changes"].get("local_batch_size", machine.options.batch)
+        entry["predicted for an H200"] = predicted(rung.gigabytes, batch)
+    if rung.package is not None and not importable(rung.package):
+        return {**entry, "skipped": f"{rung.package} is not installed"}
+    sys.stderr.write(f"{rung.name}\n")
+    try:
+        return {**entry, **measure(machine, **state), "state": state}
+    except Exception as error:  # the other rungs are still measured
+        if state["graph"]:
+            recover_from_failed_recording(machine.world.device)
+        machine.close()
+        return {**entry, "failed": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+    finally:
+        machine.free()
 
 
 def recover_from_failed_recording(device: torch.device) -> None:
@@ -319,57 +242,66 @@ def importable(package: str) -> bool:
         return False
 
 
-def add_options(parser: common.Parser) -> None:
-    on_gpu = torch.cuda.is_available()
-    parser.add_integers(batch=64 if on_gpu else 4, crop=64, width=64, box=512 if on_gpu else 128, valid_box=128)
-    parser.add_argument("--seconds", type=common.positive_float, default=1.0 if on_gpu else 4.0, help="per trial")
-    parser.add_argument("--warmup_steps", type=positive, default=30 if on_gpu else LOSS_STEPS)
-    parser.add_argument(
-        "--budget", type=common.positive_float, default=240.0 if on_gpu else 500.0, help="seconds for all steps"
-    )
+def add_options(parser: common.Parser, batch: int, box: int, seconds: float, warmup_steps: int) -> None:
+    """Adds the options of a rung, with these defaults."""
+    parser.add_integers(batch=batch, crop=64, width=64, box=box, valid_box=128, warmup_steps=warmup_steps)
+    parser.add_argument("--seconds", type=common.positive_float, default=seconds, help="per trial (%(default)s)")
     parser.add_argument("--data", type=Path, help="HDF5 file (data/benchmark_<box>.h5, created if missing)")
 
 
-def settle(options: argparse.Namespace) -> None:
-    """Checks the sizes, and creates missing files; UserError if the sizes do not fit."""
+def check_sizes(options: argparse.Namespace) -> None:
+    """UserError if the sizes do not fit or the file is missing. Names the files that `make_files` creates."""
     with value_errors_for_users():
         build_network("unet", options.crop, width=1, scales=scales(options.crop))
     if options.crop > min(options.box, options.valid_box):
         raise UserError(f"crops of {options.crop} cells do not fit into boxes of {options.box} and {options.valid_box}")
-    if options.data is None:
-        options.data = Path(f"data/benchmark_{options.box}.h5")
-        make_file(options.data, options.box)
-    elif not options.data.exists():
+    if options.data is not None and not options.data.exists():
         raise UserError(f"no such file: {options.data}; without --data, one is created")
+    options.data = options.data or Path(f"data/benchmark_{options.box}.h5")
     options.valid_data = Path(f"data/benchmark_{options.valid_box}.h5")
+
+
+def make_files(options: argparse.Namespace) -> None:
+    """Creates missing files."""
+    make_file(options.data, options.box)
     make_file(options.valid_data, options.valid_box)
 
 
 def main() -> None:
     parser = common.Parser(__doc__)
-    add_options(parser)
+    add_options(parser, batch=4, box=128, seconds=4.0, warmup_steps=LOSS_STEPS)
+    parser.add_argument("--budget", type=common.positive_float, default=500.0, help="seconds for all rungs")
     with one_line_errors():
         options = parser.parse_args()
-        settle(options)
+        if torch.cuda.is_available():
+            raise UserError("these are the rungs of a CPU; on a GPU run make bench-gpu")
+        check_sizes(options)
+        make_files(options)
         run(options)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures the steps for this machine, and writes result, table and plot."""
+    """Measures the rungs within the budget, and writes result, table and plot."""
     world = common.this_machine()
     deadline = time.perf_counter() + options.budget
     measured = peaks.measure(world.device)["matmul_tflops"]
     peak = {name: value["median"] for name, value in measured.items()}
-    on_gpu = world.device.type == "cuda"
+    results: list[dict[str, Any]] = []
+    longest = 0.0
     with closing(Machine(options, world)) as machine:
-        results = climb(machine, GPU_STEPS if on_gpu else CPU_STEPS, deadline)
-    if best_of(results) is None:
+        for rung in CPU_RUNGS:
+            started = time.perf_counter()
+            if started + longest > deadline:
+                results.append({"name": rung.name, "skipped": "no time left"})
+                continue
+            results.append(measure_rung(machine, rung))
+            longest = max(longest, time.perf_counter() - started)
+    if not any("SYNTHETIC" in entry for entry in results):
         reasons = {entry.get("failed") or entry.get("skipped") or "" for entry in results}
-        raise UserError(f"no step of the ladder could be measured: {'; '.join(sorted(reasons))}")
+        raise UserError(f"no rung could be measured: {'; '.join(sorted(reasons))}")
     title = f"{device_name(world.device)}, {options.crop}³ crops, batch {options.batch}"
     result = {"settings": common.settings(options), "matmul_peak_tflops": peak, "unit": "samples/s", "ladder": results}
-    name, text = "ladder_gpu" if on_gpu else "ladder", markdown(results, peak)
-    common.publish(name, result, options.output, text, lambda path: draw(results, title, path))
+    common.publish("ladder", result, options.output, markdown(results, peak), lambda path: draw(results, title, path))
 
 
 if __name__ == "__main__":

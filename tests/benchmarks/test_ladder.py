@@ -1,10 +1,9 @@
-"""The ladder keeps what is faster, survives failures, ends in time, and its commands are the trainings it measured."""
+"""The rungs are fixed trainings, their commands are those trainings, and a failed rung does not end the ladder."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, ladder, loaders
+from benchmarks import ladder
 from benchmarks.common import YAML
-from benchmarks.ladder import CPU_STEPS, GPU_STEPS, LadderStep, climb, command, markdown
+from benchmarks.ladder import command, measure_rung
+from benchmarks.ladder_report import markdown
+from benchmarks.rungs import CPU_RUNGS, GPU_RUNGS, Rung, best_of, predicted, state_of
 from utils import cli
 from utils import config as configs
-from utils.profiling import timing
-
-SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=3"]
 
 
 def rates(synthetic: float, full: float) -> dict[str, Any]:
@@ -37,8 +35,13 @@ def rates(synthetic: float, full: float) -> dict[str, Any]:
     }
 
 
+def entry(key: str, synthetic: float, full: float, changes: dict[str, Any], graph: bool = False) -> dict[str, Any]:
+    return {"name": f"{key}: text", "state": {"changes": changes, "graph": graph}, **rates(synthetic, full)}
+
+
 class FakeMachine:
     options = argparse.Namespace(batch=64)
+    world = SimpleNamespace(device=torch.device("cpu"))
 
     def close(self) -> None:
         pass
@@ -46,46 +49,52 @@ class FakeMachine:
     free = close
 
 
-def test_a_faster_step_is_kept_and_the_next_starts_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [
-        (LadderStep("base", {"tf32": False}), (100, 50)),
-        (LadderStep("input", {"num_data_workers": 8}), (100, 90)),
-        (LadderStep("slower", {"channels_last": True}), (80, 80)),
-        (LadderStep("graph", graph=True), (150, 140)),
-        (LadderStep("measured against", {"enable_amp": True}, always=True), (120, 120)),
+def test_a_rung_starts_from_the_fastest_of_those_it_names() -> None:
+    """Loading and computing both count. Without a measurement it starts from the first one."""
+    entries = [
+        entry("A", 100, 90, {"channels_last": True}),
+        entry("B", 120, 110, {"channels_last": True}, graph=True),
+        entry("C", 130, 50, {"enable_jit": True}),
+        {"name": "G: text", "failed": "no memory"},
     ]
-    answers, seen = iter(speed for _, speed in steps), []
+    larger = GPU_RUNGS["D"]
+    assert state_of(larger, entries) == {"changes": {"channels_last": True, "local_batch_size": 128}, "graph": True}
+    assert state_of(larger)["changes"] == {**GPU_RUNGS["A"].changes, "local_batch_size": 128}
+    assert state_of(GPU_RUNGS["EMA"], entries)["graph"]  # through `base`, which is not measured
+    assert best_of(entries, ["G"]) is None
 
+
+@pytest.mark.parametrize("rung", [*GPU_RUNGS.values(), *CPU_RUNGS], ids=lambda rung: rung.key)
+def test_a_printed_command_is_the_training_that_was_measured(rung: Rung) -> None:
+    """Its command line leads to the same config as the rung's changes, and every key and value exists."""
+    state = state_of(rung)
+    words = shlex.split(command(**state))
+    assert words[:3] == ["python", "train_graph.py" if state["graph"] else "train.py", "--config=base"]
+    typed = cli.parse([f"--yaml_config={YAML}", *words[2:]])
+    ours = configs.load(YAML, "base", state["changes"])
+    assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours
+
+
+def test_a_prediction_adds_the_time_of_all_bytes_to_that_of_the_convolutions() -> None:
+    """The audit's first line: 22.7 GB outside the convolutions, at about half of the copy's rate."""
+    assert predicted(0, 64) == pytest.approx([4909, 6382, 7855], rel=1e-3)
+    assert predicted(2 * 22.7, 64) == pytest.approx([2780, 3200, 3550], rel=0.04)
+
+
+def test_a_rung_that_fails_or_lacks_its_package_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(machine: FakeMachine, changes: dict[str, Any], graph: bool) -> dict[str, Any]:
-        seen.append((dict(changes), graph))
-        return rates(*next(answers))
+        if "tf32" in changes:
+            raise RuntimeError("no memory\nmore about it")
+        return rates(100, 90)
 
     monkeypatch.setattr(ladder, "measure", measure)
-    missing = LadderStep("odd", package="no_such.package")
-    results = climb(FakeMachine(), [*(step for step, _ in steps), missing], math.inf)
-    assert [entry["kept"] for entry in results[:-1]] == [True, True, False, True, True]
-    base, workers = {"tf32": False}, {"tf32": False, "num_data_workers": 8}
-    assert seen == [
-        (base, False),
-        (workers, False),
-        ({**workers, "channels_last": True}, False),
-        (workers, True),
-        ({**workers, "enable_amp": True}, True),
-    ]
-    assert "| odd | no_such.package is not installed |" in markdown(results, {"float32": 2.0, "tf32": 4.0})
-
-
-@pytest.mark.parametrize("steps", [GPU_STEPS, CPU_STEPS])
-def test_a_printed_command_is_the_training_that_was_measured(steps: tuple[LadderStep, ...]) -> None:
-    """Its command line leads to the same config as the step's changes, and every key exists."""
-    changes: dict[str, Any] = {}
-    for step in steps:
-        changes |= step.changes
-        words = shlex.split(command(changes, bool(step.graph)))
-        assert words[:3] == ["python", "train_graph.py" if step.graph else "train.py", "--config=base"]
-        typed = cli.parse([f"--yaml_config={YAML}", *words[2:]])
-        ours = configs.load(YAML, "base", changes)
-        assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours, step.name
+    machine: Any = FakeMachine()
+    tried = [Rung("first"), Rung("failing", {"tf32": False}), Rung("odd", package="no_such.package")]
+    results = [measure_rung(machine, rung) for rung in tried]
+    assert results[1]["failed"] == "no memory"
+    text = markdown(results, {"float32": 2.0, "tf32": 4.0})
+    assert "| first | 100 (90 – 110) | 1.000 | 90 (81 – 99) |" in text
+    assert "| odd | no_such.package is not installed |" in text
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["ladder", f"--output={tmp_path / 'out'}", "--box=128", *flags])
     with pytest.raises(SystemExit) as stop:
         ladder.main()
@@ -116,65 +126,15 @@ def test_earlier_results_are_replaced_only_by_measurements(
     (tmp_path / "ladder.json").write_text("earlier")
     monkeypatch.setattr(ladder.peaks, "measure", lambda _: {"matmul_tflops": {"float32": {"median": 2.0}}})
     monkeypatch.setattr("sys.argv", ["ladder", "--box=16", "--valid_box=16", "--crop=8", "--output=."])
-    entries = [{"name": "a", "failed": "no memory"}]
-    monkeypatch.setattr(ladder, "climb", lambda *_: entries)
+    monkeypatch.setattr(ladder, "CPU_RUNGS", [Rung("a"), Rung("b")])
+    measured: dict[str, Any] = {"a": {"failed": "no memory"}, "b": {"failed": "no memory"}}
+    monkeypatch.setattr(ladder, "measure_rung", lambda _, rung: {"name": rung.name, **measured[rung.name]})
     with pytest.raises(SystemExit):
         ladder.main()
-    assert capsys.readouterr().err == "error: no step of the ladder could be measured: no memory\n"
+    assert capsys.readouterr().err == "error: no rung could be measured: no memory\n"
     assert (tmp_path / "ladder.json").read_text() == "earlier"
-    entries += [{"name": "b", "kept": True, "state": {"changes": {}}, **rates(100, 90)}]
+    measured["b"] = {"state": {"changes": {}}, **rates(100, 90)}
     ladder.main()
-    assert [entry["name"] for entry in json.loads((tmp_path / "ladder.json").read_text())["ladder"]] == ["a", "b"]
+    assert [each["name"] for each in json.loads((tmp_path / "ladder.json").read_text())["ladder"]] == ["a", "b"]
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert "| b | 100 (90 – 110) |" in capsys.readouterr().out
-
-
-def test_all_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The report comes from real measurements and is drawn again from its file; failed parts do not end the run."""
-    steps = (
-        LadderStep("float32", always=True),
-        LadderStep("channels last", {"channels_last": True}, always=True),
-        LadderStep("graph", graph=True),
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(ladder, "CPU_STEPS", steps)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
-    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
-    measure_peaks, throughput = gpu.peaks.measure, loaders.throughput
-    monkeypatch.setattr(gpu.peaks, "measure", lambda device, seconds: measure_peaks(device, 1e-3, copied_bytes=4096))
-
-    def without_pauses(options: argparse.Namespace, with_plain: bool) -> dict[str, Any]:
-        options.settle = 0.0
-        return throughput(options, with_plain)
-
-    def broken(*arguments: Any) -> None:
-        raise RuntimeError("cuDNN failed")
-
-    monkeypatch.setattr(loaders, "throughput", without_pauses)
-    monkeypatch.setattr(gpu.Run, "convolutions", broken)
-    flags = [*SMALL, "--rehearse", "--minutes=1e4", f"--output={tmp_path / 'out'}", "--loader_batches=2"]
-    monkeypatch.setattr("sys.argv", ["gpu", *flags, "--tests=--version"])
-    gpu.main()
-    results = json.loads((tmp_path / "out/results.json").read_text())
-    assert set(results["skipped"]) == {"ladder: graph", "convolutions"}
-    assert "only CUDA devices have graphs" in results["skipped"]["ladder: graph"]
-    assert results["skipped"]["convolutions"] == "failed: cuDNN failed"
-    for entry in results["ladder"][:2]:
-        for name in ("SYNTHETIC", "FULL"):
-            assert 0 < entry[name]["min"] <= entry[name]["median"] <= entry[name]["max"]
-    # The same samples and weights: another memory format only changes the rounding.
-    for name in ("loss", "gradient norm"):
-        first, second = (entry[f"{name} of the warm-up steps"] for entry in results["ladder"][:2])
-        assert second == pytest.approx(first, rel=1e-3)
-    pair = results["comparisons"]["best and original's best"]
-    ratios = [best / first for first, best in zip(pair["float32"]["trials"], pair["best"]["trials"], strict=True)]
-    assert pair["best"]["ratio to the first"]["trials"] == ratios
-    assert {"lowmem", "inmem", "memory copy (bound)"} <= set(results["loaders"])
-    assert results["tests"]["ended"] == "exit code 0"
-    page = capsys.readouterr().out
-    assert "## Ladder" in page
-    (tmp_path / "out/README.md").unlink()
-    monkeypatch.setattr("sys.argv", ["gpu", f"--draw={tmp_path / 'out'}"])
-    gpu.main()
-    assert (tmp_path / "out/README.md").read_text() == page.split("written:")[0].rstrip("\n") + "\n"

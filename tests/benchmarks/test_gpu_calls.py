@@ -1,0 +1,238 @@
+"""The calls of benchmarks/gpu.py: what they reach in time, what survives a failure, and what they need."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import common, gpu, gpu_calls, ladder, loaders
+from benchmarks.rungs import BEST, Rung
+from utils.profiling import timing
+
+SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=3"]
+CALL_SECONDS = 480
+
+Gpu = Callable[..., str]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Gpu:
+    """Runs benchmarks.gpu on the CPU with flags; returns what it printed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def call(*flags: str) -> str:
+        monkeypatch.setattr("sys.argv", ["gpu", *flags])
+        gpu.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def timeline(text: str) -> dict[str, str]:
+    """The end of each part of a dry run."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    return {name: end for name, _, end in rows}
+
+
+def test_call_1_reaches_all_its_parts_in_8_minutes(call: Gpu) -> None:
+    """At the assumed costs, the most important first."""
+    assert (gpu_calls.SEARCH, gpu_calls.COMPILATION, gpu_calls.TRIALS) == (30, 60, 10)
+    assert (gpu_calls.PEAKS, gpu_calls.CONVOLUTIONS) == (5, 60)
+    ends = timeline(call("--call=1", "--dry_run"))
+    assert [name.split(":")[0] for name in ends] == ["peaks", "convolutions", "volume", *"ABCDEFG", "best"]
+    seconds = [float(end) for end in ends.values()]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] <= CALL_SECONDS
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_call_ends_in_time_and_lists_what_it_does_not_reach(call: Gpu, number: int) -> None:
+    for minutes in (2, 8):
+        ends = timeline(call(f"--call={number}", "--dry_run", f"--minutes={minutes}"))
+        assert all(not end or float(end) <= 60 * minutes for end in ends.values())
+    if number != 2:
+        assert ends["peaks"]
+    if number == 3:
+        assert ends["limit 0: base, cuDNN times all algorithms"]
+        assert ends["loaders"]
+
+
+def test_a_search_is_expected_only_for_new_convolutions(call: Gpu) -> None:
+    ends = timeline(call("--dry_run", "--rungs", "A", "B", "F", "C"))
+    starts = [float(end) for end in ends.values()]
+    costs = [after - before for before, after in itertools.pairwise(starts)]
+    assert costs[1:] == [40, 10, 40, 70]
+
+
+def test_call_1_measures_on_a_cpu_and_survives_failures(
+    call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is written before the next one begins; the page is drawn again from the file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
+    measure_peaks = gpu_calls.peaks.measure
+    monkeypatch.setattr(gpu_calls.peaks, "measure", lambda device, _: measure_peaks(device, 1e-3, copied_bytes=4096))
+    plain = (Rung("A: float32"), Rung("C: channels last", {"channels_last": True}), Rung("B: graph", graph=True))
+    monkeypatch.setattr(gpu_calls, "BEST", plain)
+    path = tmp_path / "out/call1.json"
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        assert json.loads(path.read_text())["peaks"]
+        raise RuntimeError("cuDNN failed")
+
+    monkeypatch.setattr(gpu_calls.convolutions, "measure", broken)
+    page = call("--call=1", *SMALL, "--rehearse", "--minutes=1e4", f"--output={path.parent}")
+    results = json.loads(path.read_text())
+    assert set(results["skipped"]) == {"B: graph", "convolutions"}
+    assert "only CUDA devices have graphs" in results["skipped"]["B: graph"]
+    assert results["skipped"]["convolutions"] == "failed: cuDNN failed"
+    for entry in results["rungs"][:2]:
+        for name in ("SYNTHETIC", "FULL"):
+            assert 0 < entry[name]["min"] <= entry[name]["median"] <= entry[name]["max"]
+    # The same samples and weights: another memory format only changes the rounding.
+    for name in ("loss", "gradient norm"):
+        first, second = (entry[f"{name} of the warm-up steps"] for entry in results["rungs"][:2])
+        assert second == pytest.approx(first, rel=1e-3)
+    best = results["best"]
+    assert best["name"] in ("A: float32", "C: channels last")
+    ratios = [full / fixed for full, fixed in zip(best["FULL"]["trials"], best["SYNTHETIC"]["trials"], strict=True)]
+    assert best["FULL / SYNTHETIC"]["trials"] == ratios
+    assert best["ledger"]["categories"]["convolutions"]["ms"] > 0
+    assert "## Rungs" in page
+    path.with_suffix(".md").unlink()
+    call(f"--draw={path}")
+    assert path.with_suffix(".md").read_text() == page.split("written:")[0].rstrip("\n") + "\n"
+
+
+def test_call_3_compares_with_the_fastest_of_call_1(call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
+    throughput, spread = loaders.throughput, {"median": 3.0, "min": 2.0, "max": 4.0}
+    state = {"changes": {"channels_last": True}, "graph": False}
+    entry = {"name": "C: channels last", "SYNTHETIC": spread, "FULL": spread, "state": state}
+    (tmp_path / "call1.json").write_text(json.dumps({"rungs": [entry]}))
+
+    def without_pauses(options: Any, with_plain: bool) -> dict[str, Any]:
+        options.settle = 0.0
+        return throughput(options, with_plain)
+
+    monkeypatch.setattr(loaders, "throughput", without_pauses)
+    monkeypatch.setattr(gpu_calls, "GPU_RUNGS", {"G": Rung("G: float32")})
+    monkeypatch.setattr(gpu_calls, "VARIANTS", ())
+    monkeypatch.setattr(gpu_calls, "HISTORY", ())
+    monkeypatch.setattr(gpu_calls.Call, "convolutions", lambda *_: None)
+    page = call("--call=3", *SMALL, "--rehearse", "--minutes=1e4", "--output=.", "--loader_batches=2")
+    results = json.loads((tmp_path / "call3.json").read_text())
+    pair = results["comparisons"]["the original's best and ours"]
+    ours, original = pair["C: channels last"], pair["original's best"]
+    ratios = [one / other for one, other in zip(ours["trials"], original["trials"], strict=True)]
+    assert ours["ratio to the first"]["trials"] == ratios
+    assert {"lowmem", "inmem", "memory copy (bound)"} <= set(results["loaders"])
+    assert set(results["skipped"]) == {"eager step and CUDA graph, batch 16"}
+    assert "## Comparisons in alternating trials" in page
+
+
+def test_files_of_tests_run_in_processes_of_their_own(
+    call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = gpu_calls.test_files()
+    assert {"test_gpu.py", "test_graph.py"} <= {path.name for path in files}
+    assert "test_ladder.py" not in {path.name for path in files}
+
+    def run_group(command: list[str], environment: Any, log: Any, limit: float, directory: Path) -> int | None:
+        assert 0 < limit <= CALL_SECONDS
+        assert command[1:6] == ["-m", "pytest", "-q", "-m", "gpu"]
+        name = Path(command[-1]).name
+        log.write(f"FAILED {name}::test_a\n1 failed in {name}\n".encode())
+        return None if name == "test_gpu.py" else 1
+
+    monkeypatch.setattr(gpu_calls, "run_group", run_group)
+    page = call("--call=2", "--rehearse", f"--output={tmp_path}")
+    results = json.loads((tmp_path / "call2.json").read_text())
+    assert set(results["tests"]) == {path.name for path in files}
+    assert results["tests"]["test_gpu.py"]["ended"] == "cut off: no time left"
+    assert results["tests"]["test_graph.py"]["summary"] == "1 failed in test_graph.py"
+    assert "- FAILED test_graph.py::test_a" in page
+    assert "1 failed in test_graph.py" in (tmp_path / "tests.txt").read_text()
+
+
+def test_a_rung_alone_is_measured_in_another_process(
+    call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN keeps the algorithms that it has found for the rest of the process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu_calls.Call, "comparisons", lambda _: [])
+    monkeypatch.setattr(gpu_calls, "HISTORY", ())
+    monkeypatch.setattr(gpu_calls, "VARIANTS", (Rung("alone: text", alone=True),))
+    for name in ("peaks", "loaders", "convolutions"):
+        monkeypatch.setattr(gpu_calls.Call, name, lambda *_: None)
+    commands = []
+
+    def failure_of(command: list[str], log: Path, environment: Any = None, limit: float = 0) -> str:
+        commands.append(command)
+        log.write_text("")
+        entry = {"name": "alone: text", "command": "train.py", "skipped": "seen"}
+        (tmp_path / "rungs.json").write_text(json.dumps({"rungs": [entry]}))
+        return ""
+
+    monkeypatch.setattr(gpu_calls, "failure_of", failure_of)
+    call("--call=3", *SMALL, "--rehearse", "--output=.")
+    (command,) = commands
+    assert command[:5] == [sys.executable, "-m", "benchmarks.gpu", "--rungs", "alone"]
+    assert {f"--output={tmp_path}", f"--data={tmp_path / 'data/benchmark_16.h5'}", "--batch=2"} <= set(command)
+    assert json.loads((tmp_path / "call3.json").read_text())["skipped"]["alone: text"] == "seen"
+
+
+@pytest.mark.parametrize(
+    ("absent", "says"),
+    [("pydantic", "pydantic"), ("yaml", "pyyaml"), ("pydantic_core", "pydantic_core (for pydantic)")],
+)
+def test_a_missing_package_is_named_in_one_line(
+    call: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], absent: str, says: str
+) -> None:
+    """Before anything is measured. `python -m benchmarks.gpu` once ended with a traceback."""
+    imported = gpu.importlib.import_module
+
+    def import_module(name: str) -> Any:
+        if name in (absent, says.split()[-1].strip("()")):
+            raise ModuleNotFoundError(f"No module named '{absent}'", name=absent)
+        return imported(name)
+
+    monkeypatch.setattr(gpu.importlib, "import_module", import_module)
+    with pytest.raises(SystemExit) as stop:
+        call("--call=1")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: missing packages: {says}; install them with pip\n"
+
+
+# Stands for a machine that has the required packages only.
+ONLY_REQUIRED = """
+import runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.argv = ["gpu", "--dry_run"]
+runpy.run_module("benchmarks.gpu", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_calls_need_no_other_packages() -> None:
+    absent = {"matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist"}
+    program = [sys.executable, "-c", ONLY_REQUIRED.format(absent=absent)]
+    done = subprocess.run(program, cwd=common.REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(rung.name in done.stdout for rung in BEST)
