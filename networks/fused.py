@@ -38,8 +38,8 @@ def bias_activation_twice(
     x: torch.Tensor, bias: torch.Tensor, activation: Activation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`bias_activation` for two uses of its result, whose gradients the backward kernel adds."""
-    if _fusible(x):
-        return _BiasActivation.apply(x, bias, None, activation)
+    if fusible(x):
+        return _BiasActivation.apply(x, bias, None, activation, None)
     # A float32 bias makes the sum float32, under autocast too.
     total = x + bias.view(-1, 1, 1, 1)
     if activation == "leaky_relu":
@@ -50,23 +50,26 @@ def bias_activation_twice(
     return y, y
 
 
-def bias_relu_cat(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-    """cat([relu(x + bias), skip], 1) in x's dtype."""
-    if _fusible(x, skip):
-        return _BiasActivation.apply(x, bias, skip, "relu")[0]
-    return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1)
+def bias_relu_cat(
+    x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor, copy: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cat([relu(x + bias), skip], 1) in x's dtype, and, if a kernel runs, a copy of dtype `copy` without gradient."""
+    if fusible(x, skip):
+        y, _, *copies = _BiasActivation.apply(x, bias, skip, "relu", copy)
+        return y, copies[0] if copies else None
+    return torch.cat([bias_activation(x, bias, "relu"), skip], dim=1), None
 
 
 def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean |outputs - targets| as a float32 scalar; float64 for float64 outputs."""
-    if _fusible(outputs) and _fusible(targets) and outputs.shape == targets.shape and not targets.requires_grad:
+    if fusible(outputs) and fusible(targets) and outputs.shape == targets.shape and not targets.requires_grad:
         return _L1.apply(outputs, targets)
     # Half precision would round differences by about a tenth of the loss of a trained network.
     outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
     return (outputs - targets).abs().mean()
 
 
-def _fusible(*tensors: torch.Tensor) -> bool:
+def fusible(*tensors: torch.Tensor) -> bool:
     """True if a kernel can process these tensors together."""
     if torch.compiler.is_compiling() or _kernels() is None:
         return False
@@ -90,23 +93,31 @@ def _on_gpu(x: torch.Tensor) -> bool:
 class _BiasActivation(torch.autograd.Function):
     """activation(x + bias), concatenated with `skip` if that is given; returned twice, for two uses.
 
-    Allocates its result, so that x is unchanged, and freed if nothing else refers to it. The gradient of `skip` is a
-    strided view of the result's gradient, not a copy.
+    A third result is the same in dtype `copy`, if that is given, for a use without gradient. Allocates its results, so
+    that x is unchanged, and freed if nothing else refers to it. The gradient of `skip` is a strided view of the
+    result's gradient, not a copy.
     """
 
     @staticmethod
     def forward(
-        ctx: Context, x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor | None, activation: Activation
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Context,
+        x: torch.Tensor,
+        bias: torch.Tensor,
+        skip: torch.Tensor | None,
+        activation: Activation,
+        copy: torch.dtype | None,
+    ) -> tuple[torch.Tensor, ...]:
         channels, skip_channels = x.shape[1], 0 if skip is None else skip.shape[1]
         shape = (x.shape[0], channels + skip_channels, *x.shape[2:])
         y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
+        copies = () if copy is None else (torch.empty_like(y, dtype=copy),)
         cells, width = x.numel() // channels, max(channels, skip_channels)
         tile = _Tile.of(width)
-        _launch(
+        launch(
             _kernels().bias_activation,
             tile.count(cells),
             y,
+            *(copies or (y,)),
             x,
             bias,
             x if skip is None else skip,
@@ -116,6 +127,7 @@ class _BiasActivation(torch.autograd.Function):
             NEGATIVE_SLOPE=NEGATIVE_SLOPE,
             CHANNELS=channels,
             SKIP_CHANNELS=skip_channels,
+            COPIED=bool(copies),
             WIDTH=width,
             LANES=tile.lanes,
             ROWS=tile.rows,
@@ -124,22 +136,23 @@ class _BiasActivation(torch.autograd.Function):
         ctx.channels, ctx.activation, ctx.bias_dtype = channels, activation, bias.dtype
         # A result that the loss does not depend on gets None as its gradient instead of zeros.
         ctx.set_materialize_grads(False)
-        return y, y.detach()
+        ctx.mark_non_differentiable(*copies)
+        return y, y.detach(), *copies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         channels, (y,) = ctx.channels, ctx.saved_tensors
-        given = [gradient for gradient in gradients if gradient is not None]
+        given = [gradient for gradient in gradients[:2] if gradient is not None]
         if not given:
-            return None, None, None, None
+            return (None,) * 5
         cells = y.numel() // y.shape[1]
         tile = _Tile.of(channels)
         programs = min(tile.count(cells), PROGRAMS)
         shape = (y.shape[0], channels, *y.shape[2:])
         x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
         partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
-        _launch(
+        launch(
             _kernels().activation_backward,
             programs,
             x_gradient,
@@ -156,7 +169,7 @@ class _BiasActivation(torch.autograd.Function):
             ROWS=tile.rows,
         )
         skip_gradient = given[0][:, channels:] if channels < y.shape[1] else None
-        return x_gradient, partial.sum(0).to(ctx.bias_dtype), skip_gradient, None
+        return x_gradient, partial.sum(0).to(ctx.bias_dtype), skip_gradient, None, None
 
 
 class _L1(torch.autograd.Function):
@@ -167,7 +180,7 @@ class _L1(torch.autograd.Function):
         count = outputs.numel()
         programs = min(-(-count // TILE), PROGRAMS)
         partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
-        _launch(_kernels().l1, programs, partial, outputs, targets, count, TILE=TILE)
+        launch(_kernels().l1, programs, partial, outputs, targets, count, TILE=TILE)
         ctx.save_for_backward(outputs, targets)
         return partial.sum() / count
 
@@ -177,7 +190,7 @@ class _L1(torch.autograd.Function):
         outputs, targets = ctx.saved_tensors
         count = outputs.numel()
         outputs_gradient = torch.empty_like(outputs)
-        _launch(
+        launch(
             _kernels().l1_backward,
             -(-count // TILE),
             outputs_gradient,
@@ -242,6 +255,6 @@ def cell_stride(x: torch.Tensor) -> int | None:
     return first
 
 
-def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     # Without multiply-add fusion the results equal the interpreter's. Triton 3.9 warns if the option is missing.
     kernel[(programs,)](*arguments, **constants, num_warps=WARPS, enable_fp_fusion=False)

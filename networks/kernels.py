@@ -12,6 +12,7 @@ import triton.language as tl
 @triton.jit
 def bias_activation(  # type: ignore[no-untyped-def]
     y,
+    copy,
     x,
     bias,
     skip,
@@ -21,11 +22,15 @@ def bias_activation(  # type: ignore[no-untyped-def]
     NEGATIVE_SLOPE: tl.constexpr,
     CHANNELS: tl.constexpr,
     SKIP_CHANNELS: tl.constexpr,
+    COPIED: tl.constexpr,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Writes activation(x + bias) to the first CHANNELS channels of y, and skip to the SKIP_CHANNELS after them."""
+    """Writes activation(x + bias) to the first CHANNELS channels of y, and skip to the SKIP_CHANNELS after them.
+
+    If COPIED, writes y to copy too, in copy's dtype.
+    """
     PACKED: tl.constexpr = LANES // WIDTH
     lane = tl.arange(0, LANES)[None, :]
     channel = lane % WIDTH
@@ -48,11 +53,17 @@ def bias_activation(  # type: ignore[no-untyped-def]
         far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(values)) + 1.0)
         far = tl.where(values < 0, -far, far)
         values = tl.where(tl.abs(values) < 0.625, series * square * values + values, far)
-    tl.store(y + cell * y_stride + channel, values.to(y.dtype.element_ty), mask=inside)
+    place = cell * y_stride + channel
+    values = values.to(y.dtype.element_ty)
+    tl.store(y + place, values, mask=inside)
+    if COPIED:
+        tl.store(copy + place, values.to(copy.dtype.element_ty), mask=inside)
     if SKIP_CHANNELS > 0:
         inside = used & (channel < SKIP_CHANNELS)
         copied = tl.load(skip + cell * SKIP_CHANNELS + channel, mask=inside, other=0.0)
-        tl.store(y + cell * y_stride + (channel + CHANNELS), copied, mask=inside)
+        tl.store(y + place + CHANNELS, copied, mask=inside)
+        if COPIED:
+            tl.store(copy + place + CHANNELS, copied.to(copy.dtype.element_ty), mask=inside)
 
 
 @triton.jit

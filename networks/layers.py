@@ -32,12 +32,15 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 
 class OutputConvTranspose3d(nn.ConvTranspose3d):
-    """The last layer of a network. Its result is float32 even under bfloat16 autocast; see `convolve_to_float32`."""
+    """The last layer of a network. Its result is float32 even under bfloat16 autocast; see `convolve_to_float32`.
+
+    precise: the input in `precise_dtype`, if the caller has it.
+    """
 
     def forward(  # type: ignore[override]
-        self, input: torch.Tensor, biased: bool = True
+        self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        result = convolve_to_float32(input, self.weight, self.stride, self.padding, transposed=True)
+        result = convolve_to_float32(input, self.weight, self.stride, self.padding, True, precise)
         return with_bias(result, self.bias if biased else None)
 
 
@@ -47,7 +50,12 @@ def with_bias(result: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def convolve_to_float32(
-    x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int | str], transposed: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int | str],
+    transposed: bool = False,
+    precise: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The convolution without bias; its result is float32 where autocast would round it to bfloat16.
 
@@ -57,22 +65,41 @@ def convolve_to_float32(
     from bfloat16 values.
     """
     sides = [int(side) for side in padding]
-    if not _rounds_to_bfloat16(x.device.type):
+    if precise_dtype(x) is None:
         if transposed:
             return F.conv_transpose3d(x, weight, None, tuple(stride), tuple(sides))
         return F.conv3d(x, weight, None, tuple(stride), tuple(sides))
-    dtype = torch.float16 if x.is_cuda else torch.float32
     with torch.autocast(x.device.type, enabled=False):
-        # The first pair determines the gradients, the second the result. A compiler can fuse these casts.
-        coarse = [tensor.to(torch.bfloat16) for tensor in (x, weight)]
-        precise = [tensor.detach().to(dtype) for tensor in (x, weight)]
-        return _convolve(*coarse, *precise, list(stride), sides, transposed)
+        return _convolve(*coarse_and_precise(x, weight, precise), list(stride), sides, transposed)
 
 
-def _rounds_to_bfloat16(device: str) -> bool:
+def coarse_and_precise(
+    x: torch.Tensor, weight: torch.Tensor, precise: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x and weight in bfloat16, which determine the gradients, and in `precise_dtype`, which determine the result.
+
+    precise: the latter for x, if the caller has it. A compiler can fuse the casts.
+    """
+    dtype = torch.float16 if x.is_cuda else torch.float32
+    if precise is None:
+        precise = x.detach().to(dtype)
+    return x.to(torch.bfloat16), weight.to(torch.bfloat16), precise, weight.detach().to(dtype)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which autocast computes x's convolutions, None if it leaves x as it is."""
     # PyTorch raises an error for other devices, such as meta.
-    known = device in ("cpu", "cuda")
-    return known and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    known = x.device.type in ("cpu", "cuda")
+    if x.dtype == torch.float64 or not known or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def precise_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype of last layers' convolutions where autocast would round their results to bfloat16, else None."""
+    if autocast_dtype(x) != torch.bfloat16:
+        return None
+    return torch.float16 if x.is_cuda else torch.float32
 
 
 # --- the custom operator ----------------------------------------------------------------------------------------------

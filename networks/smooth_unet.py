@@ -32,8 +32,8 @@ class InterpolatedConv3d(nn.Conv3d):
     Under bfloat16 autocast the result is float32, as that of layers.OutputConvTranspose3d.
     """
 
-    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
-        coarse = convolve_to_float32(input, self.weight, self.stride, self.padding)
+    def forward(self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None) -> torch.Tensor:
+        coarse = convolve_to_float32(input, self.weight, self.stride, self.padding, precise=precise)
         last = input.is_contiguous(memory_format=torch.channels_last_3d) and not input.is_contiguous()
         form = torch.channels_last_3d if last else torch.contiguous_format
         return with_bias(interpolate(coarse).contiguous(memory_format=form), self.bias if biased else None)

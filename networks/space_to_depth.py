@@ -1,8 +1,12 @@
-"""Strided convolutions computed as dense ones (space-to-depth): the same sums, with enough channels for tensor cores.
+"""Strided convolutions computed as dense ones over blocks of 2³ cells: the same sums in a form that suits tensor cores.
 
 With kernel 4, stride 2 and padding 1, output cell o of a convolution reads the padded input at 2o + k = 2(o + a) + r
 for k = 2a + r. If the cells r of each block of 2³ are moved to channels, this is a convolution over a with kernel 2 and
 stride 1: an input of 4 channels becomes one of 32. The transposed convolution is the reverse.
+
+The layers with few channels are dense in all directions, because 4 or 5 channels leave tensor cores mostly idle. For
+the others only the strided input gradient is: the forward pass of a transposed convolution, the backward pass of a
+convolution. It has 20 to 95 % more operations, because the blocks extend half a block beyond the grid.
 """
 
 from __future__ import annotations
@@ -11,13 +15,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.library import custom_op
 from torch.nn import functional as F
 
-from networks.layers import convolve_to_float32, with_bias
+from networks.layers import autocast_dtype, coarse_and_precise, precise_dtype, with_bias
 
 
 class SpaceToDepthConv3d(nn.Conv3d):
-    """`nn.Conv3d` with kernel 4, stride 2, padding 1 for few input channels; ValueError for other geometries."""
+    """`nn.Conv3d` with kernel 4, stride 2, padding 1 for few input channels; ValueError for other geometries.
+
+    The input may already consist of blocks, as `space_to_depth` returns them.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -25,7 +34,9 @@ class SpaceToDepthConv3d(nn.Conv3d):
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         bias = self.bias if biased else None
-        return F.conv3d(_space_to_depth(F.pad(input, (1,) * 6)), _space_to_depth(self.weight), bias)
+        # Autocast would convert the blocks after the copy.
+        blocks = input if input.shape[1] == 8 * self.in_channels else space_to_depth(input, autocast_dtype(input))
+        return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 
 class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
@@ -39,15 +50,39 @@ class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
         _check(self)
 
     def forward(  # type: ignore[override] # no output_size
+        self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        weight = dense_weight(self.weight)
+        if precise_dtype(input) is None:
+            result = depth_to_space(F.conv3d(input, weight, padding=1))
+        else:
+            with torch.autocast(input.device.type, enabled=False):
+                result = _last(*coarse_and_precise(input, weight, precise))
+        return with_bias(result, self.bias if biased else None)
+
+
+class DenseConvTranspose3d(nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1, dense in its forward pass; else as above."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _check(self)
+
+    def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
     ) -> torch.Tensor:
-        # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
-        weight = _space_to_depth(self.weight).transpose(0, 1).flip(2, 3, 4)
-        blocks = convolve_to_float32(input, weight, (1,) * 3, (1,) * 3)
-        form = torch.channels_last_3d if _channels_last(input) else torch.contiguous_format
-        # Half of each outermost block lies in the padding.
-        result = _depth_to_space(blocks, form)[:, :, 1:-1, 1:-1, 1:-1].contiguous(memory_format=form)
-        return with_bias(result, self.bias if biased else None)
+        return with_bias(_apply(_conv_transpose, input, self.weight), self.bias if biased else None)
+
+
+class DenseGradientConv3d(nn.Conv3d):
+    """`nn.Conv3d` with kernel 4, stride 2, padding 1, dense in the gradient of its input; else as above."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        _check(self)
+
+    def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
+        return with_bias(_apply(_conv, input, self.weight), self.bias if biased else None)
 
 
 def _check(layer: nn.Conv3d | nn.ConvTranspose3d) -> None:
@@ -58,11 +93,94 @@ def _check(layer: nn.Conv3d | nn.ConvTranspose3d) -> None:
         raise ValueError(f"{layer}: space-to-depth needs padding with zeros")
 
 
-def _channels_last(x: torch.Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+# --- shuffles --------------------------------------------------------------------------------------------------------
+# In channels_last_3d memory each is one copy, forward and backward. The backward pass of the operations below would be
+# several copies, which leave that format, but a compiler fuses them, and other formats need them.
 
 
-def _space_to_depth(x: torch.Tensor) -> torch.Tensor:
+def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[N, C, D, H, W] -> [N, 8C, D // 2 + 1, H // 2 + 1, W // 2 + 1] of `dtype`, blocks of x padded by one cell.
+
+    The channels are [2, 2, 2, C].
+    """
+    dtype = dtype or x.dtype
+    if torch.compiler.is_compiling() or any(side % 2 for side in x.shape[2:]) or not _channels_last(x):
+        return _move_to_channels(F.pad(x.to(dtype), (1,) * 6))
+    return _SpaceToDepth.apply(x, dtype)
+
+
+def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[N, 8C, D + 1, H + 1, W + 1] -> [N, C, 2D, 2H, 2W] of `dtype`, the inverse of `space_to_depth`."""
+    dtype = dtype or blocks.dtype
+    if torch.compiler.is_compiling() or not _channels_last(blocks):
+        x = blocks.unflatten(1, (2, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        form = torch.channels_last_3d if _channels_last(blocks) else torch.contiguous_format
+        return F.pad(x, (-1,) * 6).to(dtype, memory_format=form)
+    return _DepthToSpace.apply(blocks, dtype)
+
+
+class _SpaceToDepth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return _gather(x, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _scatter(gradient, ctx.dtype), None
+
+
+class _DepthToSpace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = blocks.dtype
+        return _scatter(blocks, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather(gradient, ctx.dtype), None
+
+
+def _gather(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    count, channels, *sides = x.shape
+    shape = (count, 8 * channels, *(side // 2 + 1 for side in sides))
+    blocks = torch.empty(shape, dtype=dtype, device=x.device, memory_format=torch.channels_last_3d).zero_()
+    _cells(blocks).copy_(_pairs(x))
+    return blocks
+
+
+def _scatter(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    count, channels, *sides = blocks.shape
+    shape = (count, channels // 8, *(2 * side - 2 for side in sides))
+    x = torch.empty(shape, dtype=dtype, device=blocks.device, memory_format=torch.channels_last_3d)
+    _pairs(x).copy_(_cells(blocks.contiguous(memory_format=torch.channels_last_3d)))
+    return x
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """A view [N, C, D, 2, H, 2, W, 2] of x [N, C, 2D, 2H, 2W]."""
+    return x.unflatten(4, (-1, 2)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+
+
+def _cells(blocks: torch.Tensor) -> torch.Tensor:
+    """A view [N, C, D, 2, H, 2, W, 2] of the cells in blocks [N, 8C, D + 1, H + 1, W + 1] that are not padding.
+
+    Along an axis, cells 2b and 2b + 1 of the grid are part 1 of block b and part 0 of block b + 1.
+    """
+    sample, part, *steps = blocks.stride()  # of channels_last_3d: in other formats some of those below are negative
+    count, channels = blocks.shape[0], blocks.shape[1] // 8
+    sizes, strides, offset = [count, channels], [sample, part], blocks.storage_offset()
+    for step, side, parts in zip(steps, blocks.shape[2:], (4, 2, 1), strict=True):
+        within = parts * channels * part  # from part 0 of a block to part 1
+        sizes += [side - 1, 2]
+        strides += [step, step - within]
+        offset += within
+    return blocks.as_strided(sizes, strides, offset)
+
+
+def _move_to_channels(x: torch.Tensor) -> torch.Tensor:
     """[N, C, D, H, W] -> [N, 8C, D // 2, H // 2, W // 2] in the same memory format; channels are [2, 2, 2, C]."""
     blocks = x.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [N, C, D/2, H/2, W/2, 2, 2, 2]
     if _channels_last(x):
@@ -70,10 +188,87 @@ def _space_to_depth(x: torch.Tensor) -> torch.Tensor:
     return blocks.permute(0, 5, 6, 7, 1, 2, 3, 4).flatten(1, 4)
 
 
-def _depth_to_space(x: torch.Tensor, form: torch.memory_format) -> torch.Tensor:
-    """[N, 8C, D, H, W] -> [N, C, 2D, 2H, 2W] in memory format `form`; the inverse of `_space_to_depth`."""
-    blocks = x.unflatten(1, (2, 2, 2, -1))  # [N, 2, 2, 2, C, D, H, W]
-    if form == torch.channels_last_3d:
-        cells = blocks.permute(0, 5, 1, 6, 2, 7, 3, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
-        return cells.permute(0, 4, 1, 2, 3)
-    return blocks.permute(0, 4, 5, 1, 6, 2, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+def _channels_last(x: torch.Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+
+
+# --- custom operators -------------------------------------------------------------------------------------------------
+# As in layers.py, because torch.compile does not support autograd functions at DDP's buckets.
+
+DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1  # stride, padding, dilation, transposed, output padding, groups
+DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
+UP = [2] * 3, [1] * 3, [1] * 3, True, [0] * 3, 1
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def dense_weight(weight: torch.Tensor) -> torch.Tensor:
+    """[I, O, 4, 4, 4] of a transposed convolution -> [8O, I, 2, 2, 2] of a convolution that returns blocks."""
+    # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
+    parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2).flip(2, 3, 4)  # [I, O, 2, 2, 2 (a), 2, 2, 2 (r)]
+    if _channels_last(weight):
+        return parts.permute(5, 6, 7, 1, 2, 3, 4, 0).flatten(0, 3).permute(0, 4, 1, 2, 3)
+    return parts.permute(5, 6, 7, 1, 0, 2, 3, 4).flatten(0, 3)
+
+
+def dense_transpose(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The transposed convolution, which is also the input gradient of the convolution with these weights."""
+    return depth_to_space(torch.ops.aten.convolution(x, dense_weight(weight), None, *DENSE))
+
+
+def _up_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
+    return torch.ops.aten.convolution_backward(gradient, x, weight, None, *UP, [True, True, False])[:2]
+
+
+def _down(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.convolution(x, weight, None, *DOWN)
+
+
+def _down_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
+    even = all(side % 2 == 0 for side in x.shape[2:])  # blocks have two cells along each axis
+    x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, *DOWN, [not even, True, False]
+    )
+    return dense_transpose(gradient, weight) if even else x_gradient, weight_gradient
+
+
+def _last_forward(
+    x: torch.Tensor, weight: torch.Tensor, precise_x: torch.Tensor, precise_weight: torch.Tensor
+) -> torch.Tensor:
+    # The shuffles also convert the results to float32 and their gradients to bfloat16.
+    return depth_to_space(torch.ops.aten.convolution(precise_x, precise_weight, None, *DENSE), torch.float32)
+
+
+def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
+    blocks = space_to_depth(gradient, x.dtype)
+    return torch.ops.aten.convolution_backward(blocks, x, weight, None, *DENSE, [True, True, False])[:2]
+
+
+def _operator(name: str, forward: Any, backward: Any) -> Any:
+    """The custom operator `forward`(x, weight, ...) with the gradients of x and weight from `backward`."""
+    operator = custom_op(f"networks::{name}", forward, mutates_args=())
+    gradients = custom_op(f"networks::{name}_backward", backward, mutates_args=())
+    # The same code computes shapes from tensors without data.
+    operator.register_fake(forward)
+    gradients.register_fake(backward)
+
+    def save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.others = (None,) * (len(inputs) - 2)
+
+    def differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *gradients(gradient, *ctx.saved_tensors), *ctx.others
+
+    operator.register_autograd(differentiate, setup_context=save_inputs)
+    return operator
+
+
+_conv_transpose = _operator("dense_conv_transpose", dense_transpose, _up_backward)
+_conv = _operator("dense_gradient_conv", _down, _down_backward)
+_last = _operator("dense_last", _last_forward, _last_backward)
+
+
+def _apply(operator: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The operator in the dtype in which autocast computes convolutions."""
+    dtype = autocast_dtype(x) or x.dtype
+    return operator(x.to(dtype), weight.to(dtype))

@@ -9,14 +9,26 @@ from torch import nn
 from torch.nn import functional as F
 
 from networks.fused import NEGATIVE_SLOPE, bias_activation, bias_activation_twice, bias_relu_cat
-from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
+from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d, precise_dtype
 from networks.norms import build_norm
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.space_to_depth import (
+    DenseConvTranspose3d,
+    DenseGradientConv3d,
+    DepthToSpaceConvTranspose3d,
+    SpaceToDepthConv3d,
+)
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-# Layers with few channels that can be computed by space-to-depth; see space_to_depth.py.
-SPACE_TO_DEPTH: dict[str, type[Layer]] = {"down1": SpaceToDepthConv3d, "last": DepthToSpaceConvTranspose3d}
+# Layers that can be computed as dense convolutions over blocks; see space_to_depth.py.
+SPACE_TO_DEPTH: dict[str, type[Layer]] = {
+    "down1": SpaceToDepthConv3d,
+    "last": DepthToSpaceConvTranspose3d,
+    "down2": DenseGradientConv3d,
+    "up2": DenseConvTranspose3d,
+    "up3": DenseConvTranspose3d,
+    "up4": DenseConvTranspose3d,
+}
 MAX_WIDENING = 8  # channels double with each scale, up to this multiple of the first width
 
 
@@ -52,6 +64,8 @@ class UNet(nn.Module):
         for name in space_to_depth:
             if name not in SPACE_TO_DEPTH:
                 raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
+            if name[-1].isdecimal() and int(name[-1]) > scales:
+                raise ValueError(f"network.space_to_depth: with scales {scales} there is no {name}; remove it")
         self.scales = scales
         self.fused = fused
         self.norm = norm
@@ -75,15 +89,26 @@ class UNet(nn.Module):
             self._add_norm(name, after)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
+        return self.output(*self.before_last(fields))
+
+    def before_last(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last layer's input, and a copy of it in `precise_dtype` if a fused kernel could write one."""
         skips = []
-        x = fields
+        x, precise = fields, None
         for scale in range(1, self.scales + 1):
             x, skip = self._down(f"down{scale}", x)
             skips.append(skip)
         skips.pop()
         for scale in range(self.scales, 1, -1):
-            x = self._up(f"up{scale}", x, skips.pop())
-        return self._last(x)
+            x, precise = self._up(f"up{scale}", x, skips.pop(), precise_dtype(x) if scale == 2 else None)
+        return x, precise
+
+    def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
+        """The network's result for `before_last`'s."""
+        layer = self._layer("last")
+        if self.fused:
+            return bias_activation(layer(x, biased=False, precise=precise), _bias(layer), "tanh")
+        return torch.tanh(layer(x))
 
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> Layer:
         kind = SPACE_TO_DEPTH["last"] if space_to_depth else OutputConvTranspose3d
@@ -97,17 +122,14 @@ class UNet(nn.Module):
         x = F.leaky_relu(self._normalise(name, layer(x)), NEGATIVE_SLOPE)
         return x, x
 
-    def _up(self, name: str, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+    def _up(
+        self, name: str, x: torch.Tensor, skip: torch.Tensor, copy: torch.dtype | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The activations for the next scale, and a copy of dtype `copy` if the fused kernel can make one."""
         layer = self._layer(name)
         if self.fused:
-            return bias_relu_cat(layer(x, biased=False), _bias(layer), skip)
-        return torch.cat([F.relu(self._normalise(name, layer(x))), skip], dim=1)
-
-    def _last(self, x: torch.Tensor) -> torch.Tensor:
-        layer = self._layer("last")
-        if self.fused:
-            return bias_activation(layer(x, biased=False), _bias(layer), "tanh")
-        return torch.tanh(layer(x))
+            return bias_relu_cat(layer(x, biased=False), _bias(layer), skip, copy)
+        return torch.cat([F.relu(self._normalise(name, layer(x))), skip], dim=1), None
 
     def _add_norm(self, name: str, channels: int) -> None:
         if self.norm != "none":

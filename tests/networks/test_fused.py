@@ -38,13 +38,13 @@ INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warn
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of all launched kernels, in order."""
     names: list[str] = []
-    launch = pointwise._launch
+    launch = pointwise.launch
 
     def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, programs, *arguments, **constants)
 
-    monkeypatch.setattr(pointwise, "_launch", record)
+    monkeypatch.setattr(pointwise, "launch", record)
     return names
 
 
@@ -252,17 +252,27 @@ def test_nan_and_infinities_give_the_same_as_in_torch(interpreter: list[str], ac
     ids=str,
 )
 def test_concatenation(kernels: Kernels, channels: tuple[int, int], precision: str) -> None:
-    """The skip connection's gradient is a view of the concatenation's, not a copy."""
+    """With a copy in float16. The skip connection's gradient is a view of the concatenation's, not a copy."""
     dtype = kernels.dtype(precision)
     like: Any = {"dtype": dtype, "device": kernels.device}
     x, skip = (values(2, count, *kernels.size, seed=count, **like) for count in channels)
     bias = values(channels[0], seed=1, device=kernels.device)
     upstream = values(2, sum(channels), *kernels.size, seed=2, **like)
-    fused = results(pointwise.bias_relu_cat, [x, bias, skip], [upstream])
+    copies = []
+
+    def function(x: torch.Tensor, bias: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        y, copy = pointwise.bias_relu_cat(x, bias, skip, torch.float16)
+        copies.append(copy)
+        return y
+
+    fused = results(function, [x, bias, skip], [upstream])
     assert kernels.launched == ["bias_activation", "activation_backward"]
     assert fused[0].is_contiguous(memory_format=CHANNELS_LAST)
     assert [part.dtype for part in fused] == [dtype, dtype, torch.float32, dtype]
     assert torch.equal(fused[0][:, channels[0] :], skip)
+    assert torch.equal(copies[0], fused[0].half())
+    assert copies[0].is_contiguous(memory_format=CHANNELS_LAST)
+    assert not copies[0].requires_grad
     assert fused[-1].data_ptr() == upstream[:, channels[0] :].data_ptr()
     plain, exact = (results(concatenated, [x, bias, skip], [upstream], kind) for kind in (dtype, torch.float64))
     assert_as_accurate(fused, plain, exact, dtype)
@@ -310,7 +320,7 @@ def test_a_non_finite_loss_makes_the_gradient_nan(interpreter: list[str], bad: f
 
 def call_all(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kinds = [pointwise.bias_activation(x, bias, activation) for activation in ("leaky_relu", "relu", "tanh")]
-    return *kinds, pointwise.bias_relu_cat(x, bias, x), pointwise.l1(x, 2 * x)
+    return *kinds, pointwise.bias_relu_cat(x, bias, x)[0], pointwise.l1(x, 2 * x)
 
 
 def test_without_kernels_torch_operations_give_the_same(
@@ -341,7 +351,8 @@ def test_without_kernels_torch_operations_give_the_same(
 def test_tensors_that_differ_in_layout_dtype_or_shape_use_torch_operations(interpreter: list[str]) -> None:
     x, targets = values(2, 6, *SIZE), values(2, 6, *SIZE, seed=2)
     for skip in (x.half(), x.contiguous()):
-        assert torch.equal(pointwise.bias_relu_cat(x, torch.zeros(6), skip), torch.cat([F.relu(x), skip], dim=1))
+        expected = torch.cat([F.relu(x), skip], dim=1)
+        assert torch.equal(pointwise.bias_relu_cat(x, torch.zeros(6), skip, torch.float16)[0], expected)
     assert interpreter == ["bias_activation"] * 2
     interpreter.clear()
     pointwise.l1(x, targets.contiguous())
@@ -431,7 +442,15 @@ def test_a_fused_network_trains_like_the_plain_one(
 # --- compiled for a GPU, without one ----------------------------------------------------------------------------------
 
 ACTIVATION = {"NEGATIVE_SLOPE": 0.01, "LANES": pointwise.LANES, "ROWS": pointwise.TILE // pointwise.LANES}
-FORWARD = {"y": "*bf16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16", "cells": "i32", "y_stride": "i32"}
+FORWARD = {
+    "y": "*bf16",
+    "copy": "*fp16",
+    "x": "*bf16",
+    "bias": "*fp32",
+    "skip": "*bf16",
+    "cells": "i32",
+    "y_stride": "i32",
+}
 BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "y": "*bf16", "y_stride": "i32", "cells": "i64"}
 BACKWARD |= {"first": "*bf16", "first_stride": "i32", "second": "*bf16", "second_stride": "i32"}
 LOSS = {"partial": "*fp32", "outputs": "*bf16", "targets": "*fp32", "count": "i64"}
@@ -447,8 +466,16 @@ LOSS_BACKWARD = {
 @pytest.mark.parametrize(
     ("name", "types", "constants"),
     [
-        ("bias_activation", FORWARD, {"ACTIVATION": "relu", "CHANNELS": 64, "SKIP_CHANNELS": 64, "WIDTH": 64}),
-        ("bias_activation", FORWARD, {"ACTIVATION": "tanh", "CHANNELS": 5, "SKIP_CHANNELS": 0, "WIDTH": 5}),
+        (
+            "bias_activation",
+            FORWARD,
+            {"ACTIVATION": "relu", "CHANNELS": 64, "SKIP_CHANNELS": 64, "WIDTH": 64, "COPIED": True},
+        ),
+        (
+            "bias_activation",
+            FORWARD,
+            {"ACTIVATION": "tanh", "CHANNELS": 5, "SKIP_CHANNELS": 0, "WIDTH": 5, "COPIED": False},
+        ),
         ("activation_backward", BACKWARD, {"ACTIVATION": "leaky_relu", "TWICE": True, "CHANNELS": 64}),
         ("l1", LOSS, {"TILE": pointwise.TILE}),
         ("l1_backward", LOSS_BACKWARD, {"TILE": pointwise.TILE}),

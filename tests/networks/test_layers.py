@@ -57,6 +57,14 @@ def test_tiny_gradients_do_not_underflow_in_float16(kind, device: str) -> None:
     assert got[1].dtype == got[2].dtype == torch.float32
 
 
+@LAST
+def test_the_caller_can_provide_the_precise_input(kind: type[nn.Module]) -> None:
+    layer, x = last_layer(kind), fields(2, 8, 4, 4, 4).bfloat16()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x, precise=x.float()), layer(x))
+        assert not layer(x, biased=False, precise=torch.zeros(x.shape)).any()
+
+
 @pytest.mark.parametrize(
     "kind", [Conv3d, ConvTranspose3d, SpaceToDepthConv3d, OutputConvTranspose3d, DepthToSpaceConvTranspose3d]
 )

@@ -7,13 +7,26 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
+from networks.space_to_depth import (
+    DenseConvTranspose3d,
+    DenseGradientConv3d,
+    DepthToSpaceConvTranspose3d,
+    SpaceToDepthConv3d,
+    dense_transpose,
+    space_to_depth,
+)
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
 
-PAIRS = [(nn.Conv3d, SpaceToDepthConv3d), (nn.ConvTranspose3d, DepthToSpaceConvTranspose3d)]
-KINDS = pytest.mark.parametrize(("plain", "space_to_depth"), PAIRS, ids=["down", "up"])
+PAIRS = [
+    (nn.Conv3d, SpaceToDepthConv3d),
+    (nn.ConvTranspose3d, DepthToSpaceConvTranspose3d),
+    (nn.Conv3d, DenseGradientConv3d),
+    (nn.ConvTranspose3d, DenseConvTranspose3d),
+]
+KINDS = pytest.mark.parametrize(("plain", "space_to_depth"), PAIRS, ids=lambda kind: kind.__name__)
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
 
@@ -73,18 +86,78 @@ def test_autocast_computes_in_bfloat16(
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = results(layer, x)
     # The transposed convolution is a last layer, with a float32 result; see test_layers.py.
-    result = torch.bfloat16 if space_to_depth is SpaceToDepthConv3d else torch.float32
+    result = torch.float32 if space_to_depth is DepthToSpaceConvTranspose3d else torch.bfloat16
     assert [part.dtype for part in got] == [result, *[torch.float32] * 3]
     assert all(relative_error(ours, theirs) < 0.02 for ours, theirs in zip(got, results(exact, x), strict=True))
 
 
+class Copies(TorchDispatchMode):
+    """Records operations that write a tensor of more than `least` elements, and those that leave channels_last_3d."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.copies, self.left = least, list[str](), list[str]()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        name = function.name().removeprefix("aten::")
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() <= self.least or function.is_view:
+                continue
+            if "conv" not in name and not name.startswith("empty"):
+                self.copies.append(name.split(".")[0])
+            if tensor.dim() == 5 and not tensor.is_contiguous(memory_format=torch.channels_last_3d):
+                self.left.append(name)
+        return result
+
+
+@KINDS
+def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(
+    plain: type[Layer], space_to_depth: type[Layer]
+) -> None:
+    """Forward and backward; blocks are filled with zeros first, because they extend beyond the grid."""
+    _, layer = pair(plain, space_to_depth, bias=False)
+    layer.to(memory_format=torch.channels_last_3d)
+    x = random(4, 4, 16, 16, 16).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
+    upstream = random(*layer(x).shape).contiguous(memory_format=torch.channels_last_3d)
+    with Copies(least=layer.weight.numel()) as forward:
+        y = layer(x)
+    with Copies(least=layer.weight.numel()) as backward:
+        y.backward(upstream)
+    assert forward.left + backward.left == []
+    gather, scatter = ["zero_", "copy_"], ["copy_"]
+    assert (forward.copies, backward.copies) == {
+        SpaceToDepthConv3d: (gather, scatter),
+        DepthToSpaceConvTranspose3d: (scatter, gather),
+    }.get(space_to_depth, ([], []))  # copies within a custom operator are not recorded
+
+
+def test_a_dense_transposed_convolution_shuffles_once() -> None:
+    layer = DenseConvTranspose3d(4, 6, 4, stride=2, padding=1).requires_grad_(False)
+    x = random(4, 4, 8, 8, 8).contiguous(memory_format=torch.channels_last_3d)
+    with Copies(least=layer.weight.numel()) as trace:
+        dense_transpose(x, layer.weight)
+    assert (trace.copies, trace.left) == (["copy_"], [])
+
+
+def test_the_input_is_cast_before_it_is_shuffled() -> None:
+    """Under autocast, the shuffle reads float32 and writes bfloat16."""
+    _, layer = pair(*PAIRS[0])
+    x = random(2, 4, 8, 8, 8).contiguous(memory_format=torch.channels_last_3d)
+    with torch.no_grad():
+        blocks = space_to_depth(x).bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16), Copies(least=layer.weight.numel()) as trace:
+            result = layer(x)
+            assert trace.copies == ["zero_", "copy_"]
+            # A loader can provide the blocks.
+            assert torch.equal(layer(blocks), result)
+
+
 def test_other_geometries_and_paddings_are_refused() -> None:
     others: list[tuple[int, dict[str, int]]] = [(3, {}), (4, {"stride": 1}), (4, {"padding": 0}), (4, {"groups": 2})]
-    for (kernel, options), space_to_depth in itertools.product(
-        others, (SpaceToDepthConv3d, DepthToSpaceConvTranspose3d)
-    ):
+    for (kernel, options), (_, kind) in itertools.product(others, PAIRS):
         with pytest.raises(ValueError, match=r"space-to-depth needs kernel 4, stride 2, padding 1"):
-            space_to_depth(4, 6, kernel, **{"stride": 2, "padding": 1, **options})
+            kind(4, 6, kernel, **{"stride": 2, "padding": 1, **options})
     with pytest.raises(ValueError, match="space-to-depth needs padding with zeros"):
         SpaceToDepthConv3d(4, 6, 4, stride=2, padding=1, padding_mode="circular")
     with pytest.raises(ValueError, match="kernel 4"):

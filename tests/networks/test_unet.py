@@ -82,7 +82,19 @@ def gradients(network: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 FORMATS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 
 
-@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}, {"fused": True}], ids=str)
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"space_to_depth": ["down1", "last"]},
+        {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]},
+        {"fused": True},
+    ],
+    ids=str,
+)
+
+
+@OPTIONS
 @FORMATS
 def test_options_change_neither_parameters_nor_results(options: dict[str, Any], form: torch.memory_format) -> None:
     plain, network = small(), small(**options).to(memory_format=form)
@@ -97,7 +109,7 @@ def test_options_change_neither_parameters_nor_results(options: dict[str, Any], 
         assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}, {"fused": True}], ids=str)
+@OPTIONS
 def test_a_network_compiles_to_one_graph(options: dict[str, Any]) -> None:
     """Forward and backward under bfloat16 autocast, where the result is float32."""
     torch._dynamo.reset()
@@ -115,9 +127,10 @@ def test_a_network_compiles_to_one_graph(options: dict[str, Any]) -> None:
     [
         (
             "unet",
-            {"space_to_depth": ["last", "up2"]},
-            r"network\.space_to_depth: up2 is not one of down1, last",
+            {"space_to_depth": ["last", "up5"]},
+            r"network\.space_to_depth: up5 is not one of down1, last, down2, up2, up3, up4",
         ),
+        ("unet", {"space_to_depth": ["up4"]}, "space_to_depth: with scales 3 there is no up4; remove it"),
         ("unet", {"crop": 12}, "data_size 12 is not a multiple of 8"),
         ("unet", {"scales": 0}, "needs at least one scale, not 0"),
         (
