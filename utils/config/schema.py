@@ -102,6 +102,9 @@ class Config(Section):
     deterministic: bool = False  # on a GPU: slower algorithms that give the same bits each time; no cudnn_benchmark
     # One Triton kernel for bias, activation and concatenation, another for the loss; needs a GPU and channels_last.
     fused_pointwise: bool = False
+    # One Triton kernel for all that follows the last layer's convolution: bias, tanh, loss, and their gradient. Needs
+    # last in network.space_to_depth and loss l1 alone; a GPU, channels_last and bfloat16 autocast.
+    fused_tail: bool = False
     accumulation_steps: BatchSize = 1  # micro-batches per step
     clip_grad_norm: PositiveFloat | None = None  # largest norm of the gradient; None: no clipping
     log_noise_scale: bool = False  # log the gradient noise scale; on several ranks a Python hook per gradient bucket
@@ -113,6 +116,8 @@ class Config(Section):
     # Augmentation by rotations and reflections; grid: vector components unchanged, as in the original.
     symmetries: Literal["full", "grid", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
+    # Loader resident: inputs in the form that down1 of network.space_to_depth reads, padded bfloat16 blocks of 2³ cells.
+    resident_blocks: bool = False
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or that of utils/steps/manual.py
@@ -265,6 +270,30 @@ class Config(Section):
             raise ValueError("static_graph needs accumulation_steps 1; change one of them")
         return self
 
+    @model_validator(mode="after")
+    def _check_needs(self) -> Config:
+        """Options for which others must be set."""
+        layers = self.network.space_to_depth
+        needs = {
+            "resident_blocks": {
+                "data_loader_config resident": self.data_loader_config == "resident",
+                "down1 in network.space_to_depth": "down1" in layers,
+                "enable_amp": self.enable_amp,
+                "precision bfloat16": self.precision == "bfloat16",
+            },
+            "fused_tail": {
+                "last in network.space_to_depth": "last" in layers,
+                "loss l1": self.loss == "l1",
+                "lambda_rho 0": self.lambda_rho == 0,
+                "no channel_weights": self.channel_weights is None,
+            },
+        }
+        for key, conditions in needs.items():
+            missing = [name for name, holds in conditions.items() if not holds]
+            if getattr(self, key) and missing:
+                raise ValueError(f"{key} needs {' and '.join(missing)}; change that, or set {key}=false")
+        return self
+
 
 # Keys and sections that change no result: where files are, how they are read, what is logged and saved in addition. A
 # training continues an interrupted run whatever their values. Loaders give the same samples, but see result_changes.
@@ -288,6 +317,7 @@ NEUTRAL_KEYS = frozenset(
         "profile",
         "report_baselines",
         "report_pictures",
+        "resident_blocks",
         "stop_signal",
         "timeouts",
         "use_cache",

@@ -17,7 +17,10 @@ TrainingBytes = Callable[[], int]
 
 
 class Batch(NamedTuple):
-    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
+    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device.
+
+    With resident_blocks the inputs are [N, 8·C_in, D/2 + 1, …], see utils/data/loaders/crop_kernels.py.
+    """
 
     inputs: torch.Tensor
     targets: torch.Tensor

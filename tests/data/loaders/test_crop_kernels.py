@@ -15,6 +15,7 @@ import pytest
 import torch
 from triton_interpreter import interpreted
 
+from networks.space_to_depth import space_to_depth
 from utils.data import symmetry
 from utils.data.loader import memory_format
 from utils.data.loaders import crop_kernels
@@ -60,12 +61,13 @@ def gathered(
     crop: int = CROP,
     channels_last: bool = True,
     dtype: torch.dtype = torch.float32,
+    in_blocks: bool = False,
 ) -> torch.Tensor:
-    """The samples of a plan as the kernel gathers them."""
-    shape = (len(plan), len(field), *(crop,) * 3)
-    out = torch.empty(shape, dtype=dtype, memory_format=memory_format(channels_last)).fill_(torch.nan)
-    rows = torch.from_numpy(device_plan(plan, [field.shape[1:]]))
-    TritonGather([field], crop, VECTORS, "full", channels_last)(rows, torch.tensor(0), 1, out)
+    """The samples of a plan as the kernel gathers them, NaN where it writes nothing."""
+    gather = TritonGather([field], crop, VECTORS, "full", channels_last, in_blocks)
+    form = memory_format(channels_last)
+    out = torch.empty((len(plan), *gather.shape), dtype=dtype, memory_format=form).fill_(torch.nan)
+    gather(torch.from_numpy(device_plan(plan, [field.shape[1:]])), torch.tensor(0), 1, out)
     return out
 
 
@@ -103,6 +105,24 @@ def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype
     """The values need no rounding: Triton's interpreter truncates to bfloat16. On a GPU, tests/test_gpu.py rounds."""
     field, plan = random_field(5, dtype=stored), random_plan(ALL[3::11])
     assert_same_bits(gathered(field, plan, dtype=dtype), expected_samples(field, plan).to(dtype))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("channels_last", "symmetries"), [(False, ALL[3::11]), (True, ALL)], ids=["channels first", "channels last"]
+)
+def test_blocks_are_those_of_the_first_layer(channels_last: bool, symmetries: np.ndarray) -> None:
+    """Bit for bit. The values need no rounding; the padding is not written."""
+    crop = 4
+    field, plan = random_field(4, box=7), random_plan(symmetries, box=7, crop=crop)
+    got = gathered(field, plan, crop, channels_last, torch.bfloat16, in_blocks=True)
+    fields = expected_samples(field, plan, crop).contiguous(memory_format=memory_format(channels_last))
+    blocks = space_to_depth(fields, torch.bfloat16)
+    assert got.stride() == blocks.stride()
+    written = space_to_depth(torch.ones_like(fields)) == 1
+    assert_same_bits(got[written], blocks[written])
+    assert got[~written].isnan().all()
+    assert not blocks[~written].any()
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -149,12 +169,12 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
     """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
     box, zeros = (1024, 1024, 1024), np.zeros(1, dtype=int)
     rows = device_plan(EpochPlan(zeros, np.full((1, 3), 960, dtype=np.int32), np.array([47])), [box])
-    table = walks(box, 64, (64 * 64 * 5, 64 * 5, 5))
+    table = walks(box, 64)
     assert rows.dtype == table.dtype == np.int64
     assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
-    for start, strides in ((table[:, 1], table[:, 2:5]), (table[:, 5], table[:, 6:9])):
-        assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
-    assert (table[:, 1] + 63 * table[:, 2:5].clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
+    start, strides = table[:, 1], table[:, 2:]
+    assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
+    assert (start + 63 * strides.clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
     kernel = TritonGather([random_field(5, box=1)], 1, VECTORS, "full")
     assert kernel._inputs[2].dtype == torch.int64
 
@@ -178,10 +198,10 @@ def test_the_kernel_compiles_for_a_gpu(
     targets = pytest.importorskip("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     lanes, tile = (8, crop_kernels.TILE_ALL_CHANNELS) if channels_last else (1, crop_kernels.TILE_ONE_CHANNEL)
-    constants: dict[str, Any] = {"HALF": False, "CROP": 64, "CHANNELS": 5, "LANES": lanes}
+    constants: dict[str, Any] = {"HALF": False, "SYMMETRIES": 48, "CROP": 64, "CHANNELS": 5, "LANES": lanes}
     constants |= {"ROWS": tile[0], "COLUMNS": tile[1]} | ({"channel_stride": 1} if channels_last else {})
-    types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64", "flips": "*i32"}
-    types |= {"first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
+    types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "places": "*i64", "sources": "*i64"}
+    types |= {"flips": "*i32", "first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
     types |= dict.fromkeys(constants, "constexpr")
     kernel = crop_kernels._kernel()
     indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -19,13 +19,14 @@ from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, cubes, digest, rank_batches, read_fields, reference
 from triton_interpreter import interpreted
 
+from networks.space_to_depth import space_to_depth
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loader import Batch, memory_format
+from utils.data.loader import Batch
 from utils.data.loaders import crop_kernels, gpu_resident
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
-from utils.data.loaders.prefetcher import Fills
+from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -65,10 +66,11 @@ def sample_plan(samples: int = 12, **changed: Any) -> SamplePlan:
 class ImmediatePrefetcher:
     """Replaces CudaPrefetcher, without streams: a fill runs as soon as it is enqueued."""
 
-    def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool) -> None:
+    def __init__(
+        self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool, dtypes: list[torch.dtype]
+    ) -> None:
         assert device.type == "cuda"
-        form = memory_format(channels_last)
-        self._slots = [Batch(*(torch.empty(shape, memory_format=form) for shape in shapes)) for _ in range(3)]
+        self._slots = CudaPrefetcher(torch.device("cpu"), shapes, channels_last, dtypes)._slots
 
     def prefetch(self, fills: Fills) -> Generator[Batch, None, None]:
         with closing(fills):
@@ -83,6 +85,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Runs the device's code on CPU tensors: the kernel in Triton's interpreter, without streams."""
     with interpreted(monkeypatch):
         monkeypatch.setattr(gpu_resident, "CudaPrefetcher", ImmediatePrefetcher)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         crop_kernels._kernel.cache_clear()
         yield torch.device("cuda")
@@ -114,6 +117,24 @@ def test_on_a_device_batches_match_the_definition(
         loader.attach(pending_work)
         assert loader._prefetcher.pending_work is pending_work
         loader.close()
+
+
+def test_inputs_in_blocks_are_those_that_the_first_layer_makes_of_fields(cuda: torch.device, path: Path) -> None:
+    """Over several batches in the same memory, and for the shorter last one: the padding stays zero."""
+    volumes = load_resident([open_volume(path, (4, 5))], ALONE, torch.float32)
+    plan = sample_plan(11, crop=4, split="valid")
+    options = CropOptions(plan, batch_size=2, vectors=VECTORS, device=cuda, channels_last=True)
+    loaders = [GpuResidentLoader(volumes, replace(options, in_blocks=in_blocks)) for in_blocks in (False, True)]
+    sizes = []
+    for fields, blocks in zip(*(loader.epoch(0) for loader in loaders), strict=True):
+        # Triton's interpreter truncates to bfloat16. On a GPU, tests/test_gpu.py rounds.
+        truncated = (fields.inputs.view(torch.int32) & ~0xFFFF).view(torch.float32)
+        expected = space_to_depth(truncated, torch.bfloat16)
+        assert blocks.inputs.stride() == expected.stride()
+        assert torch.equal(blocks.inputs.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(blocks.targets, fields.targets)
+        sizes.append(len(blocks.inputs))
+    assert sizes == [2, 2, 2, 2, 2, 1]
 
 
 def test_float16_storage_gives_the_batches_of_the_rounded_volume(

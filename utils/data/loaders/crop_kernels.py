@@ -1,6 +1,6 @@
 """Gathers crops under symmetries out of volumes in device memory, in one Triton kernel per field and batch.
 
-The batch may have any memory format and float type.
+The batch may have any memory format and float type. Its samples are fields, or padded fields in blocks of 2³ cells.
 """
 
 from __future__ import annotations
@@ -36,36 +36,74 @@ def _strides(box: Sequence[int]) -> np.ndarray:
     return np.array([box[1] * box[2], box[2], 1], dtype=np.int64)
 
 
-def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
-    """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
+def walks(box: Sequence[int], crop: int) -> np.ndarray:
+    """For each symmetry the path of the kernel through the crop, [48, 5] int64.
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
     column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
-    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; then for the crop, and again for
-    the sample with `strides` along its axes: the offset where the path starts, and its signed strides along plane, row
-    and column.
+    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; the offset where the path starts,
+    and its signed strides along plane, row and column.
     """
-    table = np.empty((symmetry.COUNT, 9), dtype=np.int64)
+    table = np.empty((symmetry.COUNT, 5), dtype=np.int64)
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
-        load, store = signs * _strides(box)[axes], np.array(strides)
-        fastest = axes.tolist().index(2)
-        # Along the field's fastest axis the path follows the field, along its other axes the sample.
-        store[fastest] *= signs[fastest]
-        load[fastest] = 1
-        starts = [-(crop - 1) * path[path < 0].sum() for path in (load, store)]
-        row = fastest if fastest != 2 else 1
-        order = [1 - row, row, 2]
-        table[index] = [fastest != 2, starts[0], *load[order], starts[1], *store[order]]
+        strides = signs * _strides(box)[axes]
+        fastest, order = _order(axes)
+        strides[fastest] = 1  # along this axis the path follows the field, along the others the sample
+        table[index] = [fastest != 2, -(crop - 1) * strides[strides < 0].sum(), *strides[order]]
     return table
+
+
+def _order(axes: np.ndarray) -> tuple[int, list[int]]:
+    """The axis to which a symmetry moves the field's fastest axis; the axes that are plane, row and column."""
+    fastest = axes.tolist().index(2)
+    row = fastest if fastest != 2 else 1
+    return fastest, [1 - row, row, 2]
+
+
+def places(offsets: np.ndarray) -> np.ndarray:
+    """For each symmetry the path of the kernel through the sample: its offsets along plane, row and column.
+
+    offsets: [3, crop], those of the sample's cells along its axes. The result is [48, 3, crop].
+    """
+    table = np.empty((symmetry.COUNT, *offsets.shape), dtype=np.int64)
+    for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
+        path = offsets.copy()
+        fastest, order = _order(axes)
+        path[fastest] = path[fastest, :: signs[fastest]]
+        table[index] = path[order]
+    return table
+
+
+def _cell_offsets(crop: int, strides: Sequence[int], block_channels: int | None) -> np.ndarray:
+    """[3, crop]: the offsets of a sample's cells along its axes, for the strides of its channels and axes.
+
+    block_channels: None for fields. A sample in blocks has a margin of one cell and 8 times as many channels as the
+    field, [2, 2, 2, block_channels] for the cells of a block.
+    """
+    axes = np.array(strides[1:])[:, None]
+    if block_channels is None:
+        return axes * np.arange(crop)
+    block, cell = np.divmod(np.arange(crop) + 1, 2)
+    return axes * block + strides[0] * block_channels * np.array([[4], [2], [1]]) * cell
 
 
 class TritonGather:
     """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
     def __init__(
-        self, fields: Sequence[torch.Tensor], crop: int, vectors: Vectors, mode: str, channels_last: bool = False
+        self,
+        fields: Sequence[torch.Tensor],
+        crop: int,
+        vectors: Vectors,
+        mode: str,
+        channels_last: bool = False,
+        in_blocks: bool = False,
     ) -> None:
-        """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
+        """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage.
+
+        in_blocks: samples are padded with one cell, and the 2³ cells of a block are channels, [8C, crop // 2 + 1, …].
+        The padding is not written.
+        """
         field = fields[0]
         assert all(each.is_contiguous() for each in fields)
         assert len({each.untyped_storage().data_ptr() for each in fields}) == 1
@@ -77,7 +115,9 @@ class TritonGather:
                 "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
             ) from None
         channels = field.shape[0]
-        sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
+        assert not in_blocks or crop % 2 == 0
+        self.shape = (8 * channels, *(crop // 2 + 1,) * 3) if in_blocks else (channels, *(crop,) * 3)
+        sample = torch.empty((1, *self.shape), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
         sources, signs = symmetry.channel_table(channels, vectors, mode)
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
@@ -85,7 +125,7 @@ class TritonGather:
         flips = np.where(signs < 0, torch.iinfo(bits).min, 0)
         volumes = [
             (
-                walks(each.shape[1:], crop, self._strides[2:]),
+                walks(each.shape[1:], crop),
                 each.storage_offset() - field.storage_offset() + sources * each[0].numel(),
                 flips,
             )
@@ -93,13 +133,15 @@ class TritonGather:
         ]
         tables = (np.concatenate(parts) for parts in zip(*volumes, strict=True))
         walk, source, flip = (torch.from_numpy(table).to(field.device) for table in tables)
-        self._inputs = field.view(bits), walk, source, flip.to(bits)
+        path = torch.from_numpy(places(_cell_offsets(crop, self._strides[1:], channels if in_blocks else None)))
+        self._inputs = field.view(bits), walk, path.to(field.device), source, flip.to(bits)
         lanes, (rows, columns) = 1, TILE_ONE_CHANNEL
         if channels_last:
             lanes, (rows, columns) = 1 << (channels - 1).bit_length(), TILE_ALL_CHANNELS
         self._programs = -(-crop // rows) * -(-crop // columns) * -(-channels // lanes), crop
         self._constants = {
             "HALF": field.dtype == torch.float16,
+            "SYMMETRIES": symmetry.COUNT,
             "CROP": crop,
             "CHANNELS": channels,
             "LANES": lanes,
@@ -110,7 +152,7 @@ class TritonGather:
         }
 
     def __call__(self, plan: torch.Tensor, first: torch.Tensor, step: int, out: torch.Tensor) -> None:
-        """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, C, D, D, D].
+        """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, *shape].
 
         `first` is an int64 on the device: it is read when the kernel runs, so that a CUDA graph can hold the kernel.
         """
@@ -143,6 +185,7 @@ def _kernel() -> Any:
         field,
         plan,
         walks,
+        places,
         sources,
         flips,
         first,
@@ -150,6 +193,7 @@ def _kernel() -> Any:
         sample_stride,
         channel_stride,
         HALF: tl.constexpr,
+        SYMMETRIES: tl.constexpr,
         CROP: tl.constexpr,
         CHANNELS: tl.constexpr,
         LANES: tl.constexpr,
@@ -170,15 +214,17 @@ def _kernel() -> Any:
         number = tl.load(entry + 1)
         source = tl.load(sources + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
         flip = tl.load(flips + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
-        walk = walks + number * 9
+        walk = walks + number * 5
+        path = places + number % SYMMETRIES * (3 * CROP)
         begin = field + start + tl.load(walk + 1) + plane * tl.load(walk + 2)
         if tl.load(walk) != 0:
             bits = tl.load(begin + (row + column * tl.load(walk + 4) + source), mask=inside, other=0)
         else:
             bits = tl.load(begin + (row * tl.load(walk + 3) + column + source), mask=inside, other=0)
         values = (bits ^ flip).to(tl.float16 if HALF else tl.float32, bitcast=True)
-        place = out + sample * sample_stride + tl.load(walk + 5) + plane * tl.load(walk + 6)
-        place += row * tl.load(walk + 7) + column * tl.load(walk + 8) + lane * channel_stride
+        place = out + sample * sample_stride + tl.load(path + plane) + lane * channel_stride
+        place += tl.load(path + CROP + row, mask=row < CROP, other=0)
+        place += tl.load(path + 2 * CROP + column, mask=column < CROP, other=0)
         tl.store(tl.max_contiguous(place, (1, 2, LANES)), values.to(out.dtype.element_ty), mask=inside)
 
     return gather

@@ -37,8 +37,8 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
     if world.device.type != "cuda":
         loaders = build_inmem(config, world, training_bytes)
         note = "data_loader_config resident: without a GPU it is inmem"
-        if config.resident_dtype != "float32":
-            note += ", and resident_dtype has no effect"
+        unused = {"resident_dtype": config.resident_dtype != "float32", "resident_blocks": config.resident_blocks}
+        note += "".join(f"; {name} has no effect" for name, is_set in unused.items() if is_set)
         return replace(loaders, notes=(note, *loaders.notes))
     volumes = open_volumes(config, world)
     with world.raise_together():
@@ -52,24 +52,27 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
 class GpuResidentLoader(Loader):
     """Loads one rank's part of a sample plan on a CUDA device; batches are float32.
 
-    `volumes` are what `load_resident` returns.
+    `volumes` are what `load_resident` returns. With options.in_blocks the inputs are what space-to-depth makes of them
+    under bfloat16 autocast: padded with zeros, in blocks of 2³ cells, in bfloat16.
     """
 
     def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
         fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._plan = plan = options.plan
         self._batches = options.batches()
+        in_blocks = options.in_blocks, False
         self._gathers = [
-            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last)
-            for each, vectors in zip(fields, options.vectors, strict=True)
+            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last, blocks)
+            for each, vectors, blocks in zip(fields, options.vectors, in_blocks, strict=True)
         ]
         device = volumes[0].inputs.device
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=device)
         # The start of the next batch in the plan is kept on the device, so that every fill enqueues the same work.
         self._next = torch.zeros((), dtype=torch.int64, device=device)
         self._step, self._advance = options.world_size, options.batch_size * options.world_size
-        shapes = options.shapes(each[0].shape[0] for each in fields)
-        self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last)
+        shapes = [(options.batch_size, *gather.shape) for gather in self._gathers]
+        dtypes = [torch.bfloat16 if blocks else torch.float32 for blocks in in_blocks]
+        self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last, dtypes)
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,13 +28,25 @@ class CudaPrefetcher:
     the batch is requested, it runs on the prefetcher's stream.
     """
 
-    def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: Sequence[tuple[int, ...]],
+        channels_last: bool = False,
+        dtypes: Sequence[torch.dtype] = (torch.float32, torch.float32),
+    ) -> None:
         self.pending_work: PendingWork | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        form = memory_format(channels_last)
+        options: dict[str, Any] = {"device": device, "memory_format": memory_format(channels_last)}
         self._slots = [
-            Batch(*(torch.empty(shape, device=device, memory_format=form) for shape in shapes))
+            # Zeros, because a fill need not write the padding of its samples.
+            Batch(
+                *(
+                    torch.empty(shape, dtype=dtype, **options).zero_()
+                    for shape, dtype in zip(shapes, dtypes, strict=True)
+                )
+            )
             for _ in range(DEVICE_SLOTS)
         ]
 
