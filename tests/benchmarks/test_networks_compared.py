@@ -1,0 +1,61 @@
+"""The variants of the U-Net that benchmarks/networks.py compares, and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import networks
+from benchmarks.networks import VARIANTS, SubPixelConv3d
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_predicts_fields_and_trains_all_its_weights(name: str) -> None:
+    network = VARIANTS[name](in_channels=4, out_channels=5, width=4, scales=2, crop=8)
+    outputs = network(torch.randn(2, 4, 8, 8, 8))
+    assert outputs.shape == (2, 5, 8, 8, 8)
+    assert outputs.abs().max() < 1
+    outputs.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in network.parameters())
+
+
+def test_a_sub_pixel_convolution_moves_channels_to_the_cells_of_a_block() -> None:
+    layer = SubPixelConv3d(1, 16, 1)
+    torch.nn.init.zeros_(layer.weight)
+    with torch.no_grad():
+        layer.bias.copy_(torch.arange(16.0))
+        block = layer(torch.zeros(1, 1, 3, 3, 3))
+    assert block.shape == (1, 2, 6, 6, 6)
+    assert block[0, 1, 2:4, 4:6, :2].tolist() == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]
+
+
+def test_finished_trainings_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a network are those that take as long as the first one's."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    seconds = {name: 0.1 * (1 + number) for number, name in enumerate(VARIANTS)}
+    (runs / "seconds_per_step.json").write_text(json.dumps(seconds))
+    scalars = dict.fromkeys(networks.SCALARS.values(), 0.5)
+    scalars["Evaluation/flux P1D ratio at k = 0.002, prediction"] = 0.9
+    spectra = {field: {"k (h/Mpc)": [0.9, 2.1, 3.2], "P ratio": [1.0, 0.5, 0.25]} for field in networks.FIELDS}
+    started = []
+
+    def finish(command: list[str], log: Path, environment: object) -> str:
+        name, steps, seed = command[-3:]
+        started.append((name, int(steps)))
+        result = {"loss": 0.01 * (1 + int(seed)), "scalars": scalars, "spectra": spectra}
+        log.with_suffix(".json").write_text(json.dumps(result))
+        return ""
+
+    monkeypatch.setattr(networks, "failure_of", finish)
+    arguments = ["--steps=60", f"--runs={runs}", f"--output={tmp_path}"]
+    networks.main(arguments)
+    networks.main(arguments)
+    assert started == 2 * [(name, round(60 / (1 + number))) for number, name in enumerate(VARIANTS)]
+    found = json.loads((tmp_path / "networks.json").read_text())["networks"]["residual"]
+    assert (found["steps"], found["measures"]["validation loss"]["mean"]) == (10, pytest.approx(0.015))
+    assert found["measures"]["P ratio of velocity, k = 2 h/Mpc"]["values"] == [0.5, 0.5]
+    assert "| flux P1D ratio at k = 0.002 | 0.9 ± 0 |" in (tmp_path / "networks.md").read_text()
