@@ -65,21 +65,30 @@ class EMA:
         self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
         self._trained = dict(network.named_parameters())
+        self.means = dict(zip(network.parameters(), self.network.parameters(), strict=True))  # by trained parameter
         self._decay = decay
         self._updates = torch.zeros((), device=next(network.parameters()).device)
 
     @torch.no_grad()
     def restart(self) -> None:
         self._updates.zero_()
-        for mean, trained in zip(self.network.parameters(), self._trained.values(), strict=True):
+        for trained, mean in self.means.items():
             mean.copy_(trained)
 
     @torch.no_grad()
     def update(self, updated: torch.Tensor) -> None:
-        kept = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        weight = (1 - kept) * updated
-        for mean, trained in zip(self.network.parameters(), self._trained.values(), strict=True):
+        weight = self.weight(updated)
+        for trained, mean in self.means.items():
             mean.lerp_(trained, weight)
+        self.count(updated)
+
+    def weight(self, updated: torch.Tensor) -> torch.Tensor:
+        """The weight of the present weights in the next average; 0 if the step skipped its update."""
+        kept = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
+        return (1 - kept) * updated
+
+    def count(self, updated: torch.Tensor) -> None:
+        """Counts an update of the average, if the step did not skip it."""
         self._updates += updated
 
     def state(self) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
+from utils.optim.adam_average import update_and_average
 from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
-from utils.optim.optimizers import load_state, saved_state, share, update
+from utils.optim.optimizers import load_state, saved_state, share
 from utils.pending_work import PendingWork
 from utils.profiling.profiler import annotate
 from utils.steps.backends import nondeterminism_for_users
@@ -81,6 +82,10 @@ class NetworkWithLoss(nn.Module):
         return self.loss(self.network(inputs), targets)
 
 
+# Makes one module (inputs, targets) -> loss of a network and a loss, with the same parameters.
+Combine = Callable[[nn.Module, nn.Module], nn.Module]
+
+
 class EagerStep:
     """Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update; implements `Step`."""
 
@@ -102,6 +107,7 @@ class EagerStep:
         world: World,
         options: StepOptions,
         metrics: Sequence[Metric] = (),
+        combine: Combine = NetworkWithLoss,
     ) -> None:
         self._options, self._device, self._optimizer, self._metrics = options, world.device, optimizer, metrics
         self.loss = loss
@@ -111,7 +117,7 @@ class EagerStep:
         # bfloat16 has the range of float32 and needs no scaler. A disabled scaler passes everything through.
         scaled = options.enable_amp and options.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
-        self._trained = NetworkWithLoss(network, loss)
+        self._network, self._trained = network, combine(network, loss)
         self._parallel: DistributedDataParallel | ManualDataParallel | None = None
         self._sync = True  # False within no_sync
         distributed = world.size > 1 and not options.noddp
@@ -152,9 +158,9 @@ class EagerStep:
             if self._scaler.is_enabled():
                 self._scaler.step(self._optimizer)  # skips the update itself if a gradient is not finite
                 self._scaler.update()
+                self._average.update(finite)
             else:
-                update(self._optimizer, finite)
-            self._average.update(finite)
+                update_and_average(self._optimizer, self._average, finite)
         return loss
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
@@ -191,11 +197,9 @@ class EagerStep:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Loads the network's weights alone; ValueError if they belong to another network."""
         try:
-            self._trained.network.load_state_dict(weights)
+            self._network.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(
-                weights_difference(self._trained.network, weights) or " ".join(str(error).split())
-            ) from None
+            raise ValueError(weights_difference(self._network, weights) or " ".join(str(error).split())) from None
         self._average.restart()
 
     @property
@@ -235,10 +239,10 @@ class EagerStep:
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss and the metrics without training, shape [1 + metrics]."""
         self.network.eval()
-        self._trained.loss.eval()
+        self.loss.eval()
         with self._autocast():
             outputs = self.network(inputs)
-            loss = self._trained.loss(outputs, targets)
+            loss = self.loss(outputs, targets)
             return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._metrics)])
 
     def broadcast_buffers(self) -> None:
