@@ -84,7 +84,7 @@ TINY = {
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_original_config_has_the_values_of_the_original(name: str) -> None:
-    assert set(read_file(SHIPPED)) == {*ORIGINALS, "demo", "demo_base", "demo_opt", "test"}
+    assert set(read_file(SHIPPED)) == {*ORIGINALS, "bs64_fast", "bs512_fast", "demo", "demo_base", "demo_opt", "test"}
     config = load(SHIPPED, name)
     batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
     assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
@@ -99,6 +99,20 @@ def test_original_config_has_the_values_of_the_original(name: str) -> None:
     built = build_schedule(config.for_world(1))
     assert built.peak == pytest.approx(2e-4 * (batch / 64) ** 0.5)
     assert built.warmup_steps == (128 if batch > 64 else 0)
+
+
+@pytest.mark.parametrize(("fast", "original"), [("bs64_fast", "bs64_opt"), ("bs512_fast", "bs512_opt")])
+def test_fast_config_has_the_demos_recipe_and_a_fifth_of_the_epochs(fast: str, original: str) -> None:
+    """Its learning rate relates to the original's as the demo's does to demo_base's."""
+    config, before = load(SHIPPED, fast), load(SHIPPED, original)
+    assert 5 * config.num_epochs == before.num_epochs
+    assert config.global_batch_size == before.global_batch_size
+    demo, demo_base = load(SHIPPED, "demo"), load(SHIPPED, "demo_base")
+    for key in ("name", "merge_dims", "precondition_frequency", "betas"):
+        assert getattr(config.optimizer, key) == getattr(demo.optimizer, key)
+    assert (config.lr_schedule.shape, config.symmetries, config.ema_decay) == ("cosine", "full", demo.ema_decay)
+    factor = demo.lr_schedule.start_lr / demo_base.lr_schedule.start_lr
+    assert config.lr_schedule.start_lr == pytest.approx(factor * before.lr_schedule.start_lr)
 
 
 @pytest.mark.parametrize("name", read_file(SHIPPED))
