@@ -24,7 +24,7 @@ from benchmarks import common, convolutions, gpu_report, ladder, ledger, loaders
 from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
 from benchmarks.processes import failure_of, run_group
-from benchmarks.rungs import BEST, GPU_RUNGS, HISTORY, ORIGINAL, VARIANTS, Rung
+from benchmarks.rungs import BEST, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -38,7 +38,7 @@ CONVOLUTIONS = 60.0
 SEARCH = 30.0  # by cuDNN, of the fastest algorithms for a new batch size, type or layout
 COMPILATION = 60.0
 TRIALS = 10.0  # of a rung
-PROCESS = 30.0  # imports and volume of another process
+PROCESS = 20.0  # imports and volume of another process
 LOADERS = 60.0
 TESTS = 240.0
 WRITING = 10.0  # of the results, at the end
@@ -171,9 +171,10 @@ class Call:
             matmul,
             volume,
             *map(self.rung, VARIANTS),
-            *self.comparisons(),
             Part("loaders", self.loaders, LOADERS),
             *map(self.rung, HISTORY),
+            *self.comparisons(),
+            *map(self.rung, OTHERS),
             Part("convolutions", self.convolutions, CONVOLUTIONS),
         ]
 
@@ -261,14 +262,11 @@ class Call:
     def best(self, left: float) -> None:
         """The fastest rung: real against synthetic data in alternating trials, and the time of a step by kind."""
         best = self.fastest(any_batch=True)
-        built = ladder.prepare(self.machine, **best["state"])
-        steps = ladder.steps_per_trial(self.machine, built)
-        actions = {"SYNTHETIC": built.synthetic, "FULL": built.full}
-        trials = {name: ladder.trial(self.machine, built, action, steps) for name, action in actions.items()}
-        rates = common.interleaved(trials, trials=5, warmup=1)
-        built.batches.close()
+        with closing(ladder.prepare(self.machine, **best["state"])) as built:
+            rates = ladder.both_rates(self.machine, built, ladder.steps_per_trial(self.machine, built), trials=5)
+            built.batches.close()
+            breakdown = ledger.measure(built.synthetic, self.world.device, steps=10)
         ratios = [full / fixed for full, fixed in zip(rates["FULL"], rates["SYNTHETIC"], strict=True)]
-        breakdown = ledger.measure(built.synthetic, self.world.device, steps=10)
         self.results["best"] = {
             "name": best["name"],
             **{name: common.summary(values) for name, values in rates.items()},

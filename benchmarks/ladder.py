@@ -111,6 +111,10 @@ class Built:
     def full(self) -> object:
         return self.step(*next(self.batches), LEARNING_RATE)
 
+    def close(self) -> None:
+        self.batches.close()
+        self.step.close()
+
 
 def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     """Builds the training, and warms it up on the first samples of the first epoch."""
@@ -149,19 +153,23 @@ def trial(machine: Machine, built: Built, action: Callable[[], object], steps: i
     return lambda: steps * len(built.fixed.inputs) / common.seconds_of(action, machine.world.device, steps)
 
 
+def both_rates(machine: Machine, built: Built, steps: int, trials: int) -> dict[str, list[float]]:
+    """Samples/s of SYNTHETIC and FULL, in turn."""
+    actions = {"SYNTHETIC": built.synthetic, "FULL": built.full}
+    measures = {name: trial(machine, built, action, steps) for name, action in actions.items()}
+    return common.interleaved(measures, trials, warmup=0)
+
+
 def measure(machine: Machine, changes: Changes, graph: bool) -> dict[str, Any]:
     """Measures SYNTHETIC and FULL in turn."""
     device = machine.world.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    built = prepare(machine, changes, graph)
-    ready = time.perf_counter() - started
-    steps = steps_per_trial(machine, built)
-    kinds = {"SYNTHETIC": built.synthetic, "FULL": built.full}
-    trials = {kind: trial(machine, built, action, steps) for kind, action in kinds.items()}
-    rates = common.interleaved(trials, TRIALS, warmup=0)
-    built.batches.close()
+    with closing(prepare(machine, changes, graph)) as built:
+        ready = time.perf_counter() - started
+        steps = steps_per_trial(machine, built)
+        rates = both_rates(machine, built, steps, TRIALS)
     result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     result |= {
         "FULL / SYNTHETIC": result["FULL"]["median"] / result["SYNTHETIC"]["median"],
@@ -214,11 +222,12 @@ def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: i
     states: arguments of `prepare` by name.
     """
     measures = {}
-    for name, state in states.items():
-        built = prepare(machine, **state)
-        built.batches.close()  # the next one may replace the loader
-        measures[name] = trial(machine, built, built.synthetic, steps_per_trial(machine, built))
-    rates = common.interleaved(measures, trials, warmup=0)
+    with ExitStack() as stack:
+        for name, state in states.items():
+            built = stack.enter_context(closing(prepare(machine, **state)))
+            built.batches.close()  # the next one may replace the loader
+            measures[name] = trial(machine, built, built.synthetic, steps_per_trial(machine, built))
+        rates = common.interleaved(measures, trials, warmup=0)
     first, *others = rates
     result: dict[str, Any] = {name: common.summary(values) for name, values in rates.items()}
     for name in others:

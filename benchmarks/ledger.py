@@ -18,7 +18,7 @@ from benchmarks.common import table
 # The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|^c10d::|^gloo:"),
-    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
+    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\.|^adam_average$"),
     # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
     ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),
@@ -33,8 +33,8 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
-    # networks/fused.py
-    ("pointwise", r"^(bias_activation|bias_relu_cat|activation_backward|l1|l1_backward)$"),
+    # networks/kernels.py, networks/tail_kernels.py
+    ("pointwise", r"^(bias_activation|activation_backward|l1|l1_backward|tail_l1)$"),
     (
         "pointwise",
         r"^aten::(?!empty|as_strided|view|_unsafe_view|reshape|resize|slice|narrow|detach|t$|select|transpose|permute"

@@ -56,23 +56,30 @@ BEST = (
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
     Rung("G: the original's best, float16, fused Adam, compiled, 8 loader threads", {**_FLOAT16, "enable_jit": True}),
 )
+_DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
 VARIANTS = (
     Rung("base: the faster of A and B", on=("A", "B")),
+    Rung("dense: base, strided gradients as dense convolutions", {"network.space_to_depth": _DENSE}, on=("base",)),
+    Rung("dense up2: that of up2 only", {"network.space_to_depth": _DENSE[:3]}, on=("base",)),
+    Rung("tail: base, one kernel after the last convolution", {"fused_tail": True}, on=("base",)),
+    Rung("blocks: base, crops gathered as down1 reads them", {"resident_blocks": True}, on=("base",)),
     Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",)),
     Rung("limit 0: base, cuDNN times all algorithms", {"cudnn_benchmark_limit": 0}, on=("base",), alone=True),
 )
-# The original's way from its slowest to its fastest options, and from there to F.
+# The original's way to its best options, and single options between it and F.
 HISTORY = (
-    Rung("bfloat16: NCDHW, volume in GPU memory", _BFLOAT16),
-    Rung("channels last: bfloat16, volume in GPU memory", _LAST),
     Rung("float16: fused Adam, 8 loader threads", _FLOAT16),
     Rung("TF32: 2 loader threads"),
     Rung("8 threads: TF32, 8 loader threads", {"num_data_workers": 8}),
+)
+OTHERS = (
+    Rung("bfloat16: NCDHW, volume in GPU memory", _BFLOAT16),
+    Rung("channels last: bfloat16, volume in GPU memory", _LAST),
     Rung("float32: no TF32, 2 loader threads", {"tf32": False}),
     Rung("DALI: float16", {**_FLOAT16, "data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
     Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "enable_apex": True}, package="apex"),
 )
-GPU_RUNGS = {rung.key: rung for rung in (*BEST, *VARIANTS, *HISTORY)}
+GPU_RUNGS = {rung.key: rung for rung in (*BEST, *VARIANTS, *HISTORY, *OTHERS)}
 ORIGINAL = "G"
 
 CPU_RUNGS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import ledger
+from benchmarks.common import REPOSITORY
 from benchmarks.ledger import CATEGORIES, Kernel, classify, markdown, measure, union
 from networks import build_loss, build_network
 
@@ -47,6 +49,13 @@ NAMES = {
 def test_kernels_are_classified_by_name() -> None:
     found = {name: classify(name) for names in NAMES.values() for name in names}
     assert found == {name: category for category, names in NAMES.items() for name in names}
+
+
+def test_every_kernel_of_this_project_has_a_category() -> None:
+    sources = [path.read_text() for folder in ("networks", "utils") for path in (REPOSITORY / folder).rglob("*.py")]
+    names = re.findall(r"@triton\.jit.*\n *def (\w+)", "\n".join(sources))
+    assert {"bias_activation", "gather"} <= set(names)
+    assert [name for name in names if classify(name) == "other"] == []
 
 
 def test_exposed_time_counts_overlaps_once_and_adds_up_to_the_step() -> None:
