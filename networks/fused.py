@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 NEGATIVE_SLOPE = 0.01
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# A program's tile: the lanes in a row, which hold complete cells, and all elements, 16 per thread.
+# A program's tile: the lanes in a row, which hold complete cells, and all elements, 16 per thread, or 4; see _Tile.
 LANES, TILE, WARPS = 256, 2048, 4
 # Programs that share a sum over all cells: eight per multiprocessor of an H100 or H200.
 PROGRAMS = 1056
@@ -226,7 +226,9 @@ class _Tile(NamedTuple):
     @classmethod
     def of(cls, channels: int) -> _Tile:
         lanes = max(LANES, 1 << (channels - 1).bit_length())
-        return cls(lanes, max(TILE // lanes, 1), lanes // channels)
+        # Where rows have idle lanes, a load is one element, and 16 addresses per thread would need 230 registers.
+        tile = TILE // 4 if lanes % channels else TILE
+        return cls(lanes, max(tile // lanes, 1), lanes // channels)
 
     def count(self, cells: int) -> int:
         """The number of tiles that hold `cells`."""

@@ -1,0 +1,71 @@
+"""The fused kernels compiled for GPUs: registers, spills, rounding and atomic operations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton_compile import ARCHITECTURES, compile_kernel
+
+from networks import fused
+
+FORWARD = {"y": "*bf16", "copy": "*fp16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16"}
+FORWARD |= {"cells": "i32", "y_stride": "i32"}
+BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "y": "*bf16", "y_stride": "i32", "cells": "i32"}
+BACKWARD |= {"first": "*bf16", "first_stride": "i32", "second": "*bf16", "second_stride": "i32"}
+LOSS = {"partial": "*fp32", "outputs": "*fp32", "targets": "*fp32", "count": "i32"}
+LOSS_BACKWARD = {
+    "outputs_gradient": "*bf16",
+    "outputs": "*bf16",
+    "targets": "*fp32",
+    "gradient": "*fp32",
+    "count": "i64",
+}
+
+
+def in_float32(types: dict[str, str]) -> dict[str, str]:
+    return {name: "*fp32" if kind == "*bf16" else kind for name, kind in types.items()}
+
+
+@ARCHITECTURES
+@pytest.mark.parametrize(
+    ("name", "types", "channels", "constants"),
+    [
+        ("bias_activation", FORWARD, 64, {"ACTIVATION": "relu", "SKIP_CHANNELS": 64, "COPIED": True}),
+        ("bias_activation", in_float32(FORWARD), 5, {"ACTIVATION": "tanh", "SKIP_CHANNELS": 0, "COPIED": False}),
+        ("activation_backward", BACKWARD, 512, {"ACTIVATION": "leaky_relu", "TWICE": True}),
+        # Triton 3.6 needed 230 registers for tiles as large as those of the other layers.
+        ("activation_backward", in_float32(BACKWARD), 5, {"ACTIVATION": "tanh", "TWICE": False}),
+        ("l1", LOSS, 1, {}),
+        ("l1_backward", LOSS_BACKWARD, 1, {}),
+    ],
+    ids=["concatenation", "tanh", "skip add", "tanh backward", "l1", "l1 backward"],
+)
+def test_registers(
+    name: str, types: dict[str, str], channels: int, constants: dict[str, Any], architecture: int, tmp_path: Path
+) -> None:
+    """At most 64 per thread, for 32 warps per multiprocessor; more would leave too few loads in flight.
+
+    No kernel uses atomic operations, whose order would vary between runs.
+    """
+    tile = fused._Tile.of(channels)
+    constants = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, **constants}
+    constants |= {"NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, "TILE": fused.TILE}
+    result = compile_kernel(
+        getattr(fused._kernels(), name),
+        types,
+        constants,
+        tmp_path,
+        architecture,
+        unaligned=("y_stride", "first_stride", "second_stride") if channels == 5 else (),
+        num_warps=fused.WARPS,
+        enable_fp_fusion=False,
+    )
+    assert (result.registers <= 64, result.stack) == (True, 0), result[:3]
+    assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx)
+    if "*bf16" in types.values() and name != "l1":
+        assert re.search(r"cvt\.rn\.bf16", result.ptx), "a cast to bfloat16 must round to nearest"
+    if channels % 8 == 0:
+        assert re.search(r"ld\.global\S*\.v4\.", result.ptx), "a load must be 16 bytes wide"

@@ -1,0 +1,60 @@
+"""Triton kernels compiled for GPUs without one, by Triton's compiler and the ptxas that comes with it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+# A100; H100 and H200.
+ARCHITECTURES = pytest.mark.parametrize("architecture", [pytest.param(80, marks=pytest.mark.slow), 90])
+
+
+class Compiled(NamedTuple):
+    registers: int  # per thread
+    stack: int  # bytes per thread for registers that were spilled
+    shared: int  # bytes per program
+    ptx: str
+
+
+def compile_kernel(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    directory: Path,
+    architecture: int = 90,
+    unaligned: tuple[str, ...] = (),
+    **options: Any,
+) -> Compiled:
+    """Compiles a kernel from its source; `directory` is for Triton's cache.
+
+    types: of the arguments, as "*bf16" or "i32". Like most arguments of a launch, all pointers and integers are
+      multiples of 16, except those that `unaligned` names. Names that the kernel lacks are ignored here and in
+      `constants`.
+    options: such as num_warps.
+    """
+    triton = pytest.importorskip("triton")
+    compiler, backend = pytest.importorskip("triton.compiler"), pytest.importorskip("triton.backends.compiler")
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    arguments = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [name for name, kind in arguments.items() if re.match(r"\*|i\d", kind) and name not in unaligned]
+    source = compiler.ASTSource(
+        kernel,
+        arguments,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(directory))
+        result = compiler.compile(source, target=backend.GPUTarget("cuda", architecture, 32), options=options)
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(result.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.check_output([tool, "-res-usage", cubin], text=True)
+    registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage))
+    return Compiled(registers, stack, result.metadata.shared, result.asm["ptx"])
