@@ -10,6 +10,18 @@ import triton.language as tl
 
 
 @triton.jit
+def tanh(values):  # type: ignore[no-untyped-def]
+    square = values * values
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(values)) + 1.0)
+    far = tl.where(values < 0, -far, far)
+    return tl.where(tl.abs(values) < 0.625, series * square * values + values, far)
+
+
+@triton.jit
 def bias_activation(  # type: ignore[no-untyped-def]
     y,
     copy,
@@ -45,14 +57,7 @@ def bias_activation(  # type: ignore[no-untyped-def]
     elif ACTIVATION == "relu":
         values = tl.where(values <= 0, 0.0, values)
     else:
-        square = values * values
-        series = -5.70498872745e-3 * square + 2.06390887954e-2
-        series = series * square - 5.37397155531e-2
-        series = series * square + 1.33314422036e-1
-        series = series * square - 3.33332819422e-1
-        far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(values)) + 1.0)
-        far = tl.where(values < 0, -far, far)
-        values = tl.where(tl.abs(values) < 0.625, series * square * values + values, far)
+        values = tanh(values)
     place = cell * y_stride + channel
     values = values.to(y.dtype.element_ty)
     tl.store(y + place, values, mask=inside)

@@ -24,7 +24,7 @@ from utils.errors import LocalError, UserError
 from utils.optim.optimizers import renew
 from utils.pending_work import PendingWork, Work
 from utils.profiling.profiler import annotate
-from utils.steps.eager import EagerStep, Metric, StepOptions
+from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class GraphStep(EagerStep):
         world: World,
         options: StepOptions,
         metrics: Sequence[Metric] = (),
+        combine: Combine = NetworkWithLoss,
     ) -> None:
         self.check(world, options)
         if world.size > 1 and options.accumulation_steps == 1:
@@ -73,7 +74,7 @@ class GraphStep(EagerStep):
         # While its kernels are ready, those of loaders and copies, whose streams have priority 0, wait.
         self._stream = torch.cuda.Stream(world.device, priority=-1)
         with self._on_stream():
-            super().__init__(network, loss, optimizer, world, options, metrics)
+            super().__init__(network, loss, optimizer, world, options, metrics, combine)
         self.pending_work = PendingWork()
         self._branch = torch.cuda.Stream(world.device)
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,0 +1,122 @@
+"""The last layer of a U-Net, its activation and the L1 loss, with one kernel after the convolution (`fused_tail`).
+
+The kernel reads the convolution's result, which consists of blocks of 2³ cells, and the targets; it writes the gradient
+of the blocks. The fields themselves are never in memory.
+
+The gradient is computed in the forward pass, before that of the loss is known. It is a factor of all gradients, so the
+backward pass applies it to small tensors: to the weight for the gradient of the convolution's input, and to the
+gradients of weight and bias. The gradient of the blocks stays without that factor and without the 1 / count of the
+mean, between -1 and 1, where half precision has its full accuracy.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from networks import fused
+from networks.layers import precise_dtype
+from networks.losses import L1Loss
+from networks.space_to_depth import DENSE, dense_weight
+from networks.unet import UNet
+
+# Elements of a program's tile. Four elements per thread leave registers for 32 warps per multiprocessor.
+TILE = 512
+
+
+class NetworkWithFusedTail(nn.Module):
+    """A U-Net whose last layer is computed by space-to-depth, with the mean absolute error as its loss.
+
+    Without a GPU, in another memory format than channels_last_3d, under torch.compile, and without bfloat16 autocast
+    this is the loss of the network's output.
+    """
+
+    def __init__(self, network: UNet, loss: L1Loss) -> None:
+        super().__init__()
+        self.network, self.loss = network, loss
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x, precise = self.network.before_last(inputs)
+        dtype = precise_dtype(x)
+        if dtype is None or not (fused.fusible(x) and fused.fusible(targets)):
+            return self.loss(self.network.output(x, precise), targets)
+        last = self.network.last
+        weight = dense_weight(last.weight)
+        with torch.autocast(x.device.type, enabled=False):
+            precise = x.detach().to(dtype) if precise is None else precise
+            return _Tail.apply(x.to(torch.bfloat16), precise, weight, last.bias, targets)
+
+
+class _Tail(torch.autograd.Function):
+    """The loss for the last layer's input x, which `precise` holds in the dtype in which the blocks are computed.
+
+    weight: of the convolution that returns blocks, [8C, I, 2, 2, 2] float32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        precise: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> torch.Tensor:
+        blocks = torch.ops.aten.convolution(precise, weight.to(precise.dtype), None, *DENSE)
+        total, gradient, bias_gradient = _l1(blocks, bias, targets, x.dtype)
+        ctx.save_for_backward(x, weight, gradient, bias_gradient)
+        ctx.count = targets.numel()
+        return total / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, gradient, bias_gradient = ctx.saved_tensors
+        factor = upstream / ctx.count  # stays on the device, and may be NaN
+        x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
+            gradient, x, (weight * factor).to(x.dtype), None, *DENSE, [True, True, False]
+        )
+        return x_gradient, None, weight_gradient.to(weight.dtype) * factor, bias_gradient * factor, None
+
+
+def _l1(
+    blocks: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in `dtype`, and that of the bias."""
+    blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
+    channels, depth, rows, columns = len(bias), *blocks.shape[2:]
+    plane, planes = 8 * channels * rows * columns, len(blocks) * depth
+    tiles = -(-plane // TILE)
+    groups = min(planes, max(1, fused.PROGRAMS // tiles))
+    gradient = torch.empty_like(blocks, dtype=dtype)
+    partial = torch.empty(groups * tiles, dtype=torch.float32, device=blocks.device)
+    bias_partial = torch.empty((groups, tiles * TILE), dtype=torch.float32, device=blocks.device)
+    fused.launch(
+        _kernel(),
+        groups * tiles,
+        gradient,
+        partial,
+        bias_partial,
+        blocks,
+        bias,
+        targets,
+        planes,
+        DEPTH=depth,
+        ROWS=rows,
+        COLUMNS=columns,
+        CHANNELS=channels,
+        TILE=TILE,
+    )
+    bias_gradient = bias_partial[:, :plane].sum(0).view(-1, channels).sum(0)
+    return partial.sum(), gradient, bias_gradient.to(bias.dtype)
+
+
+@functools.cache
+def _kernel() -> Any:
+    from networks.tail_kernels import tail_l1
+
+    return tail_l1

@@ -1,0 +1,250 @@
+"""The fused tail compared with the last layer, tanh and L1 loss in float64; the kernel runs in Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from triton_compile import compile_kernel
+from triton_interpreter import interpreted
+
+import networks
+from networks import build_loss, build_network, fused, initialise, tail
+from networks.losses import L1Loss
+from networks.space_to_depth import dense_weight
+from networks.tail import NetworkWithFusedTail
+from networks.unet import UNet
+from utils import build
+from utils.config import Config
+from utils.config.sections import NetworkConfig
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.steps.eager import NetworkWithLoss
+
+CHANNELS_LAST = torch.channels_last_3d
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def import_kernels_again() -> None:
+    """Triton decides whether to compile or to interpret a kernel when the module is imported."""
+    tail._kernel.cache_clear()
+    fused._kernels.cache_clear()
+    for name in ("kernels", "tail_kernels"):
+        if sys.modules.pop(f"networks.{name}", None) is not None:
+            delattr(networks, name)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Kernels run in Triton's interpreter, with several tiles per plane, each in several programs; their names."""
+    names: list[str] = []
+    launch = fused.launch
+
+    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, programs, *arguments, **constants)
+
+    with interpreted(monkeypatch) as language:
+        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
+        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
+        monkeypatch.setattr(fused, "launch", record)
+        monkeypatch.setattr(fused, "PROGRAMS", 8)
+        monkeypatch.setattr(tail, "TILE", 256)
+        import_kernels_again()
+        yield names
+    import_kernels_again()
+
+
+def values(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return x.contiguous(memory_format=CHANNELS_LAST) if x.dim() == 5 else x
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(F.conv_transpose3d(x, weight, bias, 2, 1)) - targets).abs().mean()
+
+
+def fused_tail(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return tail._Tail.apply(x, x.detach(), dense_weight(weight), bias, targets)
+
+
+def results(
+    function: Callable[..., torch.Tensor], operands: tuple[torch.Tensor, ...], upstream: float, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """The loss, and the gradients of all operands but the targets."""
+    *inputs, targets = (x.to(dtype, copy=True) for x in operands)
+    loss = function(*(x.requires_grad_() for x in inputs), targets)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs, torch.tensor(upstream, dtype=dtype))]
+
+
+def operands(grid: tuple[int, int, int], channels: int, batch: int) -> tuple[torch.Tensor, ...]:
+    """Input of 3 channels, weight, bias and targets of the last layer. Some outputs are close to -1 and 1."""
+    x, weight = values(batch, 3, *grid, seed=0), values(3, channels, 4, 4, 4, seed=1, scale=0.3)
+    targets = values(batch, channels, *(2 * side for side in grid), seed=3)
+    return x, weight, values(channels, seed=2), targets
+
+
+@pytest.mark.parametrize(
+    ("grid", "channels", "batch", "upstream"),
+    [((3, 2, 2), 5, 2, 1.0), ((1, 1, 1), 5, 1, 1 / 3), ((2, 1, 7), 1, 2, 1024.0), ((1, 4, 2), 3, 1, -0.7)],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_plain_operations(
+    interpreter: list[str], grid: tuple[int, int, int], channels: int, batch: int, upstream: float
+) -> None:
+    given = operands(grid, channels, batch)
+    got, again = (results(fused_tail, given, upstream, torch.float32) for _ in range(2))
+    assert interpreter == ["tail_l1"] * 2
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
+    exact = results(plain, given, upstream, torch.float64)
+    for ours, reference in zip(got, exact, strict=True):
+        assert ours.shape == reference.shape
+        assert float((ours - reference).abs().max()) < 2e-6 * float(reference.abs().max())
+
+
+def test_no_difference_has_no_gradient_and_padding_has_none(
+    interpreter: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that reach beyond the grid are not compared with anything, even if they hold NaN."""
+    x, weight, bias, targets = operands((2, 3, 2), 5, 2)
+    weight.zero_()
+    targets[:, :, :, ::2] = torch.tanh(bias).view(-1, 1, 1, 1)
+    seen: list[torch.Tensor] = []
+    compute = tail._l1
+
+    def spoil(blocks: torch.Tensor, *rest: Any) -> Any:
+        blocks[:, :20, 0] = torch.nan  # the first half of the first block along x
+        total, gradient, bias_gradient = compute(blocks, *rest)
+        seen.append(gradient)
+        return total, gradient, bias_gradient
+
+    monkeypatch.setattr(tail, "_l1", spoil)
+    assert results(fused_tail, (x, weight, bias, targets), 1.0, torch.float32)[0].isfinite()
+    cells = torch.zeros(2, 5, 4, 6, 4)
+    cells[:, :, :, 1::2] = 1.0
+    inside = networks.space_to_depth.space_to_depth(cells)
+    assert torch.equal(seen[0] != 0, inside != 0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of infinities
+@pytest.mark.parametrize(("place", "bad"), [(0, float("nan")), (3, float("nan")), (3, -float("inf"))], ids=str)
+def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place: int, bad: float) -> None:
+    """In an input or a target. A step multiplies the gradient by 0 · loss + 1 so that it skips the update."""
+    given = operands((2, 2, 2), 5, 1)
+    given[place][0, 1, 1, 0, 1] = bad
+    *inputs, targets = given
+    loss = fused_tail(*(x.requires_grad_() for x in inputs), targets)
+    assert not loss.isfinite()
+    loss.backward(loss.detach() * 0 + 1)
+    assert all(x.grad is not None and x.grad.isnan().all() for x in inputs)
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def small_network(device: str = "cpu", **options: Any) -> UNet:
+    network = build_network("unet", 4, width=8, scales=2, space_to_depth=["down1", "last"], **options)
+    assert isinstance(network, UNet)
+    initialise(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
+    return network.to(device, memory_format=CHANNELS_LAST)
+
+
+def batch(device: str = "cpu", size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and targets outside the network's range, so that rounding changes no sign in the loss's gradient."""
+    inputs, targets = (values(2, c, *(size,) * 3, seed=seed) for seed, c in enumerate((4, 5)))
+    return inputs.to(device), (2 * targets.sign()).to(device)
+
+
+def trained(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, bfloat16: bool) -> list[torch.Tensor]:
+    """The loss, and the gradients of all parameters."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=bfloat16):
+        loss = module(inputs, targets)
+    return [loss.detach(), *torch.autograd.grad(loss, list(module.parameters()))]
+
+
+def assert_as_accurate_as_the_plain_path(device: str) -> None:
+    network, inputs_and_targets = small_network(device, fused=True), batch(device)
+    got = trained(NetworkWithFusedTail(network, L1Loss()), *inputs_and_targets, bfloat16=True)
+    usual = trained(NetworkWithLoss(small_network(device), L1Loss()), *inputs_and_targets, bfloat16=True)
+    exact_network, doubles = small_network(device).double(), (part.double() for part in inputs_and_targets)
+    exact = trained(NetworkWithLoss(exact_network, L1Loss()), *doubles, bfloat16=False)
+    for ours, theirs, reference in zip(got, usual, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        error, size = (float((part.double() - reference).norm()) for part in (ours, theirs))
+        # Half a step of bfloat16 in addition: the plain path may be exact by chance.
+        assert error <= 1.2 * size + 4e-3 * float(reference.norm())
+
+
+def test_a_network_trains_as_with_the_plain_loss(interpreter: list[str]) -> None:
+    assert_as_accurate_as_the_plain_path("cpu")
+    assert interpreter.count("tail_l1") == 1
+    assert "l1" not in interpreter
+
+
+@pytest.mark.parametrize("bfloat16", [True, False])
+def test_without_a_gpu_loss_and_gradients_have_the_bits_of_the_plain_loss(bfloat16: bool) -> None:
+    network = small_network()
+    got, expected = (
+        trained(kind(network, build_loss("l1")), *batch(), bfloat16) for kind in (NetworkWithFusedTail, NetworkWithLoss)
+    )
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_a_training_with_micro_batches_and_averaged_weights_uses_it() -> None:
+    """The state has the same names as without it, and on a CPU the same bits."""
+    world, states = World(Launch("test"), torch.device("cpu")), []
+    for fused_tail in (True, False):
+        network = NetworkConfig(width=4, scales=2, space_to_depth=["last"])
+        options: dict[str, Any] = {"accumulation_steps": 2, "ema_decay": 0.9, "enable_amp": True}
+        config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
+        step = build.step(config, world, build.model(config))
+        assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
+        losses = [float(step(*batch(), 1e-3)) for _ in range(2)]
+        states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(*batch())[0]])})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
+    """In float16 the gradient of a mean over millions of cells underflows."""
+    module = NetworkWithFusedTail(small_network(), L1Loss())
+    module(*batch())
+    with torch.autocast("cpu", torch.float16):
+        module(*batch())
+    assert "tail_l1" not in interpreter
+
+
+# --- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", [80, 90], ids=["A100", "H200"])
+def test_the_kernel_compiles_without_spills(architecture: int, tmp_path: Path) -> None:
+    """With registers for 32 warps per multiprocessor, vector accesses to the blocks, and no atomic operations."""
+    import_kernels_again()
+    types = {"blocks_gradient": "*bf16", "loss_partial": "*fp32", "bias_partial": "*fp32", "blocks": "*fp16"}
+    types |= {"bias": "*fp32", "targets": "*fp32", "planes": "i32"}
+    constants = {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "CHANNELS": 5, "TILE": tail.TILE}
+    options = {"num_warps": fused.WARPS, "enable_fp_fusion": False}
+    compiled = compile_kernel(tail._kernel(), types, constants, tmp_path, architecture, **options)
+    assert compiled.registers <= 64
+    assert compiled.stack == 0
+    assert "ld.global.v2" in compiled.ptx
+    assert "atom." not in compiled.ptx
+    assert "cvt.rn.bf16" in compiled.ptx, "a cast to bfloat16 must round to nearest"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+def test_a_network_on_a_gpu(device: str) -> None:
+    import_kernels_again()
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
+    try:
+        trained(NetworkWithFusedTail(small_network(device), L1Loss()), *batch(device), bfloat16=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_as_accurate_as_the_plain_path(device)
