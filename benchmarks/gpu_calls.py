@@ -38,7 +38,7 @@ CONVOLUTIONS = 60.0
 SEARCH = 30.0  # by cuDNN, of the fastest algorithms for a new batch size, type or layout
 COMPILATION = 60.0
 TRIALS = 10.0  # of a rung
-PROCESS = 20.0  # imports and volume of another process
+ALONE = 20.0 + 2 * SEARCH + TRIALS  # imports, loading, a longer search, and trials in another process
 LOADERS = 60.0
 TESTS = 240.0
 WRITING = 10.0  # of the results, at the end
@@ -153,7 +153,9 @@ class Call:
     # --- the parts of each call --------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        volume = Part("volume", lambda left: ladder.make_files(self.options), VOLUME)
+        files = self.options.data, self.options.valid_data
+        seconds = 0.0 if all(path.exists() for path in files) else VOLUME
+        volume = Part("volume", lambda left: ladder.make_files(self.options), seconds)
         matmul = Part("peaks", self.peaks, PEAKS)
         if self.options.rungs:
             return [volume, matmul, *(self.rung(GPU_RUNGS[key]) for key in self.options.rungs)]
@@ -216,7 +218,7 @@ class Call:
                 self.skip(rung.name, entry.get("skipped") or f"failed: {entry['failed']}")
 
         if apart:
-            return Part(rung.name, measure, PROCESS + SEARCH + TRIALS)
+            return Part(rung.name, measure, ALONE)
         if rung.package is not None and not ladder.importable(rung.package):
             return Part(rung.name, measure)
         return Part(rung.name, measure, states=lambda: [rungs.state_of(rung, self.entries)])
@@ -315,6 +317,8 @@ class Call:
 
     def tests(self, left: float) -> None:
         """`pytest -m gpu`, each file in a process of its own, so that a failure of the device ends one file only."""
+        if not ladder.importable("pytest"):
+            raise RuntimeError("pytest is not installed")
         deadline, lock = time.perf_counter() + left, threading.Lock()
         files = self.results["tests"] = {}
         output = self.directory / "tests.txt"

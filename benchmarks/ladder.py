@@ -89,7 +89,8 @@ class Machine:
 
     def free(self) -> None:
         gc.collect()
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds
+            torch._dynamo.reset()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -60,7 +60,6 @@ _DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
 VARIANTS = (
     Rung("base: the faster of A and B", on=("A", "B")),
     Rung("dense: base, strided gradients as dense convolutions", {"network.space_to_depth": _DENSE}, on=("base",)),
-    Rung("dense up2: that of up2 only", {"network.space_to_depth": _DENSE[:3]}, on=("base",)),
     Rung("tail: base, one kernel after the last convolution", {"fused_tail": True}, on=("base",)),
     Rung("blocks: base, crops gathered as down1 reads them", {"resident_blocks": True}, on=("base",)),
     Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",)),
@@ -73,11 +72,12 @@ HISTORY = (
     Rung("8 threads: TF32, 8 loader threads", {"num_data_workers": 8}),
 )
 OTHERS = (
+    Rung("dense up2: base, strided gradient of up2 only", {"network.space_to_depth": _DENSE[:3]}, on=("base",)),
     Rung("bfloat16: NCDHW, volume in GPU memory", _BFLOAT16),
     Rung("channels last: bfloat16, volume in GPU memory", _LAST),
     Rung("float32: no TF32, 2 loader threads", {"tf32": False}),
     Rung("DALI: float16", {**_FLOAT16, "data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
-    Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "enable_apex": True}, package="apex"),
+    Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
 )
 GPU_RUNGS = {rung.key: rung for rung in (*BEST, *VARIANTS, *HISTORY, *OTHERS)}
 ORIGINAL = "G"
