@@ -14,17 +14,18 @@ from utils.optim.schedules import build_schedule
 TOP = Path(__file__).parent.parent
 SHIPPED = str(TOP / "config" / "UNet.yaml")
 
-# name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex + JIT
+# name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex. The fast ones have this
+# project's loader, and its fused kernels in place of the compiler.
 ORIGINALS: dict[str, tuple[int, int, int, int, str, bool]] = {
     "base": (64, 65536, 8192, 10, "lowmem", False),
     "short": (64, 4096, 512, 4, "lowmem", False),
-    "short_opt": (64, 4096, 512, 4, "dali-lowmem", True),
-    "bs64_opt": (64, 65536, 8192, 10, "dali-lowmem", True),
-    "bs256_opt": (256, 65536, 8192, 20, "dali-lowmem", True),
-    "bs512_test": (512, 65536, 8192, 10, "dali-lowmem", True),
-    "bs512_opt": (512, 65536, 8192, 40, "dali-lowmem", True),
-    "bs2048_opt": (2048, 65536, 8192, 160, "dali-lowmem", True),
-    "bs8192_opt": (8192, 65536, 8192, 320, "dali-lowmem", True),
+    "short_opt": (64, 4096, 512, 4, "auto", True),
+    "bs64_opt": (64, 65536, 8192, 10, "auto", True),
+    "bs256_opt": (256, 65536, 8192, 20, "auto", True),
+    "bs512_test": (512, 65536, 8192, 10, "auto", True),
+    "bs512_opt": (512, 65536, 8192, 40, "auto", True),
+    "bs2048_opt": (2048, 65536, 8192, 160, "auto", True),
+    "bs8192_opt": (8192, 65536, 8192, 320, "auto", True),
 }
 
 ORIGINAL_KEYS = """
@@ -89,7 +90,10 @@ def test_original_config_has_the_values_of_the_original(name: str) -> None:
     batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
     assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
     assert (config.num_epochs, config.data_loader_config) == (epochs, loader)
-    assert (config.enable_amp, config.enable_apex, config.enable_jit) == (fast, fast, fast)
+    assert (config.enable_amp, config.enable_apex, config.enable_jit) == (fast, fast, False)
+    kernels = (config.channels_last, config.fused_pointwise, config.network.space_to_depth)
+    assert kernels == ((True, True, ["down1", "last"]) if fast else (False, False, []))
+    assert config.optimizer.name == "adam"
     assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
     schedule = config.lr_schedule
     assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)

@@ -16,6 +16,7 @@ from torch import nn
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from networks.tail import NetworkWithFusedTail
 from utils import cli
 from utils import config as configs
 from utils.config import Config
@@ -48,7 +49,7 @@ from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
 from utils.runs.loggers import check_loggers
 from utils.steps.backends import backends as backends
-from utils.steps.eager import EagerStep, Metric, StepOptions, weights_difference
+from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
 from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
@@ -116,18 +117,21 @@ def resolve(config: Config, world: World) -> Config:
 
 
 class TrainingModules(NamedTuple):
-    """Network, loss and metrics of a step."""
+    """Network, loss and metrics of a step, and how it computes the loss in training."""
 
     network: nn.Module
     loss: nn.Module
     metrics: Sequence[Metric] = ()
+    combine: Combine = NetworkWithLoss
 
 
 def model(config: Config) -> TrainingModules:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
-        return TrainingModules(network(config), loss(config), build_metrics(config.metrics, config.is_classification))
+        metrics = build_metrics(config.metrics, config.is_classification)
+        combine = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
+        return TrainingModules(network(config), loss(config), metrics, combine)
 
 
 def loaders(config: Config, world: World) -> Loaders:
@@ -154,12 +158,12 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
     choice = config.optimizer
-    if config.enable_apex and choice.name == "adam":
-        choice = choice.model_copy(update={"name": "apex_adam"})
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
-    train_step = step_class(module, modules.loss, optimizer, world, step_options(config), modules.metrics)
+    train_step = step_class(
+        module, modules.loss, optimizer, world, step_options(config), modules.metrics, modules.combine
+    )
     train_step.notes = [describe_optimizer(choice.name, optimizer)]
     torch.manual_seed(config.seed + world.rank)
     return train_step
@@ -173,15 +177,19 @@ def step_options(config: Config) -> StepOptions:
 def options_without_effect(config: Config, world: World) -> list[str]:
     """Lines for the log: options of the config that this run cannot use."""
     notes = []
-    if config.fused_pointwise:
-        reasons = {
-            "there is no GPU": world.device.type != "cuda",
-            "channels_last is false": not config.channels_last,
-            "torch.compile fuses these operations": config.enable_jit,
-        }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
-        if why is not None:
-            notes.append(f"fused_pointwise has no effect: {why}")
+    reasons = {
+        "there is no GPU": world.device.type != "cuda",
+        "channels_last is false": not config.channels_last,
+        "torch.compile fuses these operations": config.enable_jit,
+    }
+    no_bfloat16 = {
+        "enable_amp is false": not config.enable_amp,
+        "precision is not bfloat16": config.precision != "bfloat16",
+    }
+    for name, found in (("fused_pointwise", reasons), ("fused_tail", reasons | no_bfloat16)):
+        why = next((reason for reason, holds in found.items() if holds), None)
+        if getattr(config, name) and why is not None:
+            notes.append(f"{name} has no effect: {why}")
     if config.deterministic and world.device.type == "cpu":
         notes.append("deterministic has no effect on a CPU, where training always is")
     if config.profile != ProfileConfig() and not config.enable_manual_profiling:

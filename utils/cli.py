@@ -105,7 +105,7 @@ def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = F
 
 SWITCHES = {
     "enable_amp": "mixed precision",
-    "enable_apex": "apex's fused Adam if installed, otherwise torch's",
+    "enable_apex": "no effect: PyTorch's fused Adam, the default, equals apex's",
     "enable_fused": "no effect: adam is always fused",
     "enable_jit": "compile the network and the loss",
     "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, then exit",

@@ -299,31 +299,67 @@ def test_if_the_second_loader_fails_the_first_is_closed() -> None:
 # --- auto ----------------------------------------------------------------------------------------------------------
 
 
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> World:
+    """A world on a GPU with 1 MiB of free memory, and DALI installed."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**20))
+    monkeypatch.setattr(dali, "import_dali", lambda: None)
+    return World(Launch("test"), torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize(
     ("lacks", "wanted", "reasons"),
     [
-        ("nothing", "resident", ["fit"]),
-        ("room", "dali-lowmem", ["GiB"]),
-        ("room and DALI", "lowmem", ["GiB", "NVIDIA DALI is not installed", "mapped"]),
-        ("room and npy", "lowmem", ["GiB", "val_path_npy_label is not set", "mapped"]),
+        ("nothing", "resident float32", ["fit into device memory as float32"]),
+        ("room", "resident float16", ["as float32; the device has", "fit into device memory as float16"]),
+        ("room and rounding", "dali-lowmem float32", ["as float32; the device has"]),
+        ("room and determinism", "dali-lowmem float32", ["as float32; the device has"]),
+        ("half the room", "dali-lowmem float32", ["as float32; the device has", "as float16; the device has"]),
+        ("half the room and DALI", "lowmem float32", ["GiB", "NVIDIA DALI is not installed", "mapped"]),
+        ("half the room and npy", "lowmem float32", ["GiB", "val_path_npy_label is not set", "mapped"]),
     ],
 )
 def test_auto_on_a_gpu(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
 ) -> None:
-    """Device memory if the volumes fit alongside the training, to the byte; else DALI; else the mapped file."""
+    """Device memory if the volumes fit alongside the training, to the byte, with mixed precision also as float16."""
 
     def check() -> None:
         if "DALI" in lacks:
             raise UserError("NVIDIA DALI is not installed")
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**20))
+    world = on_gpu(monkeypatch)
     monkeypatch.setattr(dali, "import_dali", check)
     config = config_for(paths, "auto", **({"val_path_npy_label": None} if "npy" in lacks else {}))
-    training_bytes = 2**20 - SIZE + ("room" in lacks)
-    name, reason = choose(config, World(Launch("test"), torch.device("cuda", 0)), lambda: training_bytes)
-    assert name == wanted
-    assert all(text in reason for text in reasons), reason
+    precision = {"enable_amp": "rounding" not in lacks, "deterministic": "determinism" in lacks}
+    stored = SIZE // 2 if lacks.startswith("half") or lacks == "room" else SIZE
+    training_bytes = 2**20 - stored + ("room" in lacks and lacks != "room")
+    choice = choose(config.model_copy(update=precision), world, lambda: training_bytes)
+    assert f"{choice.name} {choice.resident_dtype}" == wanted
+    assert all(text in choice.reason for text in reasons), choice.reason
+
+
+@pytest.mark.parametrize("in_range", [True, False])
+def test_auto_uses_the_next_loader_if_values_are_beyond_float16(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, in_range: bool
+) -> None:
+    built: list[str] = []
+    loaders = Loaders(CountingLoader(), CountingLoader())
+
+    def build_resident(config: Config, *_: Any) -> Loaders:
+        built.append(config.resident_dtype)
+        if not in_range:
+            raise UserError("Hydro[4] has values beyond ±65504")
+        return loaders
+
+    def build_dali(config: Config, *_: Any) -> Loaders:
+        built.append(f"dali {config.resident_dtype}")
+        return loaders
+
+    monkeypatch.setattr(auto, "CANDIDATES", {"resident": build_resident, "dali-lowmem": build_dali})
+    config = config_for(paths, "auto").model_copy(update={"enable_amp": True})
+    (note,) = auto.build(config, on_gpu(monkeypatch), lambda: 2**20 - SIZE // 2).notes
+    assert built == (["float16"] if in_range else ["float16", "dali float32"])
+    assert ("beyond ±65504; NVIDIA DALI is installed" in note) is not in_range
 
 
 def test_auto_on_a_cpu(paths: Paths, volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +369,6 @@ def test_auto_on_a_cpu(paths: Paths, volume_file: VolumeFile, tmp_path: Path, mo
     chunked = config_for(paths, "auto", train_path=[str(file), paths["train_path"][1]])
     for free, wanted in ((SIZE, "inmem"), (SIZE - 1, "lowmem")):
         monkeypatch.setattr(auto, "free_shared_memory", lambda _, free=free: free)
-        name, reason = choose(chunked, ALONE, lambda: 0)
-        assert name == wanted
-        assert "chunked" in reason
+        choice = choose(chunked, ALONE, lambda: 0)
+        assert choice.name == wanted
+        assert "chunked" in choice.reason

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,6 +49,14 @@ class ApexAdam(torch.optim.Optimizer):
                 mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
                 mean.lerp_(parameter.grad, 1 - group["betas"][0])
                 parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
+
+
+class FusedAdam(ApexAdam):
+    """Has the name and the options of apex's."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float, adam_w_mode: bool, **_: object) -> None:
+        assert not adam_w_mode
+        super().__init__(parameters, lr)
 
 
 KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
@@ -129,7 +139,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 @pytest.mark.parametrize("name", ["adam", "apex_adam", "adamw"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
-    """apex's if it is installed; otherwise --enable_apex uses torch's, which is also the default."""
+    """apex_adam is apex's if it is installed, otherwise torch's."""
     kind, settings = torch.optim.AdamW if name == "adamw" else torch.optim.Adam, {"weight_decay": 0.1}
     fused = by_name(name, **settings)(start(device))
     plain = kind(start(device), lr=LR, foreach=False, fused=False, **settings)
@@ -143,14 +153,18 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_enable_apex_replaces_adam_only(name: str) -> None:
-    """Configs for large batches set enable_apex; another optimizer.name takes precedence."""
+def test_enable_apex_does_not_make_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs for large batches set it. apex's Adam cannot skip an update on the device; only its own name gives it."""
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", ModuleType("apex.optimizers"))
+    monkeypatch.setattr(sys.modules["apex.optimizers"], "FusedAdam", FusedAdam, raising=False)
     alone = World(Launch("test"), torch.device("cpu"))
     config = Config(
         enable_apex=True, optimizer=OptimizerConfig(name=name), data_size=8, network=NetworkConfig(width=4, scales=2)
     )
     step = build.step(config, alone, build.model(config))
-    assert type(step._optimizer) is type(KINDS["apex_adam" if name == "adam" else name](start()))
+    assert isinstance(step._optimizer, FusedAdam) == (name == "apex_adam")
+    assert hasattr(step._optimizer, "_step_supports_amp_scaling") == (name != "apex_adam")
     notes = [note for note in build.options_without_effect(config, alone) if "enable_apex" in note]
     said = [] if name in ("adam", "apex_adam") else [f"enable_apex has no effect: optimizer.name is {name}"]
     assert notes == said

@@ -57,7 +57,7 @@ class Config(Section):
     Nsamples_val: Samples = 8192  # validation samples per epoch
     num_epochs: Epochs = 10
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # with optimizer.name adam: apex's FusedAdam if installed, otherwise torch's
+    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
     enable_benchy: bool = False  # measure the throughput, then exit
     enable_jit: bool = False  # compile the network and the loss with torch.compile
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
@@ -116,7 +116,8 @@ class Config(Section):
     # Augmentation by rotations and reflections; grid: vector components unchanged, as in the original.
     symmetries: Literal["full", "grid", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
-    # Loader resident: inputs in the form that down1 of network.space_to_depth reads, padded bfloat16 blocks of 2³ cells.
+    # Loader resident: training inputs in the form that down1 in network.space_to_depth reads, blocks of 2³ cells in
+    # bfloat16 with padding.
     resident_blocks: bool = False
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device

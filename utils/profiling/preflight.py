@@ -99,8 +99,8 @@ def _report(
         yield from _run_directory(request, lambda: build_step(transformed))
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
-        name, reason = auto.choose(config, world, lambda: memory.reserve)
-        yield f"data_loader_config auto: {name} on this machine, {reason}"
+        choice = auto.choose(config, world, lambda: memory.reserve)
+        yield f"data_loader_config auto: {choice.name} on this machine, {choice.reason}"
     yield from _data(config, memory, ranks)
     if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
         yield f"channels: {'; '.join(dict.fromkeys(each.formula() for each in volume_channels(transformed)[1]))}"
