@@ -19,6 +19,7 @@ from reference_samples import cubes
 from trainings import assert_same_training
 
 import train
+from networks.space_to_depth import space_to_depth
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import Volume, open_volume
@@ -121,6 +122,21 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
     assert_same_batches(GpuResidentLoader(loaded, CropOptions(plan, device=cuda, **layout)), host)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_inputs_in_blocks_equal_those_that_the_first_layer_makes(tmp_path, volume_file, dtype) -> None:
+    """Bit for bit, with autocast's rounding, over two epochs in the same memory."""
+    cuda = torch.device("cuda")
+    volume = open_volume(volume_file(tmp_path / "box.h5", box=16), (4, 5))
+    loaded = load_resident([volume], World(Launch("single process"), cuda), dtype)
+    plan = SamplePlan(46, cubes(16), 8, seed=1, split="train")
+    options = CropOptions(plan, batch_size=4, vectors=VECTORS, device=cuda, channels_last=True)
+    loaders = [GpuResidentLoader(loaded, dataclasses.replace(options, in_blocks=in_blocks)) for in_blocks in (0, 1)]
+    for epoch in range(2):
+        for fields, blocks in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
+            assert torch.equal(blocks.inputs, space_to_depth(fields.inputs, torch.bfloat16))
+            assert torch.equal(blocks.targets, fields.targets)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -209,8 +225,16 @@ def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags
     assert device == pytest.approx(host, rel=0.02)
 
 
-@pytest.mark.parametrize("loader", ["resident", "lowmem"])
-@pytest.mark.parametrize("switches", [[], ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]])
+FUSED = ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]
+TAIL = [*FUSED, "--set=network.space_to_depth=[down1,last]", "--set=fused_tail=true"]
+BLOCKS = [*TAIL, "--set=resident_blocks=true"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "switches"),
+    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL), ("resident", BLOCKS)],
+    ids=["resident", "lowmem", "fused", "tail", "blocks"],
+)
 def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
     """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
