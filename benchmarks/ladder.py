@@ -73,7 +73,8 @@ class Machine:
         return configs.load(common.YAML, "base", {**base, **changes}).for_world(self.world.size)
 
     def loaders(self, config: Config) -> Loaders:
-        key = (config.data_loader_config, config.num_data_workers, config.channels_last, config.local_batch_size)
+        names = ("data_loader_config", "num_data_workers", "channels_last", "local_batch_size", "resident_blocks")
+        key = tuple(getattr(config, name) for name in names)
         if self._current is None or self._current[0] != key:
             self.close()  # the previous loader may fill the device
             if config.data_loader_config == "dali-lowmem":

@@ -80,6 +80,11 @@ def test_an_operation_without_a_deterministic_algorithm_is_refused_in_one_line(m
         ({}, 1, []),
         ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect: there is no GPU"]),
         (
+            {"fused_tail": True, "network": {"space_to_depth": ["last"]}},
+            1,
+            ["fused_tail has no effect: there is no GPU"],
+        ),
+        (
             {"static_graph": True, "gradient_compression": "bfloat16", "noddp": True},
             2,
             [

@@ -277,7 +277,7 @@ class Config(Section):
         layers = self.network.space_to_depth
         needs = {
             "resident_blocks": {
-                "data_loader_config resident": self.data_loader_config == "resident",
+                "data_loader_config resident or auto": self.data_loader_config in ("resident", "auto"),
                 "down1 in network.space_to_depth": "down1" in layers,
                 "enable_amp": self.enable_amp,
                 "precision bfloat16": self.precision == "bfloat16",
