@@ -94,7 +94,7 @@ class Call:
         limit = 60 * self.options.minutes
         # A part that hangs must not use up more time than the call has. What is measured is already written.
         left = max(started + limit - time.perf_counter(), 1)
-        faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(left, exit=True, file=2)
         try:
             with closing(self.machine):
                 self.run_parts(time.perf_counter, started + limit, self.perform)
