@@ -98,7 +98,7 @@ def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> 
     trainings = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
     assert all(training.config.seed == 3 and not training.is_trained() for training in trainings)
     batches = {training.config.global_batch_size for training in trainings}
-    assert max(batches) == {"scale": 16, "demo": 4}.get(name, 1 if STUDIES[name].per_sample else 8) * min(batches)
+    assert max(batches) == {"digits": 8, "cifar10": 8, "unet": 8, "scale": 16, "demo": 4}.get(name, 1) * min(batches)
     assert len({training.directory for training in trainings}) == len(trainings)
     different = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings}
     assert len(different) == len(trainings)
