@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 DRAWING = {"evaluate", *(f"utils.evaluation.{name}" for name in ("figures", "report", "training_figures"))}
-TRITON_MODULES = {"networks.kernels", "utils.optim.adam_kernel"}
+TRITON_MODULES = {"networks.kernels", "networks.tail_kernels", "utils.optim.adam_kernel"}
 SIMULATION = {
     f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
 }
@@ -114,7 +114,7 @@ def module_of(name: str) -> str | None:
 
 
 def test_networks_imports_only_torch_and_itself() -> None:
-    """The exception is the module of Triton kernels, which is imported when the first kernel is needed."""
+    """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
     allowed = {
         "__future__",
         "abc",
