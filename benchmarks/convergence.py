@@ -6,6 +6,7 @@ python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 ti
 python -m benchmarks.convergence layers      the effect of norms and initialization on it
 python -m benchmarks.convergence learning_rates   eight learning rates for each of Adam, Muon and SOAP
 python -m benchmarks.convergence recipe           one factor at a time for the best of them
+python -m benchmarks.convergence start            its first 100 steps
 python -m benchmarks.convergence batch32          its options for a larger batch
 python -m benchmarks.convergence scale            the best of them at other widths, depths and batches
 python -m benchmarks.convergence demo             the demo with Adam and with the best of them
