@@ -20,6 +20,7 @@ from torch import nn
 from benchmarks import peaks as upper_bounds
 from benchmarks.common import table
 from networks import build_network
+from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 from networks.unet import SPACE_TO_DEPTH
 from utils.profiling import timing
 
@@ -47,23 +48,13 @@ class Layer:
     """A convolution of the network, a module on the meta device; shapes of one sample, [C, D, H, W]."""
 
     name: str
-    version: str  # plain or space-to-depth
+    version: str  # plain, space-to-depth, or dense: the dense convolution alone, without the shuffles around it
     module: nn.Conv3d | nn.ConvTranspose3d
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     needs_input_gradient: bool
-
-    @property
-    def flops(self) -> int:
-        """FLOP of one pass over one sample: two per weight and cell of the smaller grid."""
-        cells = (self.output_shape, self.input_shape)[self.module.transposed][1:]
-        return 2 * self.module.weight.numel() * math.prod(cells)
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        if self.version == "space-to-depth":
-            return ("forward", "backward")  # the gradients share their rearrangement, so they are one pass
-        return ("forward", *(["input gradient"] if self.needs_input_gradient else []), "weight gradient")
+    passes: tuple[str, ...]  # the first is the module's forward pass, and the others its gradients
+    flops: int  # of one pass over one sample; another version counts like the plain one
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class Job:
     format: str
 
     def flops(self, name: str) -> int:
-        """FLOP per sample of a pass; a space-to-depth layer counts like the plain one."""
+        """FLOP per sample of a pass."""
         return self.layer.flops * (1 + self.layer.needs_input_gradient if name == "backward" else 1)
 
     def names(self, name: str) -> dict[str, str]:
@@ -88,9 +79,15 @@ def read_layers(crop: int, space_to_depth: Sequence[str] = (), **network: Any) -
     layers: list[Layer] = []
 
     def record(name: str, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        version = "space-to-depth" if name in space_to_depth else "plain"
         shapes = tuple(inputs[0].shape[1:]), tuple(output.shape[1:])
-        layers.append(Layer(name, version, module, *shapes, inputs[0].requires_grad))
+        differentiated = inputs[0].requires_grad
+        passes: tuple[str, ...] = ("forward", *(["input gradient"] if differentiated else []), "weight gradient")
+        version = "space-to-depth" if name in space_to_depth else "plain"
+        if version != "plain":
+            passes = ("forward", "backward")  # the gradients may share a rearrangement, so they are one pass
+        # Two operations per weight and cell of the smaller grid.
+        flops = 2 * module.weight.numel() * math.prod(shapes[0 if module.transposed else 1][1:])
+        layers.append(Layer(name, version, module, *shapes, differentiated, passes, flops))
 
     with torch.device("meta"):
         built: Any = build_network("unet", crop, space_to_depth=space_to_depth, **network)
@@ -105,11 +102,31 @@ def read_layers(crop: int, space_to_depth: Sequence[str] = (), **network: Any) -
     return layers
 
 
+def dense(layer: Layer) -> Layer:
+    """The dense convolution in a layer that is computed by space-to-depth; see networks/space_to_depth.py."""
+    kind, few = type(layer.module), (layer.module.in_channels, layer.module.out_channels)
+    passes: tuple[str, ...] = ("forward",)
+    with torch.device("meta"):
+        if kind is SpaceToDepthConv3d:
+            module, passes = nn.Conv3d(8 * few[0], few[1], 2), ("forward", "weight gradient")
+            input_shape = module.in_channels, *(side // 2 + 1 for side in layer.input_shape[1:])
+        elif layer.module.transposed:
+            module, input_shape = nn.Conv3d(few[0], 8 * few[1], 2, padding=1), layer.input_shape
+            if kind is DepthToSpaceConvTranspose3d:
+                passes = "forward", "input gradient", "weight gradient"
+        else:
+            module, input_shape = nn.Conv3d(few[1], 8 * few[0], 2, padding=1), layer.output_shape
+            passes = ("input gradient",)
+        output_shape = tuple(module(torch.empty(1, *input_shape)).shape[1:])
+    return Layer(layer.name, "dense", module, input_shape, output_shape, len(passes) == 3, passes, layer.flops)
+
+
 def plan(crop: int, dtypes: Iterable[str], formats: Sequence[str], **network: Any) -> list[Job]:
     """All jobs, the most informative first: dtype by dtype, and in each format the largest layers."""
     layers = sorted(read_layers(crop, **network), key=lambda layer: layer.flops, reverse=True)
-    rewritten = read_layers(crop, list(SPACE_TO_DEPTH), **network)
-    layers += [layer for layer in rewritten if layer.name in SPACE_TO_DEPTH]
+    names = [layer.name for layer in layers if layer.name in SPACE_TO_DEPTH]
+    rewritten = {layer.name: layer for layer in read_layers(crop, names, **network)}
+    layers += [version for name in names for version in (rewritten[name], dense(rewritten[name]))]
     return [Job(layer, dtype, format) for dtype in dtypes for format in formats for layer in layers]
 
 
@@ -136,7 +153,7 @@ def calls(job: Job, device: torch.device, batch: int) -> Calls:
         return torch.autograd.grad(output, sources[name], gradient, retain_graph=True)[0]
 
     found = {name: functools.partial(backward, name) for name in layer.passes[1:]}
-    return {"forward": torch.no_grad()(functools.partial(module, inputs)), **found}
+    return {layer.passes[0]: torch.no_grad()(functools.partial(module, inputs)), **found}
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------

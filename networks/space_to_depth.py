@@ -207,7 +207,8 @@ def dense_weight(weight: torch.Tensor) -> torch.Tensor:
     # Output cell 2b + r - 1 sums weight[2a + r] times input cell b - a: a convolution with the kernel reversed.
     parts = weight.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2).flip(2, 3, 4)  # [I, O, 2, 2, 2 (a), 2, 2, 2 (r)]
     if _channels_last(weight):
-        return parts.permute(5, 6, 7, 1, 2, 3, 4, 0).flatten(0, 3).permute(0, 4, 1, 2, 3)
+        memory = parts.permute(5, 6, 7, 1, 2, 3, 4, 0).reshape(-1, 8, len(weight))
+        return memory.unflatten(1, (2, 2, 2)).permute(0, 4, 1, 2, 3)
     return parts.permute(5, 6, 7, 1, 0, 2, 3, 4).flatten(0, 3)
 
 

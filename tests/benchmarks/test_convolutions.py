@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from utils.profiling import timing
 CPU = torch.device("cpu")
 SMALL = {"batch": 1, "crop": 8, "width": 4, "scales": 2}
 EVERY = ("plain", "space-to-depth")
-PASSES = 2 + 3 + 3 + 3 + 4  # down1, down2, up2, last, and down1 and last as space-to-depth with two each
+# down1, down2, up2 and last; the same by space-to-depth with two passes each; their dense convolutions.
+PASSES = (2 + 3 + 3 + 3) + 4 * 2 + (2 + 1 + 1 + 3)
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +43,37 @@ def test_passes_return_the_output_and_the_gradients(job: Job) -> None:
     calls = convolutions.calls(job, CPU, batch=2)
     shapes = {"forward": (2, *job.layer.output_shape), "weight gradient": tuple(job.layer.module.weight.shape)}
     shapes["input gradient"] = (2, *job.layer.input_shape)
+    if job.layer.version == "dense" and job.layer.passes == ("input gradient",):
+        shapes["input gradient"] = (2, *job.layer.output_shape)
     shapes["backward"] = shapes["input gradient" if job.layer.needs_input_gradient else "weight gradient"]
     assert tuple(calls) == job.layer.passes
     for name, call in calls.items():
         assert tuple(call().shape) == shapes[name]
         assert call().is_contiguous(memory_format=FORMATS[job.format]) or job.layer.version == "space-to-depth"
+
+
+def test_dense_convolutions_are_those_in_the_layers_computed_by_space_to_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the shuffles, so that the difference between the two is what the shuffles cost."""
+    jobs = plan(16, ["tf32"], ["NDHWC"], width=4, scales=4)
+    layers = {(job.layer.name, job.layer.version): job for job in jobs}
+    used: list[tuple[torch.Size, ...]] = []
+
+    def record(convolution: Any) -> Any:
+        def function(x: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+            used.append((x.shape, weight.shape))
+            return convolution(x, weight, *arguments, **options)
+
+        return function
+
+    for owner, name in ((torch.ops.aten, "convolution"), (torch.nn.functional, "conv3d")):
+        monkeypatch.setattr(owner, name, record(getattr(owner, name)))
+    for name in ("down1", "down2", "up2", "up3", "up4", "last"):
+        whole, dense = layers[name, "space-to-depth"], layers[name, "dense"]
+        used.clear()
+        for call in convolutions.calls(whole, CPU, batch=2).values():
+            call()
+        assert (torch.Size((2, *dense.layer.input_shape)), dense.layer.module.weight.shape) in used
+        assert whole.layer.flops == dense.layer.flops == layers[name, "plain"].layer.flops
 
 
 def test_a_table_is_complete_and_adds_up() -> None:
@@ -97,7 +125,7 @@ def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeyp
     monkeypatch.setattr(convolutions, "calls", failing)
     result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
     failed = [(row["layer"], row["error"]) for row in result["rows"] if "error" in row]
-    assert failed == [("up2", "CUDA out of memory.")] * 3
+    assert failed == [("up2", "CUDA out of memory.")] * (3 + 2 + 1)
     assert len(result["rows"]) == PASSES
     assert not result["totals"][0]["complete"]
     assert "(3 of 4 layers)" in markdown(result)
