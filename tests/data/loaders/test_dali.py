@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from processes import GENEROUS, context
 from reference_samples import VolumeFile, cubes
 
@@ -22,6 +24,7 @@ from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.loaders import dali
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.dali import SUPERPATTERN, DaliLoader, superpattern_shapes
+from utils.data.loaders.prefetcher import CudaPrefetcher
 from utils.data.plan import SamplePlan
 from utils.errors import UserError, one_line_errors
 
@@ -55,8 +58,13 @@ def opened(source: Path) -> NpyVolume:
     return open_npy_volume(paths_of(source), KEYS, str(source), (4, 5), open_volume(source, (4, 5)))
 
 
-def loader_of(volume: NpyVolume) -> DaliLoader:
-    return DaliLoader([volume], CropOptions(SamplePlan(samples=24, boxes=cubes(BOX), crop=CROP, seed=3), batch_size=4))
+def crop_options(augment: bool = True, channels_last: bool = False) -> CropOptions:
+    plan = SamplePlan(samples=26, boxes=cubes(BOX), crop=CROP, seed=3, split="valid", augment=augment)
+    return CropOptions(plan, batch_size=4, channels_last=channels_last)
+
+
+def loader_of(volume: NpyVolume, options: CropOptions | None = None) -> DaliLoader:
+    return DaliLoader([volume], options or crop_options())
 
 
 def test_one_transposition_permutes_axes_like_all_48_symmetries() -> None:
@@ -64,6 +72,54 @@ def test_one_transposition_permutes_axes_like_all_48_symmetries() -> None:
     for index, shape in enumerate(superpattern_shapes(3)):
         permuted = crop.reshape(shape).transpose(SUPERPATTERN).reshape(3, 3, 3)
         np.testing.assert_array_equal(permuted, crop.transpose(symmetry.PERMUTATIONS[index]))
+
+
+# --- on a device ---------------------------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """Runs everything at once."""
+
+    def __init__(self, device: object = None) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    wait_event = record = wait_stream
+
+    def synchronize(self) -> None:
+        pass
+
+
+@needs_dali
+@pytest.mark.parametrize("augment", [True, False])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_on_a_device_all_batches_are_in_three_places(
+    source: Path, monkeypatch: pytest.MonkeyPatch, augment: bool, channels_last: bool
+) -> None:
+    """A CUDA graph knows four at most, and copies other batches; DALI's own memory changes from batch to batch."""
+    options = crop_options(augment, channels_last)
+    with closing(loader_of(opened(source), options)) as loader:
+        expected = [[part.clone() for part in batch] for epoch in range(2) for batch in loader.epoch(epoch)]
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    places, number = set(), 0
+    with closing(loader_of(opened(source), options)) as loader:
+        loader._prefetcher = CudaPrefetcher(torch.device("cpu"), options.shapes((4, 5)), channels_last)
+        begun = loader.epoch(5)
+        next(begun)
+        begun.close()
+        for epoch in range(2):
+            for batch in loader.epoch(epoch):
+                for part, right in zip(batch, expected[number], strict=True):
+                    assert part.stride() == right.stride()
+                    assert torch.equal(part, right)
+                places.add(tuple(part.data_ptr() for part in batch))
+                number += 1
+    assert number == len(expected) == 14
+    assert len(places) == 3
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

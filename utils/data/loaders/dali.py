@@ -21,6 +21,7 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,17 @@ from utils.config import Config
 from utils.data import symmetry
 from utils.data.files.npy import FIELDS, NpyVolume
 from utils.data.files.page_cache import warm_page_cache
-from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
+from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
 from utils.data.loaders.crop_reader import CropReader
 from utils.data.loaders.crops import CropOptions, Vectors
+from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.splits import build_crop_loaders, of_both_splits, open_npy_volumes
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
 INSTALL = 'pip install -e ".[dali]"'
 QUEUE = 2  # batches that DALI has at a time
-SPARE = 2  # buffers for the batch that is being read, and for the consumer's, whose copy to the device may still run
+SPARE = 2  # buffers for the batch that is being read, and for one whose copy to the device may still run
 
 # [48, 3]: 1 for each source axis that a symmetry mirrors. Axes are mirrored before they are permuted.
 MIRRORED = np.empty((symmetry.COUNT, 3), dtype=np.int32)
@@ -87,6 +89,9 @@ class DaliLoader(Loader):
         buffers = [
             Batch(*(torch.zeros(shape, pin_memory=self._on_gpu) for shape in shapes)) for _ in range(QUEUE + SPARE)
         ]
+        self._prefetcher: CudaPrefetcher | None = None
+        if self._on_gpu:
+            self._prefetcher = CudaPrefetcher(options.device, options.shapes(self._channels), options.channels_last)
         self._reader = CropReader([volume.volume() for volume in volumes], options, buffers, self._copy)
         with _dali_errors():
             self._pipeline = self._build()
@@ -101,13 +106,31 @@ class DaliLoader(Loader):
         return len(self._reader.batches)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+        sizes = self._run(epoch, first_batch)
+        return self._on_host(sizes) if self._prefetcher is None else self._prefetcher.prefetch(self._fills(sizes))
+
+    def _on_host(self, sizes: Generator[int, None, None]) -> Generator[Batch, None, None]:
+        form = memory_format(self._options.channels_last)
+        with closing(sizes):
+            for size in sizes:
+                yield Batch(*(part[:size].contiguous(memory_format=form) for part in self._outputs()))
+
+    def _fills(self, sizes: Generator[int, None, None]) -> Fills:
+        with closing(sizes):
+            for size in sizes:
+                yield size, self._fill
+
+    def _fill(self, slot: Batch) -> None:
+        """Copies the next batch out of DALI's memory, which changes from batch to batch."""
+        for target, part in zip(slot, self._outputs(), strict=True):
+            target.copy_(part[: len(target)], non_blocking=True)
+
+    def _run(self, epoch: int, first_batch: int) -> Generator[int, None, None]:
+        """Keeps DALI's queue filled. Yields the size of each batch, which the caller then takes with `_outputs`."""
         running: deque[int] = deque()  # sizes of the batches that DALI has
-        copied: deque[torch.cuda.Event] = deque()  # reached once a batch has been copied to the device
         read = self._reader.read(epoch, first_batch)
         try:
             while True:
-                if len(copied) == SPARE:
-                    copied.popleft().synchronize()  # the next request rewrites its buffer
                 while len(running) < QUEUE and (ready := next(read, None)) is not None:
                     rows, buffer = ready
                     with _dali_errors():
@@ -116,19 +139,13 @@ class DaliLoader(Loader):
                     running.append(len(rows))
                 if not running:
                     return
-                batch = self._outputs()
-                if self._on_gpu:
-                    copied.append(torch.cuda.current_stream(self._options.device).record_event())
-                size = running.popleft()
-                yield Batch(*(part[:size] for part in batch))
+                yield running.popleft()
         finally:
             # Also after an early end or a failure: releases the buffers and takes this epoch's batches out of DALI.
             read.close()
             with contextlib.suppress(RuntimeError):  # if the pipeline has failed; that error has already been raised
                 for _ in running:
                     self._pipeline.outputs()
-            if self._on_gpu:
-                torch.cuda.current_stream(self._options.device).synchronize()
 
     def close(self) -> None:
         self._reader.close()
@@ -154,12 +171,12 @@ class DaliLoader(Loader):
                 for key, values in table.items():
                     self._pipeline.feed_input(f"{name} {key}", values[indices])
 
-    def _outputs(self) -> Batch:
-        """The next finished batch, without a copy; on CUDA in the order of the consumer's stream."""
+    def _outputs(self) -> list[torch.Tensor]:
+        """Inputs and targets [N, C, D, D, D] of the next batch, without a copy; on CUDA for the current stream."""
         stream = torch.cuda.current_stream(self._options.device) if self._on_gpu else None
         with _dali_errors():
             parts = [torch.from_dlpack(output.as_tensor()) for output in self._pipeline.outputs(stream)]
-        return Batch(*(part.movedim(-1, 1) if self._options.channels_last else part for part in parts))
+        return parts if self._options.plan.is_augmented else [part.movedim(-1, 1) for part in parts]
 
     def _build(self) -> Any:
         fn, types, pipeline_class = import_dali()
@@ -179,10 +196,6 @@ class DaliLoader(Loader):
                     crop = crop.gpu()
                 if options.plan.is_augmented:
                     crop = self._augment(crop, name, channels)
-                    if options.channels_last:
-                        crop = fn.transpose(crop, perm=[1, 2, 3, 0])
-                elif not options.channels_last:
-                    crop = fn.transpose(crop, perm=[3, 0, 1, 2])
                 outputs.append(crop)
             pipeline.set_outputs(*outputs)
         pipeline.build()
