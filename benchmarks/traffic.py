@@ -13,30 +13,20 @@ every large tensor [N, C, D, H, W] that is not in channels-last order.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import functools
-import inspect
-import math
-import re
-import sys
-import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch._library.custom_ops import OPDEFS
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import common
+from benchmarks.rungs import GPU_RUNGS
+from benchmarks.traffic_trace import PHASES, Count, Trace, size
 from utils import build
 from utils import config as configs
 from utils.cli import read_changes
@@ -48,242 +38,17 @@ from utils.errors import one_line_errors
 from utils.profiling import profiler
 from utils.steps.eager import EagerStep
 
-LARGE = 2**25  # bytes of a tensor whose layout is checked
-PHASES = ("forward", "backward", "optimizer")
 EMA_DECAY = 0.999  # if the config has no average, of the step that is traced for its cost
-FASTEST: Mapping[str, Any] = {
-    "enable_amp": True,
-    "precision": "bfloat16",
-    "channels_last": True,
-    "network.space_to_depth": ["down1", "last"],
-    "fused_pointwise": True,
-}
-# They write their first argument without reading it.
-FILLED = ("constant_pad_nd", "slice_backward", "select_backward")
-WRITERS = ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_")
-
-
-ENGINE = Path(torch.autograd.graph.__file__)  # calls the backward pass
-PROJECT = tuple(f"{common.REPOSITORY / folder}/" for folder in ("networks", "utils"))
-
-
-# --- the count -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Operation:
-    """All calls of an operation from one line of the code; bytes in total."""
-
-    phase: str
-    name: str
-    place: str
-    calls: int = 0
-    read: int = 0
-    written: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return self.read + self.written
-
-
-@dataclass
-class Count:
-    """Operations, convolutions, and large tensors in another order than channels-last."""
-
-    operations: dict[tuple[str, str, str], Operation] = field(default_factory=dict)
-    convolutions: dict[tuple[str, str, str], Operation] = field(default_factory=dict)
-    layouts: dict[str, None] = field(default_factory=dict)
-
-    def total(self, *phases: str) -> int:
-        return sum(each.bytes for each in self.operations.values() if each.phase in (phases or PHASES))
-
-
-def size(x: torch.Tensor) -> int:
-    """Bytes of the elements; those of a broadcast axis count once."""
-    return x.element_size() * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
-
-
-def is_channels_last(x: torch.Tensor) -> bool:
-    """True for [N, C, D, H, W] whose channels are adjacent, of any pitch."""
-    strides = [x.stride(axis) for axis in (0, 2, 3, 4, 1) if x.shape[axis] > 1]
-    return strides == sorted(strides, reverse=True) and (x.shape[1] == 1 or x.stride(1) == 1)
-
-
-def distinct(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the values, each view once."""
-    found = {}
-    for x in tensors:
-        if isinstance(x, torch.Tensor):
-            found[x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()] = x
-    return list(found.values())
-
-
-class Addresses(ast.NodeVisitor):
-    """The parameters of a Triton kernel that it loads from and stores to, according to its source."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.loaded: set[str] = set()
-        self.stored: set[str] = set()
-        self._origins: dict[str, set[str]] = {name: {name} for name in kernel.arg_names}
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
-        for _ in range(2):  # a loop may read what its last lines assign
-            self.visit(tree)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self._assign(node.targets, node.value)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._assign([node.target], node.value)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if name == "load" or name.startswith("atomic"):
-            self.loaded |= self._names(node.args[0])
-        if name == "store" or name.startswith("atomic"):
-            self.stored |= self._names(node.args[0])
-        self.generic_visit(node)
-
-    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
-        for node in (node for target in targets for node in ast.walk(target)):
-            if isinstance(node, ast.Name):
-                self._origins[node.id] = self._origins.get(node.id, set()) | self._names(value)
-        self.visit(value)
-
-    def _names(self, node: ast.AST) -> set[str]:
-        """The parameters from which the value is computed, unless it is loaded."""
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
-            return set()
-        own = self._origins.get(node.id, set()) if isinstance(node, ast.Name) else set()
-        return own.union(*(self._names(child) for child in ast.iter_child_nodes(node)))
-
-
-addresses_of = functools.cache(Addresses)
-
-
-# --- the trace -------------------------------------------------------------------------------------------------------
-
-
-class Trace(TorchDispatchMode):
-    """Counts what runs inside it, in the phases that the step announces to the profiler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = Count()
-        self._phase: str | None = None
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith("networks::"):
-            # The mode is entered again for the operations of which a custom operator consists.
-            with self, torch.no_grad():
-                return OPDEFS[name]._init_fn(*args, **kwargs)
-        if name == "_local_scalar_dense":
-            return 1  # whether all gradients are finite
-        result = func(*args, **kwargs)
-        if name in ("convolution", "convolution_backward"):
-            return self._convolution(name, args, result)
-        if not name.startswith(("empty", "new_empty")):
-            self._operation(name, func._schema.arguments, args, kwargs, result)
-        return result
-
-    def launch(self, kernel: Any, *arguments: Any, **options: Any) -> None:
-        """Takes the place of JITFunction.run."""
-        operands = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-        addresses = addresses_of(kernel)
-        written = distinct(operands.get(name) for name in addresses.stored)
-        # What is neither loaded nor stored here may be loaded by a function that the kernel calls.
-        only_written = addresses.stored - addresses.loaded
-        read = distinct(value for name, value in operands.items() if name not in only_written)
-        self._add(self.count.operations, f"Triton {kernel.fn.__name__}", read, written)
-
-    def _operation(self, name: str, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
-        operands = {each.name: value for each, value in zip(schema, args, strict=False)} | kwargs
-        changed = [each.name for each in schema if each.alias_info is not None and each.alias_info.is_write]
-        if name == "_fused_adam_" or name == "_fused_adamw_":
-            changed.remove("grads")  # without a scaler they are not changed, although the schema says so
-        written = distinct(tree_leaves([operands.get(each) for each in changed]))
-        skipped = changed if name in WRITERS else []
-        read = distinct(tree_leaves([value for each, value in operands.items() if each not in skipped]))
-        storages = {x.untyped_storage()._cdata for x in [*read, *written]}
-        results = [x for x in distinct(tree_leaves(result)) if x.untyped_storage()._cdata not in storages]
-        if written or results:  # other operations return views
-            # Zeros are written to the whole result before a part of it is copied.
-            copied = read[:1] if name in FILLED and size(results[0]) > size(read[0]) else []
-            self._add(self.count.operations, name, read, [*written, *results, *copied])
-
-    def _convolution(self, name: str, args: Sequence[Any], result: Any) -> Any:
-        """Counts a convolution, and gives its results the layout that cuDNN gives them."""
-        backward = name == "convolution_backward"
-        operands = args[: 3 if backward else 2]
-        x, weight = operands[-2:]
-        forms = [suggest_memory_format(each) for each in (x, weight)]
-        form = torch.channels_last_3d if torch.channels_last_3d in forms else torch.contiguous_format
-        copied = [each for each in operands if not each.is_contiguous(memory_format=form)]
-        for each in copied:
-            self._add(self.count.operations, "copy before a convolution", [each], [each])
-        results = [
-            torch.empty_like(each, memory_format=form) if isinstance(each, torch.Tensor) and each.dim() == 5 else each
-            for each in (result if backward else [result])
-        ]
-        written = [each for each in results if each is not None]
-        bias = written[2:] if backward else [each for each in args[2:3] if each is not None]
-        if bias:  # a kernel apart adds it, or sums its gradient
-            big = args[0] if backward else results[0]
-            self._add(self.count.operations, "bias of a convolution", [big, *bias], [] if backward else [big])
-        self._add(self.count.convolutions, name, operands, written[:2])
-        return tuple(results) if backward else results[0]
-
-    def _add(
-        self, table: dict[tuple[str, str, str], Operation], name: str, read: Sequence[Any], written: Sequence[Any]
-    ) -> None:
-        if self._phase is None:
-            return
-        key = self._phase, name, place(skips_file=name.startswith("Triton"))
-        row = table.setdefault(key, Operation(*key))
-        row.calls += 1
-        row.read += sum(map(size, read))
-        row.written += sum(map(size, written))
-        for x in distinct([*read, *written]):
-            if x.dim() == 5 and size(x) >= LARGE and not is_channels_last(x):
-                shape, dtype = list(x.shape), str(x.dtype).removeprefix("torch.")
-                self.count.layouts[f"{key[0]}, {name} ({key[2]}): {dtype} {shape}, strides {list(x.stride())}"] = None
-
-
-def place(skips_file: bool = False) -> str:
-    """The line of the project that runs now; in the backward pass, the line whose gradient is computed.
-
-    With skips_file the line that called the innermost file, which may be one that launches kernels for all others.
-    """
-    frame = sys._getframe(1)
-    lines = []
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path == ENGINE:
-            node: Any = torch._C._current_autograd_node()
-            stack = "".join(node.metadata.get("traceback_", [])) if node is not None else ""
-            lines += reversed(re.findall(r'File "([^"]*)", line (\d+)', stack))
-            break
-        lines.append((str(path), str(frame.f_lineno)))
-        frame = frame.f_back  # type: ignore[assignment]
-    own = [(file, line) for file, line in lines if file.startswith(PROJECT)]
-    if skips_file:
-        own = [(file, line) for file, line in own if file != own[0][0]]
-    return ":".join(own[0]).removeprefix(f"{common.REPOSITORY}/") if own else ""
+# The rung A of the ladder with all that moves fewer bytes.
+FASTEST = {key: value for rung in ("A", "tail", "blocks") for key, value in GPU_RUNGS[rung].changes.items()}
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
 class FakeTensors(FakeTensorMode):
+    """Tensors without data."""
+
     def __deepcopy__(self, memo: object) -> FakeTensors:
         return self  # a copied network belongs to the same mode
 
@@ -326,22 +91,41 @@ def count_step(config: Config) -> Count:
 
 def batch_of(config: Config) -> Batch:
     """Inputs and targets, as a loader makes them."""
-    form, crop = memory_format(config.channels_last), [config.data_size] * 3
-    channels = config.N_in_channels, config.N_out_channels
-    batch_size = config.local_batch_size or 0
-    return Batch(*(torch.empty(batch_size, each, *crop, memory_format=form) for each in channels))
+    form, crop, samples = memory_format(config.channels_last), config.data_size, config.local_batch_size or 0
+    targets = torch.empty(samples, config.N_out_channels, *[crop] * 3, memory_format=form)
+    if config.resident_blocks:
+        shape = samples, 8 * config.N_in_channels, *[crop // 2 + 1] * 3
+        return Batch(torch.empty(shape, dtype=torch.bfloat16, memory_format=form), targets)
+    return Batch(torch.empty(samples, config.N_in_channels, *[crop] * 3, memory_format=form), targets)
 
 
-def measure(changes: Mapping[str, Any]) -> tuple[Count, int]:
-    """The bytes of a step without an average of the weights, and how many that adds."""
-    decay = changes.get("ema_decay") or EMA_DECAY
+def gathered(config: Config) -> int:
+    """Bytes that the loader `resident` reads and writes for a batch."""
+    cells = config.data_size**3 * (config.local_batch_size or 0)
+    read = cells * (config.N_in_channels + config.N_out_channels) * getattr(torch, config.resident_dtype).itemsize
+    with FakeTensors():
+        return read + sum(map(size, batch_of(config)))
 
-    def count(decay: float | None) -> Count:
-        keys = {**FASTEST, "device": "cpu", **changes, "ema_decay": decay}
-        return count_step(configs.load(common.YAML, "base", keys).for_world(1))
 
-    without = count(None)
-    return without, count(decay).total() - without.total()
+@dataclass(frozen=True)
+class Measured:
+    """A step without an average of the weights, the bytes that the average adds, and those of the loader."""
+
+    count: Count
+    average: int
+    loader: int
+
+
+def load(changes: Mapping[str, Any]) -> Config:
+    """The config of the fastest step after `changes` of its keys."""
+    return configs.load(common.YAML, "base", {**FASTEST, "device": "cpu", **changes}).for_world(1)
+
+
+def measure(changes: Mapping[str, Any]) -> Measured:
+    """The bytes of the fastest step after `changes`."""
+    config = load({**changes, "ema_decay": None})
+    count, average = count_step(config), count_step(load({"ema_decay": EMA_DECAY, **changes}))
+    return Measured(count, average.total() - count.total(), gathered(config))
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -351,12 +135,14 @@ def gigabytes(value: int) -> str:
     return f"{value / 1e9:.2f}"
 
 
-def markdown(count: Count, average: int) -> str:
+def markdown(measured: Measured) -> str:
+    count = measured.count
     rows = sorted(count.operations.values(), key=lambda row: row.bytes, reverse=True)
     shown = [row for row in rows if row.bytes >= 5e6]
     parts = [[phase, gigabytes(count.total(phase))] for phase in PHASES]
     parts.append(["**all without the EMA**", f"**{gigabytes(count.total())}**"])
-    parts.append(["the EMA, in addition", gigabytes(average)])
+    parts.append(["the EMA, in addition", gigabytes(measured.average)])
+    parts.append(["the gathering of a batch by the loader resident, in addition", gigabytes(measured.loader)])
     convolutions = sum(row.bytes for row in count.convolutions.values())
     parts.append(["operands and results of the convolutions, not included", gigabytes(convolutions)])
     columns = [
@@ -379,16 +165,18 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    count, average = measure({"local_batch_size": options.batch, **read_changes(options.changes)})
-    gigabyte = {phase: count.total(phase) / 1e9 for phase in PHASES}
+    measured = measure({"local_batch_size": options.batch, **read_changes(options.changes)})
+    count = measured.count
+    values = {phase: count.total(phase) for phase in PHASES}
+    values |= {"total": count.total(), "EMA": measured.average, "loader": measured.loader}
     result = {
         "settings": common.settings(options),
-        "gigabytes": {**gigabyte, "total": count.total() / 1e9, "EMA": average / 1e9},
+        "gigabytes": {name: value / 1e9 for name, value in values.items()},
         "operations": [asdict(row) for row in count.operations.values()],
         "convolutions": [asdict(row) for row in count.convolutions.values()],
         "not channels-last": list(count.layouts),
     }
-    common.publish(options.name, result, options.output, markdown(count, average))
+    common.publish(options.name, result, options.output, markdown(measured))
 
 
 if __name__ == "__main__":
