@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from networks import fused
 from networks.layers import precise_dtype
 from networks.losses import L1Loss
-from networks.space_to_depth import DENSE, dense_weight
+from networks.space_to_depth import DENSE, DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
 
 # Elements of a program's tile. Four elements per thread leave registers for 32 warps per multiprocessor.
@@ -35,8 +35,11 @@ class NetworkWithFusedTail(nn.Module):
     this is the loss of the network's output.
     """
 
-    def __init__(self, network: UNet, loss: L1Loss) -> None:
+    def __init__(self, network: nn.Module, loss: nn.Module) -> None:
         super().__init__()
+        assert isinstance(network, UNet)
+        assert isinstance(network.last, DepthToSpaceConvTranspose3d)
+        assert isinstance(loss, L1Loss)
         self.network, self.loss = network, loss
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -89,6 +92,7 @@ def _l1(
     """sum |tanh(cells + bias) - targets|, and its gradients: that of the blocks in `dtype`, and that of the bias."""
     blocks = blocks.contiguous(memory_format=torch.channels_last_3d)
     channels, depth, rows, columns = len(bias), *blocks.shape[2:]
+    assert targets.shape == (len(blocks), channels, *(2 * side - 2 for side in blocks.shape[2:]))
     plane, planes = 8 * channels * rows * columns, len(blocks) * depth
     tiles = -(-plane // TILE)
     groups = min(planes, max(1, fused.PROGRAMS // tiles))

@@ -141,6 +141,8 @@ def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place
     *inputs, targets = given
     loss = fused_tail(*(x.requires_grad_() for x in inputs), targets)
     assert not loss.isfinite()
+    (bias_gradient,) = torch.autograd.grad(loss, inputs[2:], retain_graph=True)
+    assert bool(bias_gradient.isnan().any()) == (bad != bad), "NaN in the data without the step's factor"
     loss.backward(loss.detach() * 0 + 1)
     assert all(x.grad is not None and x.grad.isnan().all() for x in inputs)
 
