@@ -114,7 +114,8 @@ def test_fast_config_has_the_demos_recipe_and_a_fifth_of_the_epochs(fast: str, o
     demo, demo_base = load(SHIPPED, "demo"), load(SHIPPED, "demo_base")
     for key in ("name", "merge_dims", "precondition_frequency", "betas"):
         assert getattr(config.optimizer, key) == getattr(demo.optimizer, key)
-    assert (config.lr_schedule.shape, config.symmetries, config.ema_decay) == ("cosine", "full", demo.ema_decay)
+    assert config.lr_schedule.shape == demo.lr_schedule.shape
+    assert (config.symmetries, config.ema_decay) == (before.symmetries, before.ema_decay)
     factor = demo.lr_schedule.start_lr / demo_base.lr_schedule.start_lr
     assert config.lr_schedule.start_lr == pytest.approx(factor * before.lr_schedule.start_lr)
 
