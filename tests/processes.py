@@ -78,13 +78,16 @@ def free_port() -> int:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
-    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` belongs to a module and is no lambda."""
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, device: str = "cpu") -> list[Any]:
+    """[function(world, *arguments) of rank 0, of rank 1, …]; `function` belongs to a module and is no lambda.
+
+    Ranks exchange tensors through gloo on GPUs, too, of which they may share one.
+    """
     server = context()
     results: Any = server.Queue()
     port = free_port()
     processes = [
-        server.Process(target=_rank, args=(function, rank, world_size, port, arguments, results))
+        server.Process(target=_rank, args=(function, rank, world_size, port, arguments, device, results))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -115,7 +118,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     return [answers[rank][1] for rank in range(world_size)]
 
 
-def _rank(function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, results: Any) -> None:
+def _rank(
+    function: Callable[..., Any], rank: int, size: int, port: int, arguments: tuple, device: str, results: Any
+) -> None:
     import torch
 
     from utils.config.sections import TimeoutsConfig
@@ -124,7 +129,7 @@ def _rank(function: Callable[..., Any], rank: int, size: int, port: int, argumen
     os.environ.update(rank_variables(rank, size, port))
     torch.set_num_threads(1)
     try:
-        with connect("cpu", TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS)) as world:
+        with connect(device, TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS)) as world:
             try:
                 answer = (True, function(world, *arguments))
             except BaseException:

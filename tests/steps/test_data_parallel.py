@@ -1,6 +1,11 @@
-"""N ranks compute what one rank computes at the same global batch size: same samples, same parameters."""
+"""N ranks compute what one rank computes at the same global batch size: same samples, same parameters.
+
+`pytest -m gpu` runs the same tests with all ranks on one GPU.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pytest
@@ -22,13 +27,20 @@ from utils.training.metrics import WeightedMean
 
 GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
 VECTORS = (((1, 2, 3),), ((1, 2, 3),))
-ALONE = World(Launch("test"), torch.device("cpu"))
+DETERMINISTIC = functools.partial(
+    torch.backends.cudnn.flags, enabled=True, benchmark=False, deterministic=True, allow_tf32=False
+)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def single(device: str) -> World:
+    return World(Launch("test"), torch.device(device))
 
 
 def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
     network = build_network("unet", 8, width=4, scales=2)
     initialise(network, torch.Generator().manual_seed(3), scale=0.1)
-    network.to(dtype)
+    network.to(world.device, dtype)
     # Longer sides have fewer gradients than cells; rounding then decides on a part of the eigenbasis.
     settings = OptimizerConfig(name=optimizer, momentum=0.9, max_precondition_dim=16)
     lr = 0.02 if optimizer == "sgd" else 1e-3
@@ -53,28 +65,31 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
             batches = loader.epoch(number // len(loader))
         inputs, targets = next(batches)
         crops += [part.numpy().tobytes() for part in inputs]
-        loss = step(inputs.to(dtype), targets.to(dtype), lr)
+        loss = step(inputs.to(world.device, dtype), targets.to(world.device, dtype), lr)
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
     plan = SamplePlan(VALIDATION_SAMPLES, cubes(16), 8, split="valid")
     valid = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
     mean, samples = WeightedMean(world), 0
     for inputs, targets in valid.epoch(0):
-        mean.add(step.evaluate(inputs.to(dtype), targets.to(dtype)), len(inputs))
+        mean.add(step.evaluate(inputs.to(world.device, dtype), targets.to(world.device, dtype)), len(inputs))
         samples += len(inputs)
-    parameters = np.concatenate([parameter.detach().numpy().ravel() for parameter in step.network.parameters()])
     loader.close()
     valid.close()
     state = step.state()["optimizer"]["state"]
-    statistics = [each[key].numpy() for each in state.values() for key in each if key.startswith("statistics")]
+    statistics = [each[key].cpu().numpy() for each in state.values() for key in each if key.startswith("statistics")]
     return {
-        "parameters": parameters,
+        "parameters": parameters(step),
         "statistics": statistics,
         "losses": losses,
         "crops": crops,
         "validation": mean.results()[0],
         "validation samples": samples,
     }
+
+
+def parameters(step: EagerStep) -> np.ndarray:
+    return np.concatenate([parameter.detach().cpu().numpy().ravel() for parameter in step.network.parameters()])
 
 
 CASES: dict[str, dict] = {
@@ -100,8 +115,9 @@ NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}
 
 
 def train_all(world: World, path: str) -> dict[str, dict]:
-    results = {name: train(world, path, **case) for name, case in CASES.items()}
-    return {**results, "no exchange": train(world, path, **NO_EXCHANGE)}
+    with DETERMINISTIC():
+        results = {name: train(world, path, **case) for name, case in CASES.items()}
+        return {**results, "no exchange": train(world, path, **NO_EXCHANGE)}
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +125,19 @@ def path(tmp_path_factory: pytest.TempPathFactory, volume_file) -> str:
     return str(volume_file(tmp_path_factory.mktemp("parallel") / "box.h5"))
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(path: str) -> dict[str, dict]:
-    return train_all(ALONE, path)
+def alone(path: str, device: str) -> dict[str, dict]:
+    return train_all(single(device), path)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def together(request: pytest.FixtureRequest, path: str) -> list[dict[str, dict]]:
-    return run_ranks(train_all, request.param, path)
+def together(request: pytest.FixtureRequest, path: str, device: str) -> list[dict[str, dict]]:
+    return run_ranks(train_all, request.param, path, device=device)
 
 
 def distance(first: np.ndarray, second: np.ndarray) -> float:
@@ -132,8 +153,7 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
             assert np.array_equal(rank[case]["parameters"], first), case
         if case == "adam float32":
             continue  # see test_adam_losses_agree
-        start = build_step(ALONE, "sgd", settings["dtype"]).network
-        before = np.concatenate([parameter.detach().numpy().ravel() for parameter in start.parameters()])
+        before = parameters(build_step(single("cpu"), "sgd", settings["dtype"]))
         assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: training must have changed the parameters"
         tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
         assert distance(first, alone[case]["parameters"]) <= tolerance, case
@@ -199,7 +219,8 @@ def test_micro_batches_give_the_gradients_of_the_full_batch(alone) -> None:
     assert distance(parts["parameters"], whole["parameters"]) <= 1e-5
 
 
-def test_the_same_seed_twice_gives_bit_identical_losses(path: str, alone) -> None:
-    again = train(ALONE, path, "adam", torch.float32)
+def test_the_same_seed_twice_gives_bit_identical_losses(path: str, device: str, alone) -> None:
+    with DETERMINISTIC():
+        again = train(single(device), path, "adam", torch.float32)
     assert again["losses"] == alone["adam float32"]["losses"]
     assert np.array_equal(again["parameters"], alone["adam float32"]["parameters"])
