@@ -24,7 +24,7 @@ from benchmarks import common, convolutions, gpu_report, ladder, ledger, loaders
 from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
 from benchmarks.processes import failure_of, run_group
-from benchmarks.rungs import BEST, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
+from benchmarks.rungs import BEST, FASTEST, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -45,7 +45,6 @@ WRITING = 10.0  # of the results, at the end
 
 SMALL_BATCH = 16  # launching kernels may take longer than running them
 TEST_PROCESSES = 4
-FASTEST = ("A", "B", "C")
 
 
 State = dict[str, Any]  # arguments of ladder.prepare

@@ -22,7 +22,7 @@ class Rung:
 
     package: must be installed.
     alone: needs a process of its own, because cuDNN searches its algorithms once per process.
-    gigabytes: read and written by a step outside the convolutions, from benchmarks/traffic.py.
+    gigabytes: read and written outside the convolutions by a step at the default batch size (benchmarks/traffic.py).
     """
 
     name: str
@@ -44,37 +44,41 @@ _BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": 
 _LAST = {**_BFLOAT16, "channels_last": True}
 _FUSED = {**_LAST, "fused_pointwise": True}
 _A = {**_FUSED, "network.space_to_depth": ["down1", "last"]}
+_TAIL_AND_BLOCKS = {"fused_tail": True, "resident_blocks": True}
+_DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
+FASTEST = ("A", "B", "C", "tail and blocks")  # candidates at one batch size
 
-# On a GPU, in the order of importance.
+# On a GPU, in the order of importance. D and E are predicted for A at these sizes.
 BEST = (
-    Rung("A: bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A),
-    Rung("B: A as a CUDA graph", _A, graph=True),
+    Rung("A: bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A, gigabytes=15.45),
+    Rung("B: A as a CUDA graph", _A, graph=True, gigabytes=15.45),
     Rung("C: A compiled instead of fused kernels", {**_A, "fused_pointwise": False, "enable_jit": True}),
-    Rung("D: the fastest of A to C at batch 128", {"local_batch_size": 128}, on=("A", "B", "C")),
-    Rung("E: the fastest of A to C at batch 256", {"local_batch_size": 256}, on=("A", "B", "C")),
-    Rung("F: A without space-to-depth", _FUSED),
+    Rung("tail and blocks: the faster of A and B with both", _TAIL_AND_BLOCKS, on=("A", "B"), gigabytes=11.06),
+    Rung("D: the fastest at batch 64, at batch 128", {"local_batch_size": 128}, on=FASTEST, gigabytes=25.73),
+    Rung("E: the fastest at batch 64, at batch 256", {"local_batch_size": 256}, on=FASTEST, gigabytes=46.28),
+    Rung("F: A without space-to-depth", _FUSED, gigabytes=15.12),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
     Rung("G: the original's best, float16, fused Adam, compiled, 8 loader threads", {**_FLOAT16, "enable_jit": True}),
 )
-_DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
+# Single options.
 VARIANTS = (
-    Rung("base: the faster of A and B", on=("A", "B")),
+    Rung("base: the faster of A and B", on=("A", "B"), gigabytes=15.45),
     Rung("dense: base, strided gradients as dense convolutions", {"network.space_to_depth": _DENSE}, on=("base",)),
-    Rung("tail: base, one kernel after the last convolution", {"fused_tail": True}, on=("base",)),
-    Rung("blocks: base, crops gathered as down1 reads them", {"resident_blocks": True}, on=("base",)),
-    Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",)),
+    Rung("tail: base, one kernel after the last convolution", {"fused_tail": True}, on=("base",), gigabytes=11.61),
+    Rung("blocks: base, crops gathered as down1 reads them", {"resident_blocks": True}, on=("base",), gigabytes=14.9),
+    Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",), gigabytes=16.39),
     Rung("limit 0: base, cuDNN times all algorithms", {"cudnn_benchmark_limit": 0}, on=("base",), alone=True),
 )
-# The original's way to its best options, and single options between it and F.
+# The original's way to its best options, and further steps between it and F.
 HISTORY = (
-    Rung("float16: fused Adam, 8 loader threads", _FLOAT16),
+    Rung("float16: fused Adam, 8 loader threads", _FLOAT16, gigabytes=20.8),
     Rung("TF32: 2 loader threads"),
     Rung("8 threads: TF32, 8 loader threads", {"num_data_workers": 8}),
 )
 OTHERS = (
     Rung("dense up2: base, strided gradient of up2 only", {"network.space_to_depth": _DENSE[:3]}, on=("base",)),
-    Rung("bfloat16: NCDHW, volume in GPU memory", _BFLOAT16),
-    Rung("channels last: bfloat16, volume in GPU memory", _LAST),
+    Rung("bfloat16: NCDHW, volume in GPU memory", _BFLOAT16, gigabytes=22.29),
+    Rung("channels last: bfloat16, volume in GPU memory", _LAST, gigabytes=22.62),
     Rung("float32: no TF32, 2 loader threads", {"tf32": False}),
     Rung("DALI: float16", {**_FLOAT16, "data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
     Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
