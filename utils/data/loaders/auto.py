@@ -56,12 +56,14 @@ def _build(choice: Choice, config: Config, world: World, training_bytes: Trainin
 def choose(config: Config, world: World, training_bytes: TrainingBytes, no_float16: str | None = None) -> Choice:
     """The same choice on every rank. `no_float16` is a reason for not storing the volumes in that type.
 
-    On a GPU nothing is faster than the device's own memory. With mixed precision, which rounds the network's inputs to
-    fewer bits anyway, the volumes may be stored there as float16. That rounds the targets by 8e-5 on average, a
-    sixtieth of the original's final loss. A `deterministic` training must not depend on the device's memory. If that is
-    too small, DALI augments crops on the GPU and reads longer rows. Otherwise the CPU cores that augment crops are the
-    limit: mapped files and memory are then equally fast (benchmarks/results/loaders.json), and only a file that is
-    chunked or must be converted is better read into memory first.
+    On a GPU nothing is faster than the device's own memory. If that is too small, DALI augments crops on the GPU and
+    reads longer rows. Otherwise the CPU cores that augment crops are the limit: mapped files and memory are then
+    equally fast (benchmarks/results/loaders.json), and only a file that is chunked or must be converted is better read
+    into memory first.
+
+    With mixed precision the volumes may be stored as float16: the network's inputs are rounded to fewer bits anyway,
+    and targets in ±1 change by 8e-5 on average, a sixtieth of the original's final loss. A deterministic training must
+    not depend on the device's memory.
     """
     with world.raise_together():
         both = of_both_splits({split: open_split(config, split) for split in SPLITS})
@@ -71,18 +73,17 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes, no_float
         may_round = config.enable_amp and not config.deterministic and no_float16 is None
         for dtype in dict.fromkeys([own, "float16" if may_round else own]):
             stored = config.model_copy(update={"resident_dtype": dtype})
-            fault = _fault(world, lambda stored=stored: gpu_resident.check_memory(stored, world, both, reserve))
+            fault = _fault(world, functools.partial(gpu_resident.check_memory, stored, world, both, reserve))
             if fault is None:
-                where = f"the volumes fit into device memory as {dtype} alongside the training"
-                return Choice("resident", dtype, "; ".join([*reasons, where]))
+                reasons.append(f"the volumes fit into device memory as {dtype} alongside the training")
+                return Choice("resident", dtype, "; ".join(reasons))
             reasons.append(fault)
         if no_float16 is not None:
             reasons.append(no_float16)
         fault = _fault(world, lambda: _check_dali(config))
         if fault is None:
-            return Choice(
-                "dali-lowmem", own, "; ".join([*reasons, "NVIDIA DALI is installed and the .npy files exist"])
-            )
+            reasons.append("NVIDIA DALI is installed and the .npy files exist")
+            return Choice("dali-lowmem", own, "; ".join(reasons))
         reasons.append(fault)
     if all(volume.mapped for volume in both):
         return Choice("lowmem", own, "; ".join([*reasons, "the files are contiguous and mapped"]))
