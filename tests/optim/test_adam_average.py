@@ -155,7 +155,7 @@ def test_other_optimizers_and_other_devices_average_after_the_update(launched: l
     assert launched == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@ARCHITECTURES
 def test_the_kernel_compiles_for_a_gpu(tmp_path: Path, architecture: int) -> None:
     """Without spills; a thread reads and writes 16 bytes at a time."""
     pytest.importorskip("triton")
