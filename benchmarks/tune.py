@@ -50,7 +50,7 @@ Changes = Mapping[str, Any]  # config keys, dotted, to values; and SCRIPT
 
 def candidates(ranks: int, on_gpu: bool) -> dict[str, list[Changes]]:
     """The candidates by group."""
-    layers = [[], *([name] for name in SPACE_TO_DEPTH), list(SPACE_TO_DEPTH)]
+    layers = [[], ["down1"], ["last"], ["down1", "last"], list(SPACE_TO_DEPTH)]
     return {
         "loader": [{"data_loader_config": name} for name in ("lowmem", "inmem", "resident", "dali-lowmem")],
         "threads": [{"num_data_workers": count} for count in (1, 2, 4, 8, 16) if count <= max(1, cores() // ranks)],

@@ -420,7 +420,12 @@ def assert_trains_like_plain_network(
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("scales", "options"),
-    [(1, {}), (3, {}), (2, {"space_to_depth": ["down1", "last"]}), (2, {"form": torch.contiguous_format})],
+    [
+        (1, {}),
+        (3, {}),
+        (2, {"space_to_depth": ["down1", "down2", "up2", "last"]}),
+        (2, {"form": torch.contiguous_format}),
+    ],
     ids=str,
 )
 def test_a_fused_network_trains_like_the_plain_one(
@@ -443,7 +448,11 @@ def test_a_fused_network_trains_like_the_plain_one(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"space_to_depth": ["down1", "last"]}], ids=["plain", "space_to_depth"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"space_to_depth": ["down1", "last"]}, {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]}],
+    ids=["plain", "space_to_depth", "dense"],
+)
 def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
     plain, fused = small_networks("cuda", **options)
     x, targets = batch("cuda")

@@ -92,20 +92,21 @@ def test_autocast_computes_in_bfloat16(
 
 
 class Copies(TorchDispatchMode):
-    """Records operations that write a tensor of more than `least` elements, and those that leave channels_last_3d."""
+    """Records operations that write a tensor of more than `least` bytes, and those that leave channels_last_3d."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        self.least, self.copies, self.left = least, list[str](), list[str]()
+        self.least, self.copies, self.left, self.largest = least, list[str](), list[str](), 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
         name = function.name().removeprefix("aten::")
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if not isinstance(tensor, torch.Tensor) or tensor.numel() <= self.least or function.is_view:
+            if not isinstance(tensor, torch.Tensor) or tensor.nbytes <= self.least or function.is_view:
                 continue
             if "conv" not in name and not name.startswith("empty"):
                 self.copies.append(name.split(".")[0])
+                self.largest = max(self.largest, tensor.element_size())
             if tensor.dim() == 5 and not tensor.is_contiguous(memory_format=torch.channels_last_3d):
                 self.left.append(name)
         return result
@@ -120,9 +121,9 @@ def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(
     layer.to(memory_format=torch.channels_last_3d)
     x = random(4, 4, 16, 16, 16).contiguous(memory_format=torch.channels_last_3d).requires_grad_()
     upstream = random(*layer(x).shape).contiguous(memory_format=torch.channels_last_3d)
-    with Copies(least=layer.weight.numel()) as forward:
+    with Copies(least=layer.weight.nbytes) as forward:
         y = layer(x)
-    with Copies(least=layer.weight.numel()) as backward:
+    with Copies(least=layer.weight.nbytes) as backward:
         y.backward(upstream)
     assert forward.left + backward.left == []
     gather, scatter = ["zero_", "copy_"], ["copy_"]
@@ -132,12 +133,17 @@ def test_large_tensors_stay_channels_last_and_each_shuffle_is_one_copy(
     }.get(space_to_depth, ([], []))  # copies within a custom operator are not recorded
 
 
-def test_a_dense_transposed_convolution_shuffles_once() -> None:
-    layer = DenseConvTranspose3d(4, 6, 4, stride=2, padding=1).requires_grad_(False)
-    x = random(4, 4, 8, 8, 8).contiguous(memory_format=torch.channels_last_3d)
-    with Copies(least=layer.weight.numel()) as trace:
-        dense_transpose(x, layer.weight)
+@pytest.mark.parametrize("channels", [6, 8])
+def test_a_dense_transposed_convolution_shuffles_once(channels: int) -> None:
+    """In elements of 16 bytes if the channels of a cell fill them."""
+    layer = DenseConvTranspose3d(4, channels, 4, stride=2, padding=1, dtype=torch.bfloat16).requires_grad_(False)
+    x = random(4, 4, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last_3d)
+    with Copies(least=layer.weight.nbytes) as trace:
+        result = dense_transpose(x, layer.weight)
     assert (trace.copies, trace.left) == (["copy_"], [])
+    assert trace.largest == (16 if channels == 8 else 2)
+    plain = torch.nn.functional.conv_transpose3d(x.double(), layer.weight.double(), stride=2, padding=1)
+    assert relative_error(result, plain) < 0.01
 
 
 def test_the_input_is_cast_before_it_is_shuffled() -> None:
@@ -146,7 +152,7 @@ def test_the_input_is_cast_before_it_is_shuffled() -> None:
     x = random(2, 4, 8, 8, 8).contiguous(memory_format=torch.channels_last_3d)
     with torch.no_grad():
         blocks = space_to_depth(x).bfloat16()
-        with torch.autocast("cpu", dtype=torch.bfloat16), Copies(least=layer.weight.numel()) as trace:
+        with torch.autocast("cpu", dtype=torch.bfloat16), Copies(least=layer.weight.nbytes) as trace:
             result = layer(x)
             assert trace.copies == ["zero_", "copy_"]
             # A loader can provide the blocks.

@@ -64,7 +64,7 @@ class NetworkConfig(Section):
     name: str = "unet"  # a name of NETWORKS in networks
     width: Width = 64  # unet and smooth_unet: channels at the first scale
     scales: Scales | None = None  # and number of downsamplings; None: 6, or 5 if full_scale is false
-    # unet (smooth_unet: down1): layers computed exactly, but as smaller convolutions; see networks/space_to_depth.py
+    # unet (smooth_unet: all but last): layers computed as dense convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last", "down2", "up2", "up3", "up4"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
