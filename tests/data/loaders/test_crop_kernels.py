@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from triton_compile import compile_kernel
 from triton_interpreter import interpreted
 
 from networks.space_to_depth import space_to_depth
@@ -169,10 +169,10 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
     """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
     box, zeros = (1024, 1024, 1024), np.zeros(1, dtype=int)
     rows = device_plan(EpochPlan(zeros, np.full((1, 3), 960, dtype=np.int32), np.array([47])), [box])
-    table = walks(box, 64)
+    table = walks(box, np.zeros((3, 64), dtype=np.int64))
     assert rows.dtype == table.dtype == np.int64
     assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
-    start, strides = table[:, 1], table[:, 2:]
+    start, strides = table[:, 1], table[:, 2:5]
     assert (start + 63 * strides.clip(max=0).sum(1) == 0).all(), "each path starts at the first cell"
     assert (start + 63 * strides.clip(min=0).sum(1) + rows[0, 0] == 1024**3 - 1).all()
     kernel = TritonGather([random_field(5, box=1)], 1, VECTORS, "full")
@@ -189,23 +189,22 @@ def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPat
         TritonGather([random_field(4)], CROP, VECTORS, "full")
 
 
-@pytest.mark.parametrize(("channels_last", "capability"), [(False, 80), (True, 90)], ids=["A100", "H200"])
-def test_the_kernel_compiles_for_a_gpu(
-    channels_last: bool, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Also after tests that used the interpreter."""
-    compiler = pytest.importorskip("triton.compiler")
-    targets = pytest.importorskip("triton.backends.compiler")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    lanes, tile = (8, crop_kernels.TILE_ALL_CHANNELS) if channels_last else (1, crop_kernels.TILE_ONE_CHANNEL)
-    constants: dict[str, Any] = {"HALF": False, "SYMMETRIES": 48, "CROP": 64, "CHANNELS": 5, "LANES": lanes}
-    constants |= {"ROWS": tile[0], "COLUMNS": tile[1]} | ({"channel_stride": 1} if channels_last else {})
-    types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "places": "*i64", "sources": "*i64"}
+@pytest.mark.parametrize(
+    ("channels", "channels_last", "architecture"),
+    [(4, False, 80), (4, True, 80), (4, True, 90), (5, True, 90)],
+    ids=["channels first, A100", "4 channels, A100", "4 channels, H200", "5 channels, H200"],
+)
+def test_the_kernel_compiles_for_a_gpu(channels: int, channels_last: bool, architecture: int, tmp_path: Path) -> None:
+    """Also after tests that used the interpreter. A thread writes the four channels of a cell at once."""
+    gather = TritonGather([random_field(channels, box=8)], 8, VECTORS, "full", channels_last, in_blocks=True)
+    constants = gather._constants | ({"channel_stride": 1} if channels_last else {})
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64"}
     types |= {"flips": "*i32", "first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
-    types |= dict.fromkeys(constants, "constexpr")
-    kernel = crop_kernels._kernel()
-    indices = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = compiler.ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, indices)
-    options = {"num_warps": 8, "enable_fp_fusion": False}
-    compiled = compiler.compile(source, target=targets.GPUTarget("cuda", capability, 32), options=options)
-    assert "cvt.rn.bf16" in compiled.asm["ptx"], "a cast to bfloat16 rounds to nearest"
+    compiled = compile_kernel(
+        gather._kernel, types, constants, tmp_path, architecture, ("step", "channel_stride"), **options
+    )
+    assert compiled.registers <= 64
+    assert compiled.stack == 0
+    assert "cvt.rn.bf16" in compiled.ptx, "a cast to bfloat16 rounds to nearest"
+    assert ("st.global.v2.b32" in compiled.ptx) == (channels_last and channels == 4)

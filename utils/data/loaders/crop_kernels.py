@@ -36,41 +36,27 @@ def _strides(box: Sequence[int]) -> np.ndarray:
     return np.array([box[1] * box[2], box[2], 1], dtype=np.int64)
 
 
-def walks(box: Sequence[int], crop: int) -> np.ndarray:
-    """For each symmetry the path of the kernel through the crop, [48, 5] int64.
+def walks(box: Sequence[int], offsets: np.ndarray) -> np.ndarray:
+    """For each symmetry the path of the kernel through crop and sample, [48, 5 + 3 * crop] int64.
+
+    offsets: those of the sample's cells along its axes, [3, crop].
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
     column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
-    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; the offset where the path starts,
-    and its signed strides along plane, row and column.
+    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; for the crop the offset where the
+    path starts, and its signed strides along plane, row and column; for the sample its offsets along these.
     """
-    table = np.empty((symmetry.COUNT, 5), dtype=np.int64)
+    crop = offsets.shape[1]
+    table = np.empty((symmetry.COUNT, 5 + 3 * crop), dtype=np.int64)
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
-        strides = signs * _strides(box)[axes]
-        fastest, order = _order(axes)
-        strides[fastest] = 1  # along this axis the path follows the field, along the others the sample
-        table[index] = [fastest != 2, -(crop - 1) * strides[strides < 0].sum(), *strides[order]]
-    return table
-
-
-def _order(axes: np.ndarray) -> tuple[int, list[int]]:
-    """The axis to which a symmetry moves the field's fastest axis; the axes that are plane, row and column."""
-    fastest = axes.tolist().index(2)
-    row = fastest if fastest != 2 else 1
-    return fastest, [1 - row, row, 2]
-
-
-def places(offsets: np.ndarray) -> np.ndarray:
-    """For each symmetry the path of the kernel through the sample: its offsets along plane, row and column.
-
-    offsets: [3, crop], those of the sample's cells along its axes. The result is [48, 3, crop].
-    """
-    table = np.empty((symmetry.COUNT, *offsets.shape), dtype=np.int64)
-    for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
-        path = offsets.copy()
-        fastest, order = _order(axes)
-        path[fastest] = path[fastest, :: signs[fastest]]
-        table[index] = path[order]
+        load, store = signs * _strides(box)[axes], offsets.copy()
+        fastest = axes.tolist().index(2)
+        # Along the field's fastest axis the path follows the field, along its other axes the sample.
+        store[fastest] = store[fastest, :: signs[fastest]]
+        load[fastest] = 1
+        row = fastest if fastest != 2 else 1
+        order = [1 - row, row, 2]
+        table[index] = [fastest != 2, -(crop - 1) * load[load < 0].sum(), *load[order], *store[order].flat]
     return table
 
 
@@ -85,6 +71,21 @@ def _cell_offsets(crop: int, strides: Sequence[int], block_channels: int | None)
         return axes * np.arange(crop)
     block, cell = np.divmod(np.arange(crop) + 1, 2)
     return axes * block + strides[0] * block_channels * np.array([[4], [2], [1]]) * cell
+
+
+def _volume_tables(
+    fields: Sequence[torch.Tensor], offsets: np.ndarray, vectors: Vectors, mode: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`walks`, and the sources and signs of all channels, for each symmetry of each volume."""
+    assert all(each.is_contiguous() for each in fields)
+    assert len({each.untyped_storage().data_ptr() for each in fields}) == 1
+    sources, signs = symmetry.channel_table(len(fields[0]), vectors, mode)
+    starts = [each.storage_offset() - fields[0].storage_offset() for each in fields]
+    return (
+        np.concatenate([walks(each.shape[1:], offsets) for each in fields]),
+        np.concatenate([start + sources * each[0].numel() for start, each in zip(starts, fields, strict=True)]),
+        np.concatenate([signs for _ in fields]),
+    )
 
 
 class TritonGather:
@@ -105,8 +106,6 @@ class TritonGather:
         The padding is not written.
         """
         field = fields[0]
-        assert all(each.is_contiguous() for each in fields)
-        assert len({each.untyped_storage().data_ptr() for each in fields}) == 1
         assert field.dtype in (torch.float32, torch.float16)
         try:
             self._kernel = _kernel()
@@ -114,36 +113,26 @@ class TritonGather:
             raise UserError(
                 "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
             ) from None
-        channels = field.shape[0]
+        channels = len(field)
         assert not in_blocks or crop % 2 == 0
         self.shape = (8 * channels, *(crop // 2 + 1,) * 3) if in_blocks else (channels, *(crop,) * 3)
         sample = torch.empty((1, *self.shape), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
-        sources, signs = symmetry.channel_table(channels, vectors, mode)
+        offsets = _cell_offsets(crop, self._strides[1:], channels if in_blocks else None)
+        walk, source, sign = _volume_tables(fields, offsets, vectors, mode)
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
-        flips = np.where(signs < 0, torch.iinfo(bits).min, 0)
-        volumes = [
-            (
-                walks(each.shape[1:], crop),
-                each.storage_offset() - field.storage_offset() + sources * each[0].numel(),
-                flips,
-            )
-            for each in fields
-        ]
-        tables = (np.concatenate(parts) for parts in zip(*volumes, strict=True))
-        walk, source, flip = (torch.from_numpy(table).to(field.device) for table in tables)
-        path = torch.from_numpy(places(_cell_offsets(crop, self._strides[1:], channels if in_blocks else None)))
-        self._inputs = field.view(bits), walk, path.to(field.device), source, flip.to(bits)
+        flip = np.where(sign < 0, torch.iinfo(bits).min, 0)
+        walk, source, flip = (torch.from_numpy(table).to(field.device) for table in (walk, source, flip))
+        self._inputs = field.view(bits), walk, source, flip.to(bits)
         lanes, (rows, columns) = 1, TILE_ONE_CHANNEL
         if channels_last:
             lanes, (rows, columns) = 1 << (channels - 1).bit_length(), TILE_ALL_CHANNELS
         self._programs = -(-crop // rows) * -(-crop // columns) * -(-channels // lanes), crop
         self._constants = {
-            "HALF": field.dtype == torch.float16,
-            "SYMMETRIES": symmetry.COUNT,
             "CROP": crop,
             "CHANNELS": channels,
+            "DIVISOR": int(np.gcd.reduce([16, *offsets.flat])),
             "LANES": lanes,
             "ROWS": rows,
             "COLUMNS": columns,
@@ -171,8 +160,8 @@ class TritonGather:
 # L2 cache.
 #
 # Values that may exceed 2^31 are int64: 5 · 1024³ does. `max_contiguous` is a hint for the order in which threads
-# write: neighbors along the sample's last axis are adjacent in memory, or a cell's channels apart. It makes no write
-# wider, which would require an alignment that is not known here.
+# write: neighbors along the sample's last axis are adjacent in memory, or a cell's channels apart. DIVISOR, a common
+# divisor of the offsets of all cells in a sample, lets a thread write several channels at once.
 @functools.cache
 def _kernel() -> Any:
     """The kernel, compiled on first use."""
@@ -185,17 +174,15 @@ def _kernel() -> Any:
         field,
         plan,
         walks,
-        places,
         sources,
         flips,
         first,
         step,
         sample_stride,
         channel_stride,
-        HALF: tl.constexpr,
-        SYMMETRIES: tl.constexpr,
         CROP: tl.constexpr,
         CHANNELS: tl.constexpr,
+        DIVISOR: tl.constexpr,
         LANES: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
@@ -210,21 +197,19 @@ def _kernel() -> Any:
         lane = (tile // (ACROSS * DOWN) * LANES + tl.arange(0, LANES))[None, None, :]
         inside = (row < CROP) & (column < CROP) & (lane < CHANNELS)
         entry = plan + 2 * (tl.load(first) + sample * step)
-        start = tl.load(entry)
         number = tl.load(entry + 1)
         source = tl.load(sources + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
         flip = tl.load(flips + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
-        walk = walks + number * 5
-        path = places + number % SYMMETRIES * (3 * CROP)
-        begin = field + start + tl.load(walk + 1) + plane * tl.load(walk + 2)
+        walk = walks + number * (5 + 3 * CROP)
+        begin = field + tl.load(entry) + tl.load(walk + 1) + plane * tl.load(walk + 2)
         if tl.load(walk) != 0:
             bits = tl.load(begin + (row + column * tl.load(walk + 4) + source), mask=inside, other=0)
         else:
             bits = tl.load(begin + (row * tl.load(walk + 3) + column + source), mask=inside, other=0)
-        values = (bits ^ flip).to(tl.float16 if HALF else tl.float32, bitcast=True)
-        place = out + sample * sample_stride + tl.load(path + plane) + lane * channel_stride
-        place += tl.load(path + CROP + row, mask=row < CROP, other=0)
-        place += tl.load(path + 2 * CROP + column, mask=column < CROP, other=0)
+        values = (bits ^ flip).to(tl.float16 if bits.dtype == tl.int16 else tl.float32, bitcast=True)
+        cell = tl.load(walk + 5 + plane) + tl.load(walk + (5 + CROP) + row, mask=row < CROP, other=0)
+        cell += tl.load(walk + (5 + 2 * CROP) + column, mask=column < CROP, other=0)
+        place = out + sample * sample_stride + lane * channel_stride + tl.multiple_of(cell, (DIVISOR, DIVISOR, DIVISOR))
         tl.store(tl.max_contiguous(place, (1, 2, LANES)), values.to(out.dtype.element_ty), mask=inside)
 
     return gather
