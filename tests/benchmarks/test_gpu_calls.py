@@ -26,8 +26,12 @@ Gpu = Callable[..., str]
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Gpu:
-    """Runs benchmarks.gpu on the CPU with flags; returns what it printed."""
+    """Runs benchmarks.gpu on the CPU with flags, and with short measurements; returns what it printed."""
+    measure_peaks = gpu_calls.peaks.measure
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    monkeypatch.setattr(gpu_calls.peaks, "measure", lambda device, _: measure_peaks(device, 1e-3, copied_bytes=4096))
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
 
     def call(*flags: str) -> str:
         monkeypatch.setattr("sys.argv", ["gpu", *flags])
@@ -81,10 +85,6 @@ def test_call_1_measures_on_a_cpu_and_survives_failures(
 ) -> None:
     """Each part is written before the next one begins; the page is drawn again from the file."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
-    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
-    measure_peaks = gpu_calls.peaks.measure
-    monkeypatch.setattr(gpu_calls.peaks, "measure", lambda device, _: measure_peaks(device, 1e-3, copied_bytes=4096))
     plain = (Rung("A: float32"), Rung("C: channels last", {"channels_last": True}), Rung("B: graph", graph=True))
     monkeypatch.setattr(gpu_calls, "BEST", plain)
     path = tmp_path / "out/call1.json"
@@ -119,8 +119,6 @@ def test_call_1_measures_on_a_cpu_and_survives_failures(
 
 def test_call_3_compares_with_the_fastest_of_call_1(call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
-    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=lambda: None))
     throughput, spread = loaders.throughput, {"median": 3.0, "min": 2.0, "max": 4.0}
     state = {"changes": {"channels_last": True}, "graph": False}
     entry = {"name": "C: channels last", "SYNTHETIC": spread, "FULL": spread, "state": state}
@@ -180,7 +178,7 @@ def test_a_rung_alone_is_measured_in_another_process(
     monkeypatch.setattr(gpu_calls, "HISTORY", ())
     monkeypatch.setattr(gpu_calls, "OTHERS", ())
     monkeypatch.setattr(gpu_calls, "VARIANTS", (Rung("alone: text", alone=True),))
-    for name in ("peaks", "loaders", "convolutions"):
+    for name in ("loaders", "convolutions"):
         monkeypatch.setattr(gpu_calls.Call, name, lambda *_: None)
     commands = []
 
