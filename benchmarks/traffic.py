@@ -40,7 +40,7 @@ from utils.steps.eager import EagerStep
 
 EMA_DECAY = 0.999  # if the config has no average, of the step that is traced for its cost
 # The rung A of the ladder with all that moves fewer bytes.
-FASTEST = {key: value for rung in ("A", "tail", "blocks") for key, value in GPU_RUNGS[rung].changes.items()}
+FASTEST = {**GPU_RUNGS["A"].changes, **GPU_RUNGS["tail and blocks"].changes}
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import traffic, traffic_trace
+from benchmarks.rungs import GPU_RUNGS
 from benchmarks.traffic import Measured, count_step, load, measure
 from benchmarks.traffic_trace import PHASES, Addresses, Trace, is_channels_last
 from networks.unet import SPACE_TO_DEPTH
@@ -33,6 +34,7 @@ def counted(action: Callable[[], object]) -> tuple[int, int]:
 def test_a_step_moves_less_than_11_1_gigabytes(fastest: Measured) -> None:
     assert fastest.count.total() < 11.1e9, traffic.markdown(fastest)
     assert all(fastest.count.total(phase) for phase in PHASES)
+    assert fastest.count.total() / 1e9 == pytest.approx(GPU_RUNGS["tail and blocks"].gigabytes, abs=0.01)
 
 
 def test_an_average_reads_and_writes_only_itself(fastest: Measured) -> None:
