@@ -442,6 +442,16 @@ def test_a_fused_network_trains_like_the_plain_one(
     assert_trains_like_plain_network(got, plain, x, targets, dtype)
 
 
+def test_the_kernel_before_the_last_layer_also_writes_its_precise_input(interpreter: list[str]) -> None:
+    """Under bfloat16 autocast, where the last layer's result is not rounded to bfloat16; see test_layers.py."""
+    network: Any = small_networks(scales=2, size=4)[1]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x, precise = network.before_last(batch(size=4)[0])
+        assert interpreter == ["bias_activation"] * 3
+        assert precise.dtype == torch.float32
+        assert torch.equal(precise, x.float())
+
+
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
