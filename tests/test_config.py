@@ -395,7 +395,7 @@ def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_fil
         (
             {"resident_blocks": True, "enable_amp": True, "precision": "float16"},
             1,
-            "resident_blocks needs data_loader_config resident or auto and down1 in network.space_to_depth and precisi",
+            "resident_blocks needs data_loader_config resident or auto, down1 in network.space_to_depth, precision bfl",
         ),
         (
             {"fused_tail": True, "network": {"space_to_depth": ["last"]}, "loss": "huber"},

@@ -292,7 +292,7 @@ class Config(Section):
         for key, conditions in needs.items():
             missing = [name for name, holds in conditions.items() if not holds]
             if getattr(self, key) and missing:
-                raise ValueError(f"{key} needs {' and '.join(missing)}; change that, or set {key}=false")
+                raise ValueError(f"{key} needs {', '.join(missing)}; change that, or set {key}=false")
         return self
 
 
