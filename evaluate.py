@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates; bad input ends with one line and exit code 2."""
     with one_line_errors():
         options = parse(argv)
-        with connect(options.device) as world:
+        with connect(options.device, nccl=True) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users("lower --batch_size or --window"):
                 evaluate(options, world)

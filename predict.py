@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Predicts; bad input ends with one line and exit code 2, a stop signal with exit code 75."""
     with one_line_errors():
         options = parse(argv)
-        with StopSignals() as signals, connect(options.device) as world:
+        with StopSignals() as signals, connect(options.device, nccl=True) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users("lower --batch_size or --window"):
                 predict(options, world, signals)

@@ -158,8 +158,8 @@ def connect(
     """The world for the duration of a run; joins the process group if there are several ranks.
 
     `identity` holds short texts that are the same on all ranks of a run, and differ from those of other runs. Gloo
-    carries all tensors. With `nccl`, for runs that exchange gradients, NCCL carries those on CUDA devices, unless ranks
-    share a GPU.
+    carries all tensors. With `nccl`, for runs that exchange large tensors, NCCL carries those on CUDA devices, unless
+    ranks share a GPU.
     """
     launch = read_launch()
     if torchrun_has_ended(launch):
