@@ -40,6 +40,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.runs.directory import run_directory
 from utils.runs.logger import read_records
+from utils.steps.eager import EagerStep
 
 ROUNDS = 9  # timed steps of each network, of which the fastest third counts
 EPOCHS = 2
@@ -135,19 +136,18 @@ def seconds_per_step(names: Sequence[str]) -> dict[str, float]:
     """CPU seconds of a training step of each network, in turn, with one thread."""
     torch.set_num_threads(1)
     world = World(Launch("benchmark"), torch.device("cpu"))
-    steps, seconds = {}, {name: [] for name in names}
+    steps: dict[str, EagerStep] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         config = configs.load(common.YAML, CONFIG, {"network.name": name, "device": "cpu"}).for_world(1)
         steps[name] = build.step(config, world, build.model(config))
     sides = [config.data_size] * 3
-    batch = [
-        torch.randn(config.global_batch_size or 0, channels, *sides) / 3
-        for channels in (config.N_in_channels, config.N_out_channels)
-    ]
+    channels = config.N_in_channels, config.N_out_channels
+    inputs, targets = (torch.randn(config.global_batch_size or 0, each, *sides) / 3 for each in channels)
     for number in range(ROUNDS + 2):
         for name, step in steps.items():
             started = time.process_time()
-            step(*batch, 1e-4)
+            step(inputs, targets, 1e-4)
             if number > 1:
                 seconds[name].append(time.process_time() - started)
     return {name: sorted(values)[ROUNDS // 3] for name, values in seconds.items()}

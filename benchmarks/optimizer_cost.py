@@ -41,9 +41,9 @@ RANKS = (1, 4)
 QR = 8 / 3  # n³ operations: a Householder decomposition, and its orthogonal factor
 
 
-def operations(action: Callable[[], object]) -> int:
+def operations(function: Callable[..., object], *arguments: object) -> int:
     with FlopCounterMode(display=False) as counter:
-        action()
+        function(*arguments)
     return counter.get_total_flops()
 
 
@@ -56,11 +56,11 @@ def soap_operations(options: OptimizerConfig, weights: Mapping[str, nn.Parameter
         flat = torch.empty(weight.numel(), device="meta")
         bases = {n: torch.empty(sides[n], sides[n], device="meta") for n in preconditioning.preconditioned(sides)}
         # The gradient to the bases and the direction back; in a renewal the first moment, and the product of the bases.
-        rotation = operations(lambda flat=flat, sides=sides, bases=bases: rotate(flat, sides, bases))
+        rotation = operations(rotate, flat, sides, bases)
         everywhere += 2 * rotation
         everywhere += (rotation + sum(2 * sides[n] ** 3 for n in bases)) / options.precondition_frequency
         for n in bases:
-            followed = operations(lambda flat=flat, sides=sides, n=n: outer_product(flat, sides, n))
+            followed = operations(outer_product, flat, sides, n)
             cubes.append(sides[n] ** 3)
             pieces.append(followed + (2 + QR) * sides[n] ** 3 / options.precondition_frequency)
     return everywhere + busiest(pieces, Ranks(size=ranks).owners(cubes), ranks)
@@ -70,7 +70,7 @@ def muon_operations(weights: Mapping[str, nn.Parameter], ranks: int) -> float:
     """As `soap_operations`; the last weight follows Adam."""
     matrices = [torch.empty(weight.shape, device="meta").flatten(1) for weight in list(weights.values())[:-1]]
     owners = Ranks(size=ranks).owners([min(matrix.shape) * matrix.numel() for matrix in matrices])
-    pieces = [operations(lambda matrix=matrix: newton_schulz(matrix, torch.bfloat16)) for matrix in matrices]
+    pieces = [operations(newton_schulz, matrix, torch.bfloat16) for matrix in matrices]
     return busiest(pieces, owners, ranks)
 
 

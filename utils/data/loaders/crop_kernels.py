@@ -123,8 +123,8 @@ class TritonGather:
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
         flip = np.where(sign < 0, torch.iinfo(bits).min, 0)
-        walk, source, flip = (torch.from_numpy(table).to(field.device) for table in (walk, source, flip))
-        self._inputs = field.view(bits), walk, source, flip.to(bits)
+        *tables, flips = (torch.from_numpy(table).to(field.device) for table in (walk, source, flip))
+        self._inputs = field.view(bits), *tables, flips.to(bits)
         lanes, (rows, columns) = 1, TILE_ONE_CHANNEL
         if channels_last:
             lanes, (rows, columns) = 1 << (channels - 1).bit_length(), TILE_ALL_CHANNELS
