@@ -60,9 +60,13 @@ def positive_float(text: str) -> float:
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as JSON values, without --output."""
+    """The options as JSON values, without --output. Paths in the repository are relative to it."""
     kept = {key: value for key, value in vars(options).items() if key != "output"}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    return {key: relative(value) if isinstance(value, Path) else value for key, value in kept.items()}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import time_to_quality
+from benchmarks import common, time_to_quality
 from benchmarks.convergence import STUDIES, Condition, Study, Training
 from benchmarks.time_to_quality import result_table, to_goal
 
@@ -72,3 +73,8 @@ def test_recipes_are_trained_in_turn_and_reported(tmp_path: Path, monkeypatch: p
     assert "| 2 of 2 | 10 ± 0 | 50.0 ± 0.0 | 4.0 ± 0.0 | 50.0 ± 0.0 |" in text.splitlines()[3]
     assert "The goal is 2.00000." in text
     assert (tmp_path / "time_to_quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_name_no_directory_of_this_machine() -> None:
+    options = argparse.Namespace(runs=common.REPOSITORY / "runs" / "it", data=Path("/scratch/it"), output=Path("there"))
+    assert common.settings(options) == {"runs": "runs/it", "data": "/scratch/it"}
