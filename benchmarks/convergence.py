@@ -286,8 +286,8 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
         cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"]]
         for key in (study.measure, "training accuracy") if labelled else (study.measure,):
             factor, form, unit = (1, ".5f", "") if key.startswith("Loss/") else (100, ".1f", " %")
-            mean, deviation = (format(factor * summary[key][name], form) for name in ("mean", "stdev"))
-            cells.append(f"{mean} ± {deviation}{unit}")
+            shown = ("mean", "stdev") if summary[key]["n"] > 1 else ("mean",)
+            cells.append(" ± ".join(format(factor * summary[key][name], form) for name in shown) + unit)
         cells.append(f"{summary['seconds']['mean']:.0f}")
         reached = reach(summary["curve"], goal, study.rises, study.per_sample)
         if reached is None:

@@ -86,6 +86,8 @@ def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both:
         "| one | 32 | 12 | 528 | 0.20000 ± 0.00000 | 40.0 ± 0.0 % | 2 | 200 samples, 20 steps | 100 % |",
         "| two | 32 | 12 | 528 | 0.70000 ± 0.00000 | 15.0 ± 0.0 % | 2 | never |  |",
     ]
+    single = result_table(STUDY, summaries(STUDY, [result([0.1, 0.5, 0.8])], [result([0.1, 0.2, 0.3])]))
+    assert "| 528 | 80.0 % | 40.0 % |" in single.splitlines()[2]
     convergence.draw(STUDY, both, tmp_path / "curves.png")
     convergence.draw(losses, found, tmp_path / "samples.png")
     for name in ("curves.png", "samples.png"):
