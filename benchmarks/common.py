@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,18 @@ YAML = str(REPOSITORY / "config" / "UNet.yaml")
 
 # --- command line ----------------------------------------------------------------------------------------------------
 
+# Descriptions of options that several benchmarks have.
+HELP = {
+    "batch": "samples per step",
+    "box": "cells per side of the training volume",
+    "crop": "cells per side of a sample",
+    "scales": "scales of the network",
+    "trials": "repetitions of each measurement",
+    "valid_box": "cells per side of the validation volume",
+    "warmup_steps": "training steps before the timed ones",
+    "width": "channels of the network's first layer",
+}
+
 
 class Parser(cli.Parser):
     """The command line of a benchmark: the module's docstring as help, --output, and errors in one line."""
@@ -40,15 +53,31 @@ class Parser(cli.Parser):
         super().__init__(text)
         self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
 
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """Also refuses an --output that cannot be written, before time is spent on measurements."""
+        parsed, rest = super().parse_known_args(*arguments, **options)
+        check_output(parsed.output)
+        return parsed, rest
+
     def add_integers(self, **defaults: int) -> None:
         """Adds an option --NAME, an integer above zero, for each default."""
         for name, default in defaults.items():
-            self.add_argument(f"--{name}", type=cli.positive, default=default, help="(%(default)s)")
+            text = f"{HELP.get(name, '')} (%(default)s)".lstrip()
+            self.add_argument(f"--{name}", type=cli.positive, default=default, help=text)
 
     def add_changes(self) -> None:
         """Adds --set KEY=VALUE."""
         text = "sets a key in all configs; may be repeated"
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
+
+
+def check_output(directory: Path) -> None:
+    """Raises UserError if the directory is not writable or cannot be created. Creates nothing."""
+    existing = directory.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write to {directory}: {existing} is not a writable directory; choose another --output")
 
 
 def positive_float(text: str) -> float:

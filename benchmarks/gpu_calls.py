@@ -43,6 +43,7 @@ LOADERS = 60.0
 TESTS = 240.0
 WRITING = 10.0  # of the results, at the end
 
+BY_GPU = common.RESULTS / "<gpu>"  # stands for the directory with the name of the GPU
 SMALL_BATCH = 16  # launching kernels may take longer than running them
 TEST_PROCESSES = 4
 
@@ -358,7 +359,7 @@ def main(text: str | None, started: float) -> None:
     """`started`: time.perf_counter() when the program started."""
     parser = common.Parser(text)
     ladder.add_options(parser, batch=64, box=512, seconds=1.0, warmup_steps=30)
-    parser.set_defaults(output=None)
+    parser.set_defaults(output=BY_GPU)
     parser.add_argument("--call", type=int, choices=(1, 2, 3), default=1, help="parts to run (%(default)s)")
     parser.add_argument("--rungs", nargs="+", choices=GPU_RUNGS, metavar="RUNG", help=", ".join(GPU_RUNGS))
     parser.add_argument("--minutes", type=common.positive_float, default=8.0, help="time limit (%(default)s)")
@@ -372,12 +373,14 @@ def main(text: str | None, started: float) -> None:
             gpu_report.write(common.read_json(options.draw, "benchmarks.gpu", ("provenance",)), options.draw)
             print(f"written: {options.draw.with_suffix('.md')}")
             return
+        if options.rungs and options.call != 1:  # make passes --call 1
+            raise UserError(f"--rungs measures these rungs alone, without --call {options.call}; remove one of the two")
         world = common.this_machine()
         if world.device.type != "cuda" and not (options.rehearse or options.dry_run):
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
         ladder.check_sizes(options)
         name = re.sub(r"[^a-z0-9]+", "-", device_name(world.device).lower()).strip("-")  # such as nvidia-h200
-        call = Call(options, world, options.output or common.RESULTS / name)
+        call = Call(options, world, common.RESULTS / name if options.output == BY_GPU else options.output)
         if options.dry_run:
             print(call.dry_run())
             return

@@ -32,14 +32,13 @@ from benchmarks.convolutions import scales
 from benchmarks.ladder_report import LOSS_STEPS, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
 from benchmarks.rungs import CPU_RUNGS, Changes, Entry, Rung, predicted, state_of
-from networks import build_network
 from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.data import Batch, Loaders, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors, value_errors_for_users
+from utils.errors import UserError, one_line_errors
 from utils.profiling.flops import training_flops
 from utils.runs.provenance import device_name
 from utils.steps import Step
@@ -262,8 +261,8 @@ def add_options(parser: common.Parser, batch: int, box: int, seconds: float, war
 
 def check_sizes(options: argparse.Namespace) -> None:
     """UserError if the sizes do not fit or the file is missing. Names the files that `make_files` creates."""
-    with value_errors_for_users():
-        build_network("unet", options.crop, width=1, scales=scales(options.crop))
+    if options.crop % 2:
+        raise UserError(f"--crop {options.crop} is odd, and the network halves it; give an even number")
     if options.crop > min(options.box, options.valid_box):
         raise UserError(f"crops of {options.crop} cells do not fit into boxes of {options.box} and {options.valid_box}")
     if options.data is not None and not options.data.exists():

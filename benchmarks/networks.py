@@ -188,8 +188,9 @@ def result_of(name: str, steps: int, seed: int, options: argparse.Namespace) -> 
     path = options.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
     if not path.exists():
         sys.stderr.write(f"{name}, seed {seed}, {steps} steps\n")
-        command = [sys.executable, "-m", "benchmarks.networks", f"--runs={options.runs}", "--train", name]
-        reason = failure_of([*command, str(steps), str(seed)], path.with_suffix(".log"), {"OMP_NUM_THREADS": "1"})
+        flags = [f"--runs={options.runs}", f"--output={options.output}", "--train", name, str(steps), str(seed)]
+        command = [sys.executable, "-m", "benchmarks.networks", *flags]
+        reason = failure_of(command, path.with_suffix(".log"), {"OMP_NUM_THREADS": "1"})
         if reason:
             raise UserError(f"the training of {name}, seed {seed}, failed: {reason}; see {path.with_suffix('.log')}")
     return json.loads(path.read_text(encoding="utf-8"))
@@ -228,7 +229,8 @@ def markdown(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
     parser.add_argument("--seeds", type=positive, default=2, help="trainings of each network (%(default)s)")
-    parser.add_argument("--steps", type=positive, default=400, help="of unet (%(default)s)")
+    text = "training steps of unet (%(default)s); the other networks train for the same time"
+    parser.add_argument("--steps", type=positive, default=400, help=text)
     directory = common.REPOSITORY / "runs" / "networks"
     parser.add_argument("--runs", type=Path, default=directory, help="directory of the trainings (%(default)s)")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)

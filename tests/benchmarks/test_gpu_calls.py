@@ -197,6 +197,27 @@ def test_a_rung_alone_is_measured_in_another_process(
     assert json.loads((tmp_path / "call3.json").read_text())["skipped"]["alone: text"] == "seen"
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--call=2", "--rungs", "A"], "--rungs measures these rungs alone, without --call 2; remove one of the two"),
+        (["--crop=7"], "--crop 7 is odd, and the network halves it; give an even number"),
+        (
+            [f"--output={__file__}/results"],
+            f"cannot write to {__file__}/results: {__file__} is not a writable directory; choose another --output",
+        ),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(
+    call: Gpu, capsys: pytest.CaptureFixture[str], flags: list[str], says: str
+) -> None:
+    """In a dry run too."""
+    with pytest.raises(SystemExit) as stop:
+        call("--dry_run", *flags)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {says}\n"
+
+
 def test_missing_packages_are_named_in_one_line(
     call: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import networks
 from benchmarks.networks import VARIANTS, SubPixelConv3d
+from utils.errors import UserError
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -30,6 +31,18 @@ def test_a_sub_pixel_convolution_moves_channels_to_the_cells_of_a_block() -> Non
         block = layer(torch.zeros(1, 1, 3, 3, 3))
     assert block.shape == (1, 2, 6, 6, 6)
     assert block[0, 1, 2:4, 4:6, :2].tolist() == [[[8, 9], [10, 11]], [[12, 13], [14, 15]]]
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(networks, "compare", lambda _: None)
+    networks.main([f"--output={tmp_path / 'new' / 'results'}"])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for output in ("file", "file/results"):
+        with pytest.raises(UserError, match="file is not a writable directory; choose another --output"):
+            networks.main([f"--output={tmp_path / output}"])
 
 
 def test_finished_trainings_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
