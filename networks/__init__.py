@@ -55,7 +55,8 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     required = SAMPLES.keys() & options.keys()
     _check_name(name, NETWORKS, [other for other in NETWORKS if required <= _options(other)], "network.name", "network")
     for option in options:
-        suitable = [other for other in NETWORKS if option in _options(other)]
+        needed = {option} if option in SAMPLES else required | {option}
+        suitable = [other for other in NETWORKS if needed <= _options(other)]
         if name not in suitable:
             fault = f"cannot be used with {SAMPLES[option]}" if option in SAMPLES else f"has no option {option}"
             raise ValueError(f"network {name} {fault}; {_use(suitable) if suitable else 'remove it'}")

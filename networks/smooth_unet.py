@@ -20,8 +20,9 @@ class SmoothUNet(UNet):
 
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
         if space_to_depth:
+            rest = ",".join(name for name in self.space_to_depth if name != "last")
             raise ValueError(
-                "network.space_to_depth: last is not strided in smooth_unet, so it has no such form; remove it"
+                f"last cannot be computed by space-to-depth in smooth_unet; set network.space_to_depth=[{rest}]"
             )
         return InterpolatedConv3d(before, after, 3, padding=1)
 

@@ -64,8 +64,11 @@ class UNet(nn.Module):
         for name in space_to_depth:
             if name not in SPACE_TO_DEPTH:
                 raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
-            if name[-1].isdecimal() and int(name[-1]) > scales:
-                raise ValueError(f"network.space_to_depth: with scales {scales} there is no {name}; remove it")
+        absent = [name for name in space_to_depth if name[-1].isdecimal() and int(name[-1]) > scales]
+        if absent:
+            names, them = " or ".join(absent), "it" if len(absent) == 1 else "them"
+            raise ValueError(f"network.space_to_depth: with scales {scales} there is no {names}; remove {them}")
+        self.space_to_depth = tuple(space_to_depth)
         self.scales = scales
         self.fused = fused
         self.norm = norm

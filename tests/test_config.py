@@ -402,6 +402,11 @@ def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_fil
             1,
             "fused_tail needs loss l1; change that, or set fused_tail=false",
         ),
+        (
+            {"fused_tail": True, "network": {"name": "smooth_unet"}},
+            1,
+            "fused_tail: network smooth_unet has no such form; set fused_tail=false",
+        ),
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
         (
             {"N_in_channels": 3},

@@ -76,7 +76,10 @@ def network(config: Config) -> nn.Module:
     norm = config.network.norm
     options: dict[str, object]
     # Variants are passed only if they are set: not every network has them.
-    variants: dict[str, object] = {"norm": None if norm == "none" else norm}
+    variants: dict[str, object] = {
+        "norm": None if norm == "none" else norm,
+        "space_to_depth": config.network.space_to_depth,
+    }
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
         options = {"shape": dataset.shape, "classes": dataset.classes}
@@ -89,7 +92,7 @@ def network(config: Config) -> nn.Module:
             "width": config.network.width,
             "scales": config.scales,
         }
-        variants |= {"space_to_depth": config.network.space_to_depth, "fused": config.fused_pointwise}
+        variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
     options |= {name: value for name, value in variants.items() if value}
     ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
     if ghost is not None and (batch < ghost or batch % ghost):

@@ -111,7 +111,8 @@ def test_the_full_network_computes_less_than_the_unet() -> None:
 
 
 def test_invalid_options_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"space_to_depth: last is not strided in smooth_unet.*; remove it"):
-        SmoothUNet(space_to_depth=["last"])
+    remedy = r"^last cannot be computed by space-to-depth in smooth_unet; set network.space_to_depth=\[down1,up2\]$"
+    with pytest.raises(ValueError, match=remedy):
+        SmoothUNet(space_to_depth=["down1", "last", "up2"])
     with pytest.raises(ValueError, match="data_size 12 is not a multiple of 8"):
         small(crop=12)

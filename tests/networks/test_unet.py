@@ -131,6 +131,7 @@ def test_a_network_compiles_to_one_graph(options: dict[str, Any]) -> None:
             r"network\.space_to_depth: up5 is not one of down1, last, down2, up2, up3, up4",
         ),
         ("unet", {"space_to_depth": ["up4"]}, "space_to_depth: with scales 3 there is no up4; remove it"),
+        ("unet", {"space_to_depth": ["up4", "up3"], "scales": 2}, "scales 2 there is no up4 or up3; remove them"),
         ("unet", {"crop": 12}, "data_size 12 is not a multiple of 8"),
         ("unet", {"scales": 0}, "needs at least one scale, not 0"),
         (

@@ -274,6 +274,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_needs(self) -> Config:
         """Options for which others must be set."""
+        if self.fused_tail and self.network.name == "smooth_unet":
+            raise ValueError("fused_tail: network smooth_unet has no such form; set fused_tail=false")
         layers = self.network.space_to_depth
         needs = {
             "resident_blocks": {
