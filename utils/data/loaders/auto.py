@@ -45,7 +45,9 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
     if no_float16 is not None:
         choice = choose(config, world, training_bytes, no_float16)
         loaders = _build(choice, config, world, training_bytes)
-    return replace(loaders, notes=(f"data_loader_config auto: {choice.name}, {choice.reason}", *loaders.notes))
+    unused = "" if choice.name == "resident" else gpu_resident.unused_options(config)
+    note = f"data_loader_config auto: {choice.name}, {choice.reason}{unused}"
+    return replace(loaders, notes=(note, *loaders.notes))
 
 
 def _build(choice: Choice, config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:

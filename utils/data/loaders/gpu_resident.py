@@ -36,9 +36,7 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
     if world.device.type != "cuda":
         loaders = build_inmem(config, world, training_bytes)
-        note = "data_loader_config resident: without a GPU it is inmem"
-        unused = {"resident_dtype": config.resident_dtype != "float32", "resident_blocks": config.resident_blocks}
-        note += "".join(f"; {name} has no effect" for name, is_set in unused.items() if is_set)
+        note = f"data_loader_config resident: without a GPU it is inmem{unused_options(config)}"
         return replace(loaders, notes=(note, *loaders.notes))
     volumes = open_volumes(config, world)
     with world.raise_together():
@@ -47,6 +45,12 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
     place = f"the memory of {world.device}, as {config.resident_dtype}"
     loaded, note = load_volumes(volumes, lambda each: load_resident(each, world, dtype), place)
     return build_crop_loaders(config, world, loaded, GpuResidentLoader, note)
+
+
+def unused_options(config: Config) -> str:
+    """The end of a note: options of this loader that other loaders do not use."""
+    unused = {"resident_dtype": config.resident_dtype != "float32", "resident_blocks": config.resident_blocks}
+    return "".join(f"; {name} has no effect" for name, is_set in unused.items() if is_set)
 
 
 class GpuResidentLoader(Loader):
