@@ -1,5 +1,5 @@
 # make demo        simulates two volumes, trains on them and reports the result
-# make test        runs the fast tests: every feature once, within five minutes on two cores
+# make test        runs the fast tests: every feature once, in about five minutes on two cores
 # make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
 # make coverage    runs all tests with branch coverage

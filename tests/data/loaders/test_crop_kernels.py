@@ -90,7 +90,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(("channels", "channels_last"), [(4, False), (5, True)])
+@pytest.mark.parametrize(("channels", "channels_last"), [pytest.param(4, False, marks=pytest.mark.slow), (5, True)])
 def test_all_48_symmetries_match_the_definition(channels: int, channels_last: bool) -> None:
     field, plan = random_field(channels), random_plan(ALL)
     got = gathered(field, plan, channels_last=channels_last)
@@ -151,7 +151,9 @@ def test_nan_and_subnormals_are_kept() -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("channels_last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize(
+    "channels_last", [pytest.param(False, marks=pytest.mark.slow), True], ids=["channels first", "channels last"]
+)
 def test_a_crop_of_any_size_with_several_tiles(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> None:
     """Complete and partial tiles, under symmetries that move the field's fastest axis and others."""
     monkeypatch.setattr(crop_kernels, "TILE_ALL_CHANNELS", (2, 4))
