@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from gpu_layouts import GpuLayouts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,7 +139,7 @@ def test_a_dense_transposed_convolution_shuffles_once(channels: int) -> None:
     """In elements of 16 bytes if the channels of a cell fill them."""
     layer = DenseConvTranspose3d(4, channels, 4, stride=2, padding=1, dtype=torch.bfloat16).requires_grad_(False)
     x = random(4, 4, 8, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last_3d)
-    with Copies(least=layer.weight.nbytes) as trace:
+    with GpuLayouts(), Copies(least=layer.weight.nbytes) as trace:
         result = dense_transpose(x, layer.weight)
     assert (trace.copies, trace.left) == (["copy_"], [])
     assert trace.largest == (16 if channels == 8 else 2)
