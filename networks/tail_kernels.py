@@ -28,7 +28,7 @@ def tail_l1(  # type: ignore[no-untyped-def]
     loss_partial: [programs], partial sums of |tanh(blocks + bias) - targets|.
     bias_partial: [programs, TILE], partial sums of the gradient.
 
-    Each program has one tile of a plane, and adds up every so many planes. So all that depends on the place in the
+    Each program processes the same tile of several planes, at equal distances. So all that depends on the place in the
     plane is computed once: channel, bias, and the address of the target in the first plane.
     """
     BLOCK: tl.constexpr = 8 * CHANNELS
