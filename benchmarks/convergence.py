@@ -301,9 +301,10 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Curves with standard deviations; per sample: final values, and samples to the first condition's final value."""
+    scale = "linear" if study.rises else "log"
     if not study.per_sample:
         named = {summary["name"]: summary["curve"] for summary in summaries}
-        draw_curves(named, ("samples", "step", "seconds"), study.label, path, "linear" if study.rises else "log")
+        draw_curves(named, ("samples", "step", "seconds"), study.label, path, scale)
         return
     names, goal = [summary["name"] for summary in summaries], summaries[0][study.measure]["mean"]
     found = [(summary[study.measure]["mean"], summary[study.measure]["stdev"]) for summary in summaries]
@@ -311,10 +312,9 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
     reached = [reach(summary["curve"], goal, study.rises, interpolate=True) for summary in summaries]
     samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
     with common.plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
-        common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}")
-        common.bars(
-            panels[0, 1], names, {"": samples}, xlabel="training samples to the first one's final value (0: never)"
-        )
+        common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}", xscale=scale)
+        label = "training samples to the first one's final value (0: never)"
+        common.bars(panels[0, 1], names, {"": samples}, xlabel=label)
 
 
 def draw_curves(
