@@ -66,17 +66,6 @@ class SubPixelConv3d(nn.Conv3d):
         return blocks.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
 
-class ResizeConv3d(nn.Conv3d):
-    """Fewer channels on the coarse grid, trilinear interpolation, a convolution on the fine grid."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__(after, after, 3, padding=1)
-        self.reduce = nn.Conv3d(before, after, 1)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(F.interpolate(self.reduce(input), scale_factor=2.0, mode="trilinear"))
-
-
 class SubPixelUNet(UNet):
     """`last` is a sub-pixel convolution."""
 
@@ -85,10 +74,14 @@ class SubPixelUNet(UNet):
 
 
 class ResizeUNet(UNet):
-    """`last` is a resize convolution."""
+    """A convolution to fewer channels, trilinear interpolation, and `last`, a convolution at full resolution."""
 
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.Conv3d:
-        return ResizeConv3d(before, after)
+        self.reduce = nn.Conv3d(before, after, 1)
+        return nn.Conv3d(after, after, 3, padding=1)
+
+    def output(self, x: torch.Tensor, precise: torch.Tensor | None = None) -> torch.Tensor:
+        return super().output(F.interpolate(self.reduce(x), scale_factor=2.0, mode="trilinear"))
 
 
 class SkipUNet(UNet):
@@ -101,21 +94,16 @@ class SkipUNet(UNet):
     def _output_layer(self, before: int, after: int, space_to_depth: bool) -> nn.ConvTranspose3d:
         return ConvTranspose3d(before, 4, 4, stride=2, padding=1)
 
-    def _last(self, x: torch.Tensor) -> torch.Tensor:
-        return F.leaky_relu(self.last(x), NEGATIVE_SLOPE)
-
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.mix(torch.cat([super().forward(fields), fields], 1)))
+        x = F.leaky_relu(self.last(self.before_last(fields)[0]), NEGATIVE_SLOPE)
+        return torch.tanh(self.mix(torch.cat([x, fields], 1)))
 
 
 class ResidualUNet(UNet):
     """The prediction is added to the input's density and velocity."""
 
-    def _last(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(x)
-
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        x = super().forward(fields)
+        x = self.last(self.before_last(fields)[0])
         return torch.tanh(torch.cat([x[:, :4] + fields[:, :4], x[:, 4:]], 1))
 
 

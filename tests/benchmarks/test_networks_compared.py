@@ -4,23 +4,62 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import networks
 from benchmarks.networks import VARIANTS, SubPixelConv3d
+from networks.fused import NEGATIVE_SLOPE
 from utils.errors import UserError
+from utils.profiling.flops import training_flops
+
+
+def build(name: str) -> Any:
+    return VARIANTS[name](in_channels=4, out_channels=5, width=4, scales=2, crop=8)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_variant_predicts_fields_and_trains_all_its_weights(name: str) -> None:
-    network = VARIANTS[name](in_channels=4, out_channels=5, width=4, scales=2, crop=8)
+    network = build(name)
     outputs = network(torch.randn(2, 4, 8, 8, 8))
     assert outputs.shape == (2, 5, 8, 8, 8)
     assert outputs.abs().max() < 1
     outputs.square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_operations_of_each_variant_are_counted(name: str) -> None:
+    """As at the start of a training."""
+    found = training_flops(build(name), torch.empty(1, 4, 8, 8, 8))
+    plain = training_flops(build("unet"), torch.empty(1, 4, 8, 8, 8))
+    assert (found == plain) == (name in ("unet", "residual"))
+
+
+def test_the_residual_network_adds_to_density_and_velocity() -> None:
+    network, fields = build("residual"), torch.randn(1, 4, 8, 8, 8)
+    for parameter in network.last.parameters():
+        nn.init.zeros_(parameter)
+    outputs = network(fields)
+    assert torch.equal(outputs[:, :4], fields.tanh())
+    assert not outputs[:, 4].any()
+
+
+def test_the_full_resolution_layer_reads_the_input_and_the_last_layer() -> None:
+    network, fields = build("full-resolution skip"), torch.randn(1, 4, 8, 8, 8)
+    cells = torch.zeros(5, 8, 3, 3, 3)
+    cells[0, 0, 1, 1, 1] = cells[1, 4, 1, 1, 1] = 1
+    with torch.no_grad():
+        network.mix.weight.copy_(cells)
+        network.mix.bias.zero_()
+        nn.init.zeros_(network.last.weight)
+        network.last.bias.fill_(-2.0)
+    outputs = network(fields)
+    assert torch.allclose(outputs[:, 0], torch.tanh(torch.full((1, 8, 8, 8), -2 * NEGATIVE_SLOPE)))
+    assert torch.allclose(outputs[:, 1], fields[:, 0].tanh())
 
 
 def test_a_sub_pixel_convolution_moves_channels_to_the_cells_of_a_block() -> None:
