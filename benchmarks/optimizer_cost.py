@@ -31,10 +31,10 @@ from utils.profiling.flops import training_flops
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"name": "adam"},
     "soap": {"name": "soap"},
-    "soap, limit 512": {"name": "soap", "max_precondition_dim": 512},
+    "soap, limit 2048": {"name": "soap", "max_precondition_dim": 2048},
     "soap, merge_dims none": {"name": "soap", "merge_dims": "none"},
     "soap, merge_dims rest": {"name": "soap", "merge_dims": "rest"},
-    "soap, merge_dims rest, limit 512": {"name": "soap", "merge_dims": "rest", "max_precondition_dim": 512},
+    "soap, merge_dims rest, limit 2048": {"name": "soap", "merge_dims": "rest", "max_precondition_dim": 2048},
     "muon": {"name": "muon"},
 }
 RANKS = (1, 4)

@@ -10,6 +10,8 @@ from benchmarks.optimizer_cost import QR, measure, muon_operations, soap_operati
 from utils import build
 from utils import config as configs
 from utils.config.sections import OptimizerConfig
+from utils.optim.matrices import is_weight
+from utils.profiling.flops import training_flops
 
 SHIPPED = "config/UNet.yaml"
 
@@ -30,6 +32,16 @@ def test_soap_rotates_follows_and_renews() -> None:
     own = 2 * m**2 * n + (2 + QR) * m**3 / 10
     shared = 2 * rotation + own + (rotation + 2 * (m**3 + n**3)) / 10
     assert soap_operations(OptimizerConfig(name="soap"), {"w": weight(m, n)}, 2) == pytest.approx(shared)
+
+
+def test_at_full_size_soap_adds_at_most_a_quarter_of_a_step_and_a_tenth_on_four_ranks() -> None:
+    with torch.device("meta"):
+        network = build.network(configs.load(SHIPPED, "bs64_fast", {"device": "cpu"}).for_world(1))
+    weights = {name: each for name, each in network.named_parameters() if is_weight(name, each)}
+    training = 64 * training_flops(network, torch.empty(1, 4, 64, 64, 64, device="meta"))
+    one, four = (soap_operations(OptimizerConfig(name="soap"), weights, ranks) for ranks in (1, 4))
+    assert 0.05 < one / (one + training) < 0.25
+    assert 0.05 < four / (four + training) < 0.1
 
 
 def test_muon_iterates_five_times_and_the_last_weight_follows_adam() -> None:

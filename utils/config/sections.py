@@ -83,7 +83,7 @@ class OptimizerConfig(Section):
     # soap: how a weight [first, second, kernel…] is viewed, as a tensor with one eigenbasis per side: none: unchanged;
     # kernel: [first, second, all others]; rest: [first, all others]
     merge_dims: Literal["none", "kernel", "rest"] = "kernel"
-    max_precondition_dim: Positive = 2048  # soap: longer sides have no eigenbasis
+    max_precondition_dim: Positive = 512  # soap: longer sides have no eigenbasis
     precondition_frequency: Positive = 10  # soap: updates from one renewal of the eigenbases to the next
 
     @model_validator(mode="before")
