@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -54,9 +55,13 @@ class Parser(cli.Parser):
         self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Also refuses an --output that cannot be written, before time is spent on measurements."""
+        """Also refuses an --output that cannot be written, before time is spent on measurements.
+
+        From then on SIGTERM raises SystemExit, so that the benchmark ends the processes that it has started.
+        """
         parsed, rest = super().parse_known_args(*arguments, **options)
         check_output(parsed.output)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return parsed, rest
 
     def add_integers(self, **defaults: int) -> None:

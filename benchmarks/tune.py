@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -247,5 +246,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a canceled job cleans up
     main()

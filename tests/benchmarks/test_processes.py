@@ -14,11 +14,13 @@ import pytest
 from processes import GENEROUS
 
 from benchmarks import processes
+from benchmarks.common import Parser
 from benchmarks.processes import failure_reason, launcher, run_group
 
 SLEEPER = f"print('ready', flush=True); import time; time.sleep({10 * GENEROUS})"
 FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMILY}"
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 
 
 def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
@@ -38,16 +40,17 @@ def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
     [
         (FAMILY, 1, "time limit"),
         (FAMILY, 1, "Ctrl-C"),
+        (FAMILY, 1, "SIGTERM"),
         (STUBBORN, 1, "time limit"),
         # torchrun's ranks are in process groups of their own.
         (SLEEPER, 2, "time limit"),
     ],
-    ids=["time limit", "Ctrl-C", "SIGTERM ignored", "torchrun"],
+    ids=["time limit", "Ctrl-C", "SIGTERM", "SIGTERM ignored", "torchrun"],
 )
 def test_all_processes_end_with_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, by: str
 ) -> None:
-    """Neither a time limit nor Ctrl-C leaves children behind, even if they ignore SIGTERM."""
+    """Neither a time limit nor a signal to the benchmark leaves children behind, even if they ignore SIGTERM."""
     reader, writer = os.pipe()
     wait, waited = subprocess.Popen.wait, []
 
@@ -55,28 +58,31 @@ def test_all_processes_end_with_the_training(
         if not waited:
             waited.append(timeout)
             assert read(reader, lambda text: text.count(b"ready") == 2).count(b"ready") == 2
-            if by == "Ctrl-C":
-                os.kill(os.getpid(), signal.SIGINT)
+            if by in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[by])
         return wait(self, GENEROUS if timeout is None else timeout)
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
     # A shell has the programs that it runs in the background ignore Ctrl-C, which also affects the tests.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS.values()}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Parser("").parse_args([])
     if program == STUBBORN:
         monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
     (tmp_path / "script.py").write_text(program)
     command = [*launcher(ranks), str(tmp_path / "script.py")]
     try:
         with os.fdopen(writer, "wb") as log:
-            if by == "Ctrl-C":
-                with pytest.raises(KeyboardInterrupt):
+            if by in SIGNALS:
+                with pytest.raises((KeyboardInterrupt, SystemExit)):
                     run_group(command, os.environ, log)
             else:
                 assert run_group(command, os.environ, log, limit=0.0) is None
         # The pipe ends once the last process that can write to it has ended.
         read(reader, lambda text: False)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(reader)
 
 
