@@ -313,6 +313,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
     samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
     with common.plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
         common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}", xscale=scale)
+        panels[0, 0].tick_params(axis="x", which="minor", labelbottom=False)  # they overlap
         label = "training samples to the first one's final value (0: never)"
         common.bars(panels[0, 1], names, {"": samples}, xlabel=label)
 
