@@ -301,19 +301,19 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Curves with standard deviations; per sample: final values, and samples to the first condition's final value."""
-    scale = "linear" if study.rises else "log"
     if not study.per_sample:
         named = {summary["name"]: summary["curve"] for summary in summaries}
-        draw_curves(named, ("samples", "step", "seconds"), study.label, path, scale)
+        draw_curves(named, ("samples", "step", "seconds"), study.label, path, "linear" if study.rises else "log")
         return
     names, goal = [summary["name"] for summary in summaries], summaries[0][study.measure]["mean"]
     found = [(summary[study.measure]["mean"], summary[study.measure]["stdev"]) for summary in summaries]
+    means = [mean for mean, _ in found]
+    scale = "log" if max(means) > 10 * min(means) else "linear"  # trainings that diverged
     final = [{"median": mean, "min": mean - deviation, "max": mean + deviation} for mean, deviation in found]
     reached = [reach(summary["curve"], goal, study.rises, interpolate=True) for summary in summaries]
     samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
     with common.plot(path, (13, 1.2 + 0.3 * len(names)), 2, sharey=True) as panels:
         common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}", xscale=scale)
-        panels[0, 0].tick_params(axis="x", which="minor", labelbottom=False)  # they overlap
         label = "training samples to the first one's final value (0: never)"
         common.bars(panels[0, 1], names, {"": samples}, xlabel=label)
 
