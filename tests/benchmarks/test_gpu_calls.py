@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def call(*flags: str) -> str:
         monkeypatch.setattr("sys.argv", ["gpu", *flags])
+        monkeypatch.setattr(gpu, "STARTED", time.perf_counter())  # not when the tests were collected
         gpu.main()
         return capsys.readouterr().out
 
