@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -55,13 +55,17 @@ class Parser(cli.Parser):
         self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Also refuses an --output that cannot be written, before time is spent on measurements.
+        """Also refuses directories that cannot be written, before time is spent on measurements.
 
-        From then on SIGTERM raises SystemExit, so that the benchmark ends the processes that it has started.
+        From then on SIGTERM and SIGHUP raise SystemExit, so that the benchmark ends the processes that it has started.
         """
         parsed, rest = super().parse_known_args(*arguments, **options)
-        check_output(parsed.output)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        for name in ("output", "runs", "logs"):
+            if isinstance(directory := getattr(parsed, name, None), Path):
+                check_writable(directory, f"--{name}")
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, end_by_signal)
         return parsed, rest
 
     def add_integers(self, **defaults: int) -> None:
@@ -76,13 +80,19 @@ class Parser(cli.Parser):
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="changes", help=text)
 
 
-def check_output(directory: Path) -> None:
+def end_by_signal(number: int, frame: object) -> NoReturn:
+    sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
+    raise SystemExit(128 + number)
+
+
+def check_writable(directory: Path, option: str) -> None:
     """Raises UserError if the directory is not writable or cannot be created. Creates nothing."""
     existing = directory.absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to {directory}: {existing} is not a writable directory; choose another --output")
+        reason = f"{existing} is not a writable directory"
+        raise UserError(f"cannot write to {directory}: {reason}; choose another {option}")
 
 
 def positive_float(text: str) -> float:
@@ -152,13 +162,28 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
 def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
     """Writes <directory>/<name>.json with provenance, atomically."""
     path = directory / f"{name}.json"
-    text = json.dumps({**result, "provenance": provenance(this_machine())}, indent=2) + "\n"
+    text = json.dumps(finite({**result, "provenance": provenance(this_machine())}), indent=2, allow_nan=False) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
     return path
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: None in their places."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plus_minus(values: Mapping[str, Any], form: str, factor: float = 1) -> str:
+    """Mean ± standard deviation, from keys `mean`, `stdev` and `n`; the mean alone if it is of one value."""
+    names = ("mean", "stdev") if values["n"] > 1 else ("mean",)
+    return " ± ".join(format(factor * values[name], form) for name in names)
 
 
 def publish(

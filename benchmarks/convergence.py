@@ -5,11 +5,11 @@ python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files m
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, learning-rate scaling
 python -m benchmarks.convergence layers      the effect of norms and initialization on it
 python -m benchmarks.convergence learning_rates   eight learning rates for each of Adam, Muon and SOAP
-python -m benchmarks.convergence recipe           one factor at a time for the best of them
-python -m benchmarks.convergence start            its first 100 steps
-python -m benchmarks.convergence batch32          its options for a larger batch
-python -m benchmarks.convergence scale            the best of them at other widths, depths and batches
-python -m benchmarks.convergence demo             the demo with Adam and with the best of them
+python -m benchmarks.convergence recipe           one factor at a time for SOAP
+python -m benchmarks.convergence start            the first 100 steps of SOAP
+python -m benchmarks.convergence batch32          SOAP with a larger batch
+python -m benchmarks.convergence scale            Adam and SOAP at other widths, depths and batches
+python -m benchmarks.convergence demo             the config demo, and with a larger batch
 
 benchmarks/studies.yaml defines the studies. Trainings are kept in --runs: an interrupted study resumes with the missing
 ones. A training counts as finished if its config is the same, whatever its commit: remove it after a change to the
@@ -286,8 +286,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
         cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"]]
         for key in (study.measure, "training accuracy") if labelled else (study.measure,):
             factor, form, unit = (1, ".5f", "") if key.startswith("Loss/") else (100, ".1f", " %")
-            shown = ("mean", "stdev") if summary[key]["n"] > 1 else ("mean",)
-            cells.append(" ± ".join(format(factor * summary[key][name], form) for name in shown) + unit)
+            cells.append(common.plus_minus(summary[key], form, factor) + unit)
         cells.append(f"{summary['seconds']['mean']:.0f}")
         reached = reach(summary["curve"], goal, study.rises, study.per_sample)
         if reached is None:

@@ -205,7 +205,7 @@ def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def shown(values: Mapping[str, Any] | None, digits: int) -> str:
-    return f"{values['mean']:.{digits}f} ± {values['stdev']:.{digits}f}" if values else ""
+    return common.plus_minus(values, f".{digits}f") if values else ""
 
 
 def result_table(panels: Mapping[str, Any]) -> str:

@@ -66,7 +66,7 @@ def to_goal(
 
 
 def shown(values: Mapping[str, Any] | None, form: str, factor: float = 1) -> str:
-    return "" if values is None else " ± ".join(format(factor * values[key], form) for key in ("mean", "stdev"))
+    return "" if values is None else common.plus_minus(values, form, factor)
 
 
 def result_table(recipes: Sequence[Mapping[str, Any]], measure: str, label: str) -> str:

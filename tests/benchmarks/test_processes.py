@@ -20,7 +20,7 @@ from benchmarks.processes import failure_reason, launcher, run_group
 SLEEPER = f"print('ready', flush=True); import time; time.sleep({10 * GENEROUS})"
 FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {FAMILY}"
-SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP}
 
 
 def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
@@ -41,11 +41,12 @@ def read(pipe: int, enough: Callable[[bytes], bool]) -> bytes:
         (FAMILY, 1, "time limit"),
         (FAMILY, 1, "Ctrl-C"),
         (FAMILY, 1, "SIGTERM"),
+        (FAMILY, 1, "SIGHUP"),
         (STUBBORN, 1, "time limit"),
         # torchrun's ranks are in process groups of their own.
         (SLEEPER, 2, "time limit"),
     ],
-    ids=["time limit", "Ctrl-C", "SIGTERM", "SIGTERM ignored", "torchrun"],
+    ids=["time limit", "Ctrl-C", "SIGTERM", "SIGHUP", "SIGTERM ignored", "torchrun"],
 )
 def test_all_processes_end_with_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, ranks: int, by: str
@@ -65,7 +66,8 @@ def test_all_processes_end_with_the_training(
     monkeypatch.setattr(subprocess.Popen, "wait", wait_for_both)
     # A shell has the programs that it runs in the background ignore Ctrl-C, which also affects the tests.
     before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS.values()}
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     Parser("").parse_args([])
     if program == STUBBORN:
         monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)

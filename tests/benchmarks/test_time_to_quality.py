@@ -41,7 +41,7 @@ def test_shares_compare_with_the_whole_reference_of_the_same_seed() -> None:
 def test_a_recipe_that_misses_the_goal_with_one_seed_has_no_mean() -> None:
     reference = [trained([9, 2]), trained([9, 2])]
     assert to_goal([trained([9, 1]), trained([9, 3])], reference, LOSS, 2) == {"reached": 1}
-    recipe = {"name": "it", "global batch": 8, "steps": 1, LOSS: {"mean": 2.0, "stdev": 1.0}, "seeds": [0, 1]}
+    recipe = {"name": "it", "global batch": 8, "steps": 1, LOSS: {"mean": 2.0, "stdev": 1.0, "n": 2}, "seeds": [0, 1]}
     table = result_table([{**recipe, "to the goal": {"reached": 1}}], LOSS, "loss")
     assert table.splitlines()[2] == "| it | 8 | 1 | 2.00000 ± 1.00000 | 1 of 2 |  |  |  |  |"
 
