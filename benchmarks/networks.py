@@ -147,18 +147,18 @@ def train(options: argparse.Namespace) -> None:
     import train
 
     torch.set_num_threads(1)
-    name, steps, seed = options.train
+    name, steps, seed = options.train[0], *map(int, options.train[1:])
     changes = {
         "network.name": name,
-        "seed": int(seed),
-        "Nsamples": int(steps) * 8 // EPOCHS,
+        "seed": seed,
+        "Nsamples": steps * 8 // EPOCHS,
         "num_epochs": EPOCHS,
         "expdir": str(options.runs.absolute()),
         "log_noise_scale": False,
         "report_baselines": False,
         "report_pictures": False,
     }
-    run_num = f"{name.replace(' ', '_')}-seed{seed}"
+    run_num = training_name(name, steps, seed)
     flags = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
     train.main([f"--config={CONFIG}", f"--run_num={run_num}", "--resume=no", *flags])
     config = configs.load(common.YAML, CONFIG, changes).for_world(1)
@@ -171,9 +171,13 @@ def train(options: argparse.Namespace) -> None:
     common.write_text(options.runs / f"{run_num}.json", json.dumps(result))
 
 
+def training_name(name: str, steps: int, seed: int) -> str:
+    return f"{name.replace(' ', '_')}-{steps}steps-seed{seed}"
+
+
 def result_of(name: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The result of a training; UserError with the reason if it fails."""
-    path = options.runs / f"{name.replace(' ', '_')}-seed{seed}.json"
+    path = options.runs / f"{training_name(name, steps, seed)}.json"
     if not path.exists():
         sys.stderr.write(f"{name}, seed {seed}, {steps} steps\n")
         flags = [f"--runs={options.runs}", f"--output={options.output}", "--train", name, str(steps), str(seed)]
@@ -210,7 +214,7 @@ def markdown(found: dict[str, Any]) -> str:
     ]
     for measure in found[names[0]]["measures"]:
         values = [found[name]["measures"][measure] for name in names]
-        rows.append([measure, *(f"{value['mean']:.4g} ± {value['stdev']:.2g}" for value in values)])
+        rows.append([measure, *(common.plus_minus(value, ".3g") for value in values)])
     return common.table(["", *names], rows)
 
 
@@ -236,7 +240,9 @@ def compare(options: argparse.Namespace) -> None:
     if not times.exists():
         common.write_text(times, json.dumps(seconds_per_step(list(VARIANTS))))
     seconds = json.loads(times.read_text(encoding="utf-8"))
-    steps = {name: round(options.steps * seconds["unet"] / seconds[name]) for name in VARIANTS}
+    steps = {name: round(options.steps * seconds["unet"] / seconds[name]) // EPOCHS * EPOCHS for name in VARIANTS}
+    if not all(steps.values()):
+        raise UserError(f"--steps {options.steps} is less than {EPOCHS} steps of the slowest network; raise it")
     results = {
         (name, seed): result_of(name, steps[name], seed, options) for seed in range(options.seeds) for name in VARIANTS
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_training(
     networks.main([f"--output={tmp_path / 'new' / 'results'}"])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    for output in ("file", "file/results"):
-        with pytest.raises(UserError, match="file is not a writable directory; choose another --output"):
-            networks.main([f"--output={tmp_path / output}"])
+    for option, name in itertools.product(("--output", "--runs"), ("file", "file/results")):
+        with pytest.raises(UserError, match=f"file is not a writable directory; choose another {option}"):
+            networks.main([f"{option}={tmp_path / name}"])
 
 
 def test_finished_trainings_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +107,16 @@ def test_finished_trainings_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
     arguments = ["--steps=60", f"--runs={runs}", f"--output={tmp_path}"]
     networks.main(arguments)
     networks.main(arguments)
-    assert started == 2 * [(name, round(60 / (1 + number))) for number, name in enumerate(VARIANTS)]
+    assert started == 2 * [(name, round(60 / (1 + number)) // 2 * 2) for number, name in enumerate(VARIANTS)]
     found = json.loads((tmp_path / "networks.json").read_text())["networks"]["residual"]
     assert (found["steps"], found["measures"]["validation loss"]["mean"]) == (10, pytest.approx(0.015))
     assert found["measures"]["P ratio of velocity, k = 2 h/Mpc"]["values"] == [0.5, 0.5]
     assert "| flux P1D ratio at k = 0.002 | 0.9 ± 0 |" in (tmp_path / "networks.md").read_text()
+    # Other step counts are other trainings; with one seed there is no spread.
+    networks.main([*arguments[1:], "--steps=12", "--seeds=1"])
+    assert started[-6:] == list(zip(VARIANTS, (12, 6, 4, 2, 2, 2), strict=True))
+    found = json.loads((tmp_path / "networks.json").read_text(), parse_constant=pytest.fail)["networks"]["residual"]
+    assert found["measures"]["L1"] == {"mean": 0.5, "stdev": None, "n": 1, "values": [0.5]}
+    assert "| L1 | 0.5 | 0.5 |" in (tmp_path / "networks.md").read_text()
+    with pytest.raises(UserError, match="--steps 8 is less than 2 steps of the slowest network; raise it"):
+        networks.main([*arguments[1:], "--steps=8"])
