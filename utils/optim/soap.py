@@ -114,7 +114,8 @@ class Soap(MatrixOptimizer):
         for parameter, state in self._weights():
             expected = {name: value.shape for name, value in self.new_state(parameter, True).items()}
             if expected != {name: value.shape for name, value in state.items() if name != "step"}:
-                raise ValueError("its optimizer.merge_dims or optimizer.max_precondition_dim is not this training's")
+                names = "optimizer.merge_dims or optimizer.max_precondition_dim"
+                raise ValueError(f"its {names} is not this training's (see its config.yaml)")
         self._read_updates()
 
     def collect_state(self) -> None:
