@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,34 @@ class Addresses(ast.NodeVisitor):
 addresses_of = functools.cache(Addresses)
 
 
+# --- waiting for the device ------------------------------------------------------------------------------------------
+
+# Their implementations read a status that the device returns.
+CHECKED = ("_linalg_check_errors", "_linalg_eigh", "linalg_eigh", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_svd")
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+class HostWaits(RuntimeError):
+    """An operation for which the host must wait for the device, which a CUDA graph cannot record."""
+
+
+def refuse_to_wait(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises HostWaits for an operation whose result or shape the host computes from values on the device."""
+    name = func._schema.name.removeprefix("aten::")
+    operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    if name in INDEXING:  # a mask is first converted to positions
+        waits = any(x.dtype in (torch.bool, torch.uint8) for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor))
+    elif name == "_to_copy":
+        waits = torch.device(kwargs.get("device") or args[0].device).type != args[0].device.type
+    elif name in ("copy_", "_foreach_copy_"):
+        waits = len({x.device.type for x in operands}) > 1
+    else:
+        waits = bool(tags) or name in CHECKED
+    if waits:
+        raise HostWaits(f"{name} of {[(str(x.dtype), list(x.shape), str(x.device)) for x in operands[:3]]}")
+
+
 # --- the trace -------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +188,7 @@ class Trace(TorchDispatchMode):
             # The mode is entered again for the operations of which a custom operator consists.
             with self, torch.no_grad():
                 return OPDEFS[name]._init_fn(*args, **kwargs)
-        if name == "_local_scalar_dense":
-            return 1  # whether all gradients are finite
+        refuse_to_wait(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in ("convolution", "convolution_backward"):
             return self._convolution(name, args, result)

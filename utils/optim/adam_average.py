@@ -52,7 +52,7 @@ def _in_one_pass(optimizer: torch.optim.Optimizer, average: EMA, finite: torch.T
     for group in optimizer.param_groups:
         parameters = group["params"]
         states = [_state(optimizer, parameter) for parameter in parameters]
-        torch._foreach_add_([state["step"] for state in states], updated)
+        torch._foreach_add_([state["step"] for state in states], updated, alpha=1)  # without alpha the host waits
         lr = group["lr"]
         if not isinstance(lr, torch.Tensor):
             lr = torch.full((), lr, device=finite.device)

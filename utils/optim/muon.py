@@ -64,7 +64,7 @@ class Muon(MatrixOptimizer):
             nesterov=group["momentum"] > 0,
             maximize=False,
         )
-        torch._foreach_add_([state["step"] for state in states], 1 - skip)
+        torch._foreach_add_([state["step"] for state in states], 1 - skip, alpha=1)  # without alpha the host waits
         descend(group, parameters, self._orthogonalized(directions), skip)
 
     def _orthogonalized(self, directions: list[torch.Tensor]) -> list[torch.Tensor]:

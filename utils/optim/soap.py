@@ -96,7 +96,7 @@ class Soap(MatrixOptimizer):
         if group["matrices"]:
             mine = [self._mine(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             _update_statistics(mine, gradients, sides, 1 - group["betas"][1], skip)
-        torch._foreach_add_(counts, 1 - skip)
+        torch._foreach_add_(counts, 1 - skip, alpha=1)  # without alpha the host waits for the device
 
     @torch.no_grad()
     def renew(self) -> None:

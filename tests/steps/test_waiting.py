@@ -1,0 +1,136 @@
+"""No training step makes the host wait for the device: it would idle in each step, and a CUDA graph cannot record it.
+
+On tensors without data that pass as CUDA tensors, so that the step takes the paths of a GPU. One exception is allowed:
+SOAP reads its number of updates when it renews its bases, outside of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.rungs import GPU_RUNGS
+from benchmarks.traffic import batch_of, fake_gpu
+from benchmarks.traffic_trace import HostWaits, Trace
+from networks import LOSSES
+from utils import build
+from utils import config as configs
+from utils.config import Config, yaml_files
+from utils.data.datasets import get_dataset
+from utils.data.loader import Batch
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.optim import matrices
+from utils.optim.optimizers import OPTIMIZERS, build_optimizer
+from utils.steps.eager import EagerStep
+
+FOLDER = Path(__file__).parents[2] / "config"
+SMALL = {"network.width": 4, "network.scales": 2, "data_size": 16}
+ALL_SIZES = {"local_batch_size": 4, "device": "cpu"}
+# The keys on which the operations of a step depend.
+KEYS = ("network", "loss", "lambda_rho", "metrics", "optimizer", "enable_amp", "precision", "accumulation_steps")
+KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "fused_pointwise")
+KEYS += ("fused_tail", "resident_blocks", "ddp")
+
+Changes = Mapping[str, Any]
+
+
+def shipped() -> dict[str, Config]:
+    """The shipped configs, small, one of each set of equal steps."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.yaml")):
+        for name in yaml_files.names(str(path)):
+            config = configs.load(str(path), name, ALL_SIZES)
+            if not config.is_classification:
+                config = configs.load(str(path), name, {**ALL_SIZES, **SMALL})
+            found.setdefault(repr([getattr(config, key) for key in KEYS]), (name, config))
+    return dict(found.values())
+
+
+# One setting at a time, of the fused step in bfloat16 or of the plain one.
+SETTINGS: dict[str, tuple[str, Changes]] = {
+    **{f"optimizer {name}": ("bs64_opt", {"optimizer.name": name}) for name in OPTIMIZERS},
+    "optimizer soap without an average": ("bs64_fast", {"ema_decay": None}),
+    **{f"loss {name}": ("base", {"loss": name}) for name, loss in LOSSES.items() if not loss.is_classification},
+    "density term and channel weights": ("base", {"lambda_rho": 0.1, "channel_weights": [1, 2, 2, 2, 1]}),
+    **{f"norm {name}": ("base", {"network.norm": name}) for name in ("batch", "sync_batch", "ghost(2)", "group")},
+    "float16": ("base", {"enable_amp": True, "precision": "float16", "clip_grad_norm": 0.1}),
+    "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
+    "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1}),
+    "smooth_unet": ("bs64_opt", {"network.name": "smooth_unet", "network.space_to_depth": []}),
+    "dense gradients": ("bs64_opt", {**GPU_RUNGS["dense"].changes, "network.scales": 4}),
+    "tail and blocks": ("bs64_opt", GPU_RUNGS["tail and blocks"].changes),
+}
+
+
+def config_of(name: str, changes: Changes) -> Config:
+    return configs.load(str(FOLDER / "UNet.yaml"), name, {**ALL_SIZES, **SMALL, **changes})
+
+
+CONFIGS = shipped() | {name: config_of(*setting) for name, setting in SETTINGS.items()}
+
+
+def samples(config: Config) -> Batch:
+    if not config.is_classification:
+        return batch_of(config)
+    dataset, count = get_dataset(config.dataset.name or ""), config.local_batch_size or 0
+    inputs = torch.zeros(count, *dataset.shape, dtype=torch.int64 if dataset.vocabulary else torch.float32)
+    return Batch(inputs, torch.zeros(count, dtype=torch.int64))
+
+
+def run_steps(config: Config, recorded: bool) -> None:
+    """Two steps, the first of which creates the optimizer's state; raises HostWaits."""
+    config = config.for_world(1)
+    trace = Trace()
+    with fake_gpu(trace):
+        modules, world = build.model(config), World(Launch("test"), torch.device("cpu"))
+        if config.channels_last:
+            modules.network.to(memory_format=torch.channels_last_3d)
+        network, loss, metrics, combine = modules
+        optimizer = build_optimizer(config.optimizer, network.named_parameters(), 0.1, capturable=recorded)
+        step = EagerStep(network, loss, optimizer, world, build.step_options(config), metrics, combine)
+        batch = samples(config)
+        with trace:
+            for _ in range(2):
+                # A graph step sets the learning rate on the device, and records the rest.
+                step._train(*batch) if recorded else step(*batch, 0.1)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(matrices, "is_recorded", lambda: recorded)
+    run_steps(CONFIGS[name], recorded)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        pytest.param(lambda x: x.sum().item(), id="item"),
+        pytest.param(lambda x: bool(x.isfinite().all()), id="bool"),
+        pytest.param(lambda x: torch._foreach_add_([x], x.sum()), id="a tensor read as a scalar"),
+        pytest.param(lambda x: torch.equal(x, x), id="equal"),
+        pytest.param(lambda x: x.nonzero(), id="nonzero"),
+        pytest.param(lambda x: x[x > 0], id="a mask as index"),
+        pytest.param(lambda x: x.index_put_((x > 0,), x.sum()), id="a mask as index of a write"),
+        pytest.param(lambda x: torch.linalg.eigh(x), id="the status of a decomposition"),
+        pytest.param(lambda x: x.to("meta"), id="a copy to another device"),
+    ],
+)
+def test_an_operation_that_waits_is_refused(action: Callable[[torch.Tensor], object]) -> None:
+    """With values and without."""
+    with pytest.raises(HostWaits), Trace():
+        action(torch.ones(3, 3))
+    trace = Trace()
+    with pytest.raises(HostWaits), fake_gpu(trace), trace:
+        action(torch.ones(3, 3))
+
+
+def test_integers_as_index_do_not_wait() -> None:
+    with Trace():
+        torch.ones(3)[torch.tensor([1, 0])]
