@@ -690,7 +690,7 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
 
     setattr(os, function, die)
     checkpointer = AsyncCheckpointer(Path(folder), {}, 2)
-    content = checkpointer._copy.take(tensors(5.0))[1]
+    content = checkpointer._copy.take(tensors(5.0))
     content["state"] = {"step": step}
     record = {"step": step, "best_step": step}
     checkpointer._write({"network": content.pop("network"), "config": {}, **record}, content, "")
@@ -727,6 +727,12 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert os.readlink(folder / BEST) == "step_00000004"
 
 
+def test_weights_that_are_not_finite_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, the host would otherwise wait for copies of the whole state before it reads that."""
+    monkeypatch.setattr(HostCopy, "_map", lambda *_: pytest.fail("copied"))
+    assert HostCopy().take(tensors(float("nan"))) is None
+
+
 OUT_OF_MEMORY = RuntimeError("CUDA error: out of memory\nmore of it")
 FAULTS: dict[str, Callable[[], Any]] = {
     "no memory for a copy (CUDA error: out of memory)": lambda: mock.patch.object(
@@ -735,7 +741,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "can't start new thread": lambda: mock.patch.object(
         threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
     ),
-    "the weights are not finite": lambda: mock.patch.object(HostCopy, "take", return_value=(False, {})),
+    "the weights are not finite": lambda: mock.patch.object(HostCopy, "take", return_value=None),
 }
 
 

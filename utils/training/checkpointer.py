@@ -149,13 +149,12 @@ class AsyncCheckpointer:
     def _take_copy(self, tensors: Mapping[str, Any]) -> dict[str, Any] | None:
         """A copy of the tensors; None, with a warning, if memory is short or the network is not finite."""
         try:
-            finite, content = self._copy.take(tensors)
+            content = self._copy.take(tensors)
         except (RuntimeError, MemoryError) as error:
             self._skip(f"no memory for a copy ({reason_of(error)})")
             return None
-        if not finite:
+        if content is None:
             self._skip("the weights are not finite")
-            return None
         return content
 
     def _skip(self, reason: str) -> None:

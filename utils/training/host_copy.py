@@ -15,8 +15,8 @@ class HostCopy:
         self._buffers: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, state: Any) -> tuple[bool, Any]:
-        """Returns True if all of the network's tensors are finite, and a copy of the state.
+    def take(self, state: Any) -> Any | None:
+        """Returns a copy of the state; None if the network's tensors are not finite.
 
         On a GPU the copies are made in the order of the current stream; they are complete after `wait`.
         """
@@ -24,11 +24,14 @@ class HostCopy:
         # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
         real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
         finite = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in real]
+        # Read before the copies are queued, so that the host waits for the training alone.
+        if finite and not torch.stack(finite).all():
+            return None
         copied = self._map(state, "")
         if any(tensor.is_cuda for tensor in tensors):
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return bool(torch.stack(finite).all()) if finite else True, copied
+        return copied
 
     def wait(self) -> None:
         """Returns when the copies are complete."""
