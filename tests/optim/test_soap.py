@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from utils.build import network as build_model
 from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
+from utils.optim import soap
 from utils.optim.matrices import Ranks
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Preconditioning, Soap, outer_product, rotate
@@ -181,3 +182,45 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
 def test_ranks_share_the_work_evenly() -> None:
     assert Ranks(0, 2).owners([3.0, 5.0, 1.0, 1.0]) == [1, 0, 1, 1]
     assert Ranks().owners([1.0, 2.0]) == [0, 0]
+
+
+@pytest.mark.parametrize(("requested", "allowed"), [(False, True), (True, True), (True, False)])
+def test_products_are_in_float32_unless_tf32_is_requested(
+    monkeypatch: pytest.MonkeyPatch, requested: bool, allowed: bool
+) -> None:
+    """In updates and renewals. The recipe was found in float32; the rest of the process keeps its setting."""
+    matmul, seen = torch.backends.cuda.matmul, set()
+
+    def recording(name: str) -> Any:
+        function = getattr(soap, name)
+        return lambda *arguments: (seen.add((name, matmul.allow_tf32)), function(*arguments))[1]
+
+    names = ("rotate", "outer_product", "eigenbasis", "next_basis")
+    for name in names:
+        monkeypatch.setattr(soap, name, recording(name))
+    network, before = SmallNetwork(), matmul.allow_tf32
+    optimizer = build(network, tf32=requested)
+    matmul.allow_tf32 = allowed
+    try:
+        train(network, optimizer, range(8))
+        assert matmul.allow_tf32 is allowed
+    finally:
+        matmul.allow_tf32 = before
+    assert seen == {(name, requested and allowed) for name in names}
+
+
+def test_steps_have_the_strides_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of channels-last weights: with other strides torch updates each weight by a kernel of its own."""
+    network = SmallNetwork().to(memory_format=torch.channels_last_3d)
+    optimizer = build(network)
+    subtract, checked = torch._foreach_sub_, []
+
+    def checking(weights: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+        pairs = zip(weights, steps, strict=True)
+        checked.extend(weight.stride() == step.stride() for weight, step in pairs if weight.dim() == 5)
+        subtract(weights, steps)
+
+    monkeypatch.setattr(torch, "_foreach_sub_", checking)
+    train(network, optimizer, range(3))
+    assert len(checked) == 3 * 2
+    assert all(checked)

@@ -159,8 +159,14 @@ def descend(
 ) -> None:
     """x ← x − lr · (direction + λ x); overwrites the directions. Changes no bit if `skip` is 1."""
     weights = list(parameters)
-    steps = [direction.view(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
+    steps = [_laid_out(direction, weight) for direction, weight in zip(directions, weights, strict=True)]
     if group["weight_decay"]:
         torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
     torch._foreach_mul_(steps, (skip == 0) * group["lr"])
     torch._foreach_sub_(weights, steps)
+
+
+def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The direction in the weight's shape and strides: only with equal strides one kernel updates many tensors."""
+    step = direction.view(weight.shape)
+    return step if step.stride() == weight.stride() else torch.empty_like(weight).copy_(step)

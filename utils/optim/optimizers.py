@@ -209,7 +209,7 @@ def _lamb(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) ->
 
 def _soap(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Soap:
     preconditioning = Preconditioning(options.precondition_frequency, options.max_precondition_dim, options.merge_dims)
-    return Soap(parameters.items(), preconditioning, lr=lr, **_adam_options(options))
+    return Soap(parameters.items(), preconditioning, options.tf32, lr=lr, **_adam_options(options))
 
 
 def _muon(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Muon:

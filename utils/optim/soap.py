@@ -5,9 +5,10 @@ Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +55,24 @@ class Soap(MatrixOptimizer):
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         preconditioning: Preconditioning,
+        tf32: bool = False,
         **settings: Any,
     ) -> None:
+        """tf32: on a GPU, matrix products in TF32 if the process allows it, else in float32."""
         named = list(named_parameters)
         super().__init__(
             [parameter for name, parameter in named if is_weight(name, parameter)],
             [parameter for name, parameter in named if not is_weight(name, parameter)],
             **settings,
         )
-        self._preconditioning = preconditioning
+        self._preconditioning, self._tf32 = preconditioning, tf32
         self._made = 0  # updates, when the host last read their number
         self._calls = 0  # since then
         self._wait = 1  # calls after which the bases may have to be renewed
+
+    def step(self) -> None:  # type: ignore[override]
+        with self._precision():
+            super().step()
 
     def new_state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
         if not matrix:
@@ -106,7 +113,8 @@ class Soap(MatrixOptimizer):
         before = self._made
         self._read_updates()
         if self._made > before and (self._made - 1) % self._preconditioning.frequency == 0:
-            self._renew_bases()
+            with self._precision():
+                self._renew_bases()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """ValueError if the saved run viewed the weights as other matrices."""
@@ -122,6 +130,17 @@ class Soap(MatrixOptimizer):
         for parameter, state in self._weights():
             statistics = _matrices(state, "statistics")
             self.ranks.broadcast(list(statistics.values()), [self._owners[parameter][number] for number in statistics])
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        """Context in which the products have the requested precision."""
+        matmul = torch.backends.cuda.matmul
+        before = matmul.allow_tf32
+        matmul.allow_tf32 = before and self._tf32
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = before
 
     @functools.cached_property
     def _owners(self) -> dict[torch.nn.Parameter, dict[int, int]]:
