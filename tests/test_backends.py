@@ -44,6 +44,27 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
     assert build.backends(Config(), CPU) == []
 
 
+@pytest.mark.parametrize(
+    ("version", "changes", "warns"),
+    [
+        (91002, {"enable_amp": True}, True),
+        (90800, {"enable_amp": True, "precision": "float16"}, True),
+        (91002, {"enable_amp": True, "channels_last": True}, False),
+        (91002, {}, False),
+        (90701, {"enable_amp": True}, False),
+        (91501, {"enable_amp": True}, False),
+    ],
+)
+def test_a_cudnn_with_faulty_convolutions_is_logged(
+    monkeypatch: pytest.MonkeyPatch, version: int, changes: dict, warns: bool
+) -> None:
+    """cuDNN 9.8 to 9.14 without channels-last, which PyTorch 2.8 uses and PyTorch 2.9 avoids by a slow path."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    _, *others = build.backends(Config(**changes), CUDA)
+    assert len(others) == warns
+    assert all(f"cuDNN {version}" in line and "channels_last=true" in line for line in others)
+
+
 def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a later training in the same process is not affected."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

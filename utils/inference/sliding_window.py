@@ -133,10 +133,16 @@ def layers(grid: WindowGrid, first: int = 0) -> list[tuple[int, int]]:
 
 
 def forward_pass(network: torch.nn.Module, precision: str, device: torch.device) -> Predict:
-    """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process."""
+    """The network's forward pass in one of PRECISIONS. Sets cuDNN's switches for the whole process.
+
+    On a GPU, converts the network to channels-last.
+    """
     # cuDNN's search would choose other algorithms for other batch sizes, and so make results depend on them.
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    if device.type == "cuda":
+        # Convolutions follow the weights' format. Some versions of cuDNN fail in the other one: see steps/backends.py.
+        network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
 
     @torch.inference_mode()
     def predict(windows: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,22 @@ def backends(config: Config, device: torch.device) -> list[str]:
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
     search, algorithms = "on" if searches else "off", "; deterministic algorithms" if deterministic else ""
     version = torch.backends.cudnn.version()
-    return [f"cuDNN {version}, search {search}; float32 convolutions: {precision}{why}{algorithms}"]
+    lines = [f"cuDNN {version}, search {search}; float32 convolutions: {precision}{why}{algorithms}"]
+    if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):
+        lines.append(
+            f"Warning: with cuDNN {version}, 3D convolutions in {config.precision} are slow or wrong unless "
+            f"channels_last=true; set it, or use cuDNN 9.15 or later (PyTorch 2.10 and later have it)"
+        )
+    return lines
+
+
+def has_faulty_conv3d(version: int | None) -> bool:
+    """True for versions of cuDNN whose contiguous 3D convolutions in half precision may return wrong values.
+
+    PyTorch 2.9 replaces them by a slow path, PyTorch 2.8 does not. Channels-last tensors are not affected.
+    Sources: issues 163539 and 166643 and pull request 163581 of pytorch/pytorch.
+    """
+    return version is not None and 90800 <= version < 91500
 
 
 @contextlib.contextmanager
