@@ -187,6 +187,10 @@ def measure(
                 if job.dtype not in known and time.perf_counter() < deadline:
                     known[job.dtype] = _peak(device, job.dtype)
                 rows += _measure_job(job, device, batch, known.get(job.dtype), deadline)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    except RuntimeError as error:  # a fault of the device: the rows so far are the result
+        sys.stderr.write(f"no more convolutions: {error}\n")
     finally:
         torch.backends.cudnn.benchmark = before
     settings = {"batch": batch, "crop": crop, "dtypes": list(dtypes), "formats": list(formats), "budget": budget}
@@ -219,9 +223,6 @@ def _measure_job(job: Job, device: torch.device, batch: int, peak: float | None,
             outcome = row["error"] = (str(error).splitlines() or [""])[0][:200] or repr(error)
         sys.stderr.write(f"{' '.join(job.names(name).values())}: {outcome}\n")
         rows.append(row)
-    ready.clear()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
     return rows
 
 

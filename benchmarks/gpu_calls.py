@@ -8,26 +8,23 @@ import os
 import re
 import shlex
 import sys
-import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import common, convolutions, gpu_report, ladder, ledger, loaders, peaks, rungs
+from benchmarks import common, convolutions, gpu_report, gpu_tests, ladder, ledger, loaders, peaks, rungs
 from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
-from benchmarks.processes import failure_of, run_group
-from benchmarks.rungs import BEST, FASTEST, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
+from benchmarks.processes import failure_of
+from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
 from utils.cli import positive
 from utils.distributed.world import World
-from utils.errors import UserError, one_line_errors
+from utils.errors import EXIT_RESUMABLE, UserError, one_line_errors
 from utils.runs.provenance import device_name, provenance
 
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
@@ -45,8 +42,7 @@ WRITING = 10.0  # of the results, at the end
 
 BY_GPU = common.RESULTS / "<gpu>"  # stands for the directory with the name of the GPU
 SMALL_BATCH = 16  # launching kernels may take longer than running them
-TEST_PROCESSES = 4
-
+ENDED = "the process ended during this part"
 
 State = dict[str, Any]  # arguments of ladder.prepare
 
@@ -64,12 +60,13 @@ Perform = Callable[[Part, float, float], None]  # a part, the seconds that are l
 
 
 class Call:
-    """One call: its parts, and the results so far."""
+    """One call: its parts, and the results so far. `started` identifies it, and is when its time began to run."""
 
-    def __init__(self, options: argparse.Namespace, world: World, directory: Path) -> None:
-        self.options, self.world, self.directory = options, world, directory
+    def __init__(self, options: argparse.Namespace, world: World, directory: Path, started: float) -> None:
+        self.options, self.world, self.directory, self.started = options, world, directory, started
         self.path = directory / (f"call{options.call}.json" if not options.rungs else "rungs.json")
-        self.results: dict[str, Any] = {
+        self.results: dict[str, Any] = self._written() or {
+            "started": started,
             "provenance": provenance(world),
             "settings": common.settings(options),
             "seconds": {},
@@ -80,6 +77,13 @@ class Call:
         self.searched: set[tuple[Any, ...]] = set()  # what cuDNN has searched algorithms for
         self.earlier = self._earlier_rungs()
 
+    def _written(self) -> dict[str, Any]:
+        """The results of this call's earlier process, which a fault has ended."""
+        with suppress(UserError):
+            results = common.read_json(self.path, "benchmarks.gpu", ("started",))
+            return results if results["started"] == self.started else {}
+        return {}
+
     def _earlier_rungs(self) -> list[dict[str, Any]]:
         """The rungs of call 1, of which later calls use the fastest."""
         path = self.directory / "call1.json"
@@ -89,15 +93,14 @@ class Call:
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, started: float) -> None:
-        """Performs the parts within the limit, which began at `started`."""
-        limit = 60 * self.options.minutes
+    def run(self) -> None:
+        """Performs the parts within the time limit."""
+        deadline = self.started + 60 * self.options.minutes
         # A part that hangs must not use up more time than the call has. What is measured is already written.
-        left = max(started + limit - time.perf_counter(), 1)
-        faulthandler.dump_traceback_later(left, exit=True, file=2)
+        faulthandler.dump_traceback_later(max(deadline - time.perf_counter(), 1), exit=True, file=2)
         try:
             with closing(self.machine):
-                self.run_parts(time.perf_counter, started + limit, self.perform)
+                self.run_parts(time.perf_counter, deadline, self.perform)
             gpu_report.write(self.results, self.path)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -116,8 +119,11 @@ class Call:
         return common.table(("part", "starts after s", "ends after s"), rows)
 
     def run_parts(self, clock: Callable[[], float], deadline: float, perform: Perform) -> None:
-        """Performs each part that should end in time."""
+        """Performs each part that should end in time and that no earlier process has tried."""
+        tried = {*self.results["seconds"], *self.results["skipped"]}
         for part in self.parts():
+            if part.name in tried:
+                continue
             left, needed = deadline - WRITING - clock(), part.seconds + self.assumed(part.states())
             if needed > left:
                 self.skip(part.name, f"no time left: it needs about {needed:.0f} s, {max(left, 0):.0f} s are left")
@@ -126,21 +132,30 @@ class Call:
             self.searched.update(map(self.search_key, part.states()))
 
     def perform(self, part: Part, left: float, needed: float) -> None:
-        """Runs a part and writes the results so far."""
+        """Runs a part and writes the results so far. Ends the process if the device cannot be used afterwards: then
+        benchmarks/gpu.py starts another one."""
         sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
-        started = time.perf_counter()
+        started, skipped = time.perf_counter(), self.results["skipped"]
+        skipped[part.name] = ENDED  # in the file if this process crashes
+        self.attempt("page", self.write)
         self.attempt(part.name, lambda: part.action(left))
         self.results["seconds"][part.name] = time.perf_counter() - started
-        self.machine.free()
+        if skipped[part.name] == ENDED:
+            del skipped[part.name]
         self.attempt("page", self.write)
+        if not self.attempt(f"device after {part.name}", self.machine.free):
+            self.attempt("page", self.write)
+            os._exit(EXIT_RESUMABLE)  # at once: closing what uses the device may crash or hang
 
-    def attempt(self, name: str, action: Callable[[], None]) -> None:
-        """Calls `action`; a failure is reported, and the next part runs."""
+    def attempt(self, name: str, action: Callable[[], None]) -> bool:
+        """Calls `action`; a failure is reported, and the result is False."""
         try:
             action()
+            return True
         except Exception as error:
             traceback.print_exc()
             self.skip(name, f"failed: {' '.join(str(error).split())[:300] or type(error).__name__}")
+            return False
 
     def write(self) -> None:
         gpu_report.write(self.results, self.path, with_plot=False)
@@ -165,7 +180,8 @@ class Call:
                 Part("convolutions", self.first_convolutions, CONVOLUTIONS),
                 volume,
                 *map(self.rung, BEST),
-                Part("best", self.best, TRIALS, lambda: [self.fastest(any_batch=True)["state"]]),
+                Part("best", self.best, TRIALS, lambda: [self.fastest()["state"]]),
+                *map(self.rung, FURTHER),
             ]
         if self.options.call == 2:
             return [Part("tests", self.tests, TESTS)]
@@ -201,11 +217,10 @@ class Call:
         """The rungs of this call and, after them, those of call 1."""
         return [*self.results["rungs"], *self.earlier]
 
-    def fastest(self, any_batch: bool = False) -> dict[str, Any]:
-        """The fastest rung; with `any_batch` also of those with larger batches. A, if none was measured."""
-        keys = [rung.key for rung in BEST if rung.key != ORIGINAL] if any_batch else FASTEST
+    def fastest(self) -> dict[str, Any]:
+        """The fastest rung at one batch size; A, if none was measured."""
         unmeasured = {"name": BEST[0].name, "state": rungs.state_of(BEST[0])}
-        return dict(rungs.best_of(self.entries, keys) or unmeasured)
+        return dict(rungs.best_of(self.entries, FASTEST) or unmeasured)
 
     def rung(self, rung: Rung) -> Part:
         """Measures one rung."""
@@ -232,12 +247,14 @@ class Call:
         command += [f"--{name}={getattr(options, name)}" for name in names]
         command += [f"--data={options.data.absolute()}", f"--minutes={left / 60}"] + ["--rehearse"] * options.rehearse
         log = self.directory / "rungs.txt"
-        reason = failure_of(command, log, limit=left)
-        if reason:
-            return {"name": rung.name, "command": shlex.join(command[1:]), "failed": reason}
+        unmeasured = {"name": rung.name, "command": shlex.join(command[1:])}
+        if reason := failure_of(command, log, limit=left):
+            return {**unmeasured, "failed": reason}
         log.unlink()
-        (entry,) = common.read_json(self.directory / "rungs.json", "benchmarks.gpu", ("rungs",))["rungs"]
-        return dict(entry)
+        results = common.read_json(self.directory / "rungs.json", "benchmarks.gpu", ("rungs", "skipped"))
+        if not results["rungs"]:
+            return {**unmeasured, "skipped": results["skipped"][rung.name]}
+        return dict(results["rungs"][0])
 
     # --- measurements ------------------------------------------------------------------------------------------------
 
@@ -263,18 +280,14 @@ class Call:
 
     def best(self, left: float) -> None:
         """The fastest rung: real against synthetic data in alternating trials, and the time of a step by kind."""
-        best = self.fastest(any_batch=True)
+        best = self.fastest()
         with closing(ladder.prepare(self.machine, **best["state"])) as built:
             rates = ladder.both_rates(self.machine, built, ladder.steps_per_trial(self.machine, built), trials=5)
+            rates["FULL / SYNTHETIC"] = [full / fixed for fixed, full in zip(*rates.values(), strict=True)]
+            summaries = {name: common.summary(values) for name, values in rates.items()}
+            result = self.results["best"] = {"name": best["name"], **summaries}
             built.batches.close()
-            breakdown = ledger.measure(built.synthetic, self.world.device, steps=10)
-        ratios = [full / fixed for full, fixed in zip(rates["FULL"], rates["SYNTHETIC"], strict=True)]
-        self.results["best"] = {
-            "name": best["name"],
-            **{name: common.summary(values) for name, values in rates.items()},
-            "FULL / SYNTHETIC": common.summary(ratios),
-            "ledger": breakdown,
-        }
+            result["ledger"] = ledger.measure(built.synthetic, self.world.device, steps=10)
 
     def comparisons(self) -> list[Part]:
         """Alternating trials in one process: the original's best and ours, and the eager step and a CUDA graph."""
@@ -306,53 +319,23 @@ class Call:
         options = argparse.Namespace(**vars(self.options), **sizes)
         self.machine.close()  # its loaders also hold the volume
         # The plain DataLoader's many processes would still work while others are timed.
-        results = loaders.throughput(options, with_plain=self.world.device.type != "cuda")
+        with_plain = self.world.device.type != "cuda"
+        results = self.results["loaders"] = loaders.throughput(options, with_plain)
         if self.world.device.type == "cuda":
             seconds = loaders.gather_seconds(options)
             results["gather kernel"] = {"seconds per batch": seconds}
             if best := rungs.best_of(self.entries, (*FASTEST, "base")):
                 step = self.options.batch / best["SYNTHETIC"]["median"]
                 results["gather kernel"]["share of the fastest rung's step"] = seconds / step
-        self.results["loaders"] = results
 
     def tests(self, left: float) -> None:
-        """`pytest -m gpu`, each file in a process of its own, so that a failure of the device ends one file only."""
-        if not ladder.importable("pytest"):
-            raise RuntimeError("pytest is not installed")
-        deadline, lock = time.perf_counter() + left, threading.Lock()
         files = self.results["tests"] = {}
-        output = self.directory / "tests.txt"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(b"")
 
-        def run(path: Path) -> None:
-            started = time.perf_counter()
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
-            with tempfile.TemporaryFile() as log:
-                code = run_group([*command, str(path)], os.environ, log, deadline - started, common.REPOSITORY)
-                log.seek(0)
-                text = log.read()
-            lines = text.decode(errors="replace").strip().splitlines()
-            result = {
-                "ended": "cut off: no time left" if code is None else f"exit code {code}",
-                "seconds": time.perf_counter() - started,
-                "summary": lines[-1] if lines else "",
-                "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
-            }
-            with lock, open(output, "ab") as all_output:
-                all_output.write(text)
-                files[path.name] = result
-                self.write()
+        def record(name: str, result: dict[str, Any]) -> None:
+            files[name] = result
+            self.write()
 
-        with ThreadPoolExecutor(TEST_PROCESSES) as pool:
-            list(pool.map(run, test_files()))
-
-
-def test_files() -> list[Path]:
-    """The files with tests for a GPU, the largest first, so that no process is left with a long one at the end."""
-    files = (common.REPOSITORY / "tests").rglob("test_*.py")
-    marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
-    return sorted(marked, key=lambda path: -path.stat().st_size)
+        gpu_tests.run(left, self.directory / "tests.txt", record)
 
 
 def main(text: str | None, started: float) -> None:
@@ -380,10 +363,10 @@ def main(text: str | None, started: float) -> None:
             raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
         ladder.check_sizes(options)
         name = re.sub(r"[^a-z0-9]+", "-", device_name(world.device).lower()).strip("-")  # such as nvidia-h200
-        call = Call(options, world, common.RESULTS / name if options.output == BY_GPU else options.output)
+        call = Call(options, world, common.RESULTS / name if options.output == BY_GPU else options.output, started)
         if options.dry_run:
             print(call.dry_run())
             return
-        call.run(started)
+        call.run()
         print(call.path.with_suffix(".md").read_text())
         print(f"written: {call.path}")

@@ -43,7 +43,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     writers: dict[str, tuple[str, Callable[[Any], str]]] = {
         "peaks": ("Upper bounds", peaks.markdown),
         "rungs": ("Rungs", lambda entries: _rungs(entries, peak)),
-        "best": ("The fastest rung in detail", _best),
+        "best": (f"The fastest rung at batch {results['settings']['batch']} in detail", _best),
         "comparisons": ("Comparisons in alternating trials", _comparisons),
         "convolutions": ("Convolutions", convolutions.markdown),
         "loaders": ("Loaders", _loaders),
@@ -66,7 +66,8 @@ def _rungs(entries: list[dict[str, Any]], peak: Mapping[str, float]) -> str:
 
 def _best(best: Mapping[str, Any]) -> str:
     ratio = common.ranged(best["FULL / SYNTHETIC"], ".3f")
-    return f"{best['name']}: real data reach {ratio} of synthetic.\n\n{ledger.markdown(best['ledger'])}"
+    text = f"{best['name']}: real data reach {ratio} of synthetic."
+    return f"{text}\n\n{ledger.markdown(best['ledger'])}" if "ledger" in best else text
 
 
 def _comparisons(pairs: Mapping[str, Any]) -> str:

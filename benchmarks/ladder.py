@@ -20,7 +20,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,15 +83,19 @@ class Machine:
         return self._current[1]
 
     def close(self) -> None:
-        self._loaders.close()
         self._current = None
+        self._loaders.close()
         self.free()
 
     def free(self) -> None:
+        """Frees memory. Raises if the device is unusable: after a fault such as an illegal address, or because a CUDA
+        graph could not be recorded."""
         gc.collect()
         if "torch._dynamo" in sys.modules:  # importing it takes seconds
             torch._dynamo.reset()
         if self.world.device.type == "cuda":
+            torch.rand(1, device=self.world.device)
+            common.synchronize(self.world.device)
             torch.cuda.empty_cache()
 
 
@@ -198,23 +202,20 @@ def measure_rung(machine: Machine, rung: Rung, entries: Sequence[Entry] = ()) ->
     try:
         return {**entry, **measure(machine, **state), "state": state}
     except Exception as error:  # the other rungs are still measured
+        entry["failed"] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    with suppress(Exception):  # all of it fails after a fault of the device, which the next `free` finds
+        common.synchronize(machine.world.device)
         if state["graph"]:
             recover_from_failed_recording(machine.world.device)
         machine.close()
-        return {**entry, "failed": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-    finally:
-        machine.free()
+    return entry
 
 
 def recover_from_failed_recording(device: torch.device) -> None:
     """Records a small graph: until one succeeds, PyTorch generates no random numbers on the device."""
-    if device.type != "cuda":
-        return
-    try:
+    if device.type == "cuda":
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device).add_(1)
-    except RuntimeError as error:
-        sys.stderr.write(f"the device does not recover: {error}\n")
 
 
 def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: int = 5) -> dict[str, Any]:
@@ -234,7 +235,6 @@ def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: i
     for name in others:
         ratios = [one / other for one, other in zip(rates[name], rates[first], strict=True)]
         result[name]["ratio to the first"] = common.summary(ratios)
-    machine.free()
     return result
 
 
@@ -305,6 +305,7 @@ def run(options: argparse.Namespace) -> None:
                 results.append({"name": rung.name, "skipped": "no time left"})
                 continue
             results.append(measure_rung(machine, rung))
+            machine.free()
             longest = max(longest, time.perf_counter() - started)
     if not any("SYNTHETIC" in entry for entry in results):
         reasons = {entry.get("failed") or entry.get("skipped") or "" for entry in results}

@@ -46,14 +46,17 @@ _FUSED = {**_LAST, "fused_pointwise": True}
 _A = {**_FUSED, "network.space_to_depth": ["down1", "last"]}
 _TAIL_AND_BLOCKS = {"fused_tail": True, "resident_blocks": True}
 _DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
-FASTEST = ("A", "B", "C", "tail and blocks")  # candidates at one batch size
 
-# On a GPU, in the order of importance. D and E are predicted for A at these sizes.
+# On a GPU, in the order of importance. The candidates at one batch size:
 BEST = (
     Rung("A: bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A, gigabytes=15.45),
     Rung("B: A as a CUDA graph", _A, graph=True, gigabytes=15.45),
     Rung("C: A compiled instead of fused kernels", {**_A, "fused_pointwise": False, "enable_jit": True}),
     Rung("tail and blocks: the faster of A and B with both", _TAIL_AND_BLOCKS, on=("A", "B"), gigabytes=11.06),
+)
+FASTEST = tuple(rung.key for rung in BEST)
+# Larger batches, for which D and E are predicted as for A, and what the candidates are compared with.
+FURTHER = (
     Rung("D: the fastest at batch 64, at batch 128", {"local_batch_size": 128}, on=FASTEST, gigabytes=25.73),
     Rung("E: the fastest at batch 64, at batch 256", {"local_batch_size": 256}, on=FASTEST, gigabytes=46.28),
     Rung("F: A without space-to-depth", _FUSED, gigabytes=15.12),
@@ -83,7 +86,7 @@ OTHERS = (
     Rung("DALI: float16", {**_FLOAT16, "data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
     Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
 )
-GPU_RUNGS = {rung.key: rung for rung in (*BEST, *VARIANTS, *HISTORY, *OTHERS)}
+GPU_RUNGS = {rung.key: rung for rung in (*BEST, *FURTHER, *VARIANTS, *HISTORY, *OTHERS)}
 ORIGINAL = "G"
 
 CPU_RUNGS = (

@@ -131,6 +131,22 @@ def test_a_layer_that_fails_leaves_its_error_and_the_others_are_measured(monkeyp
     assert "(3 of 4 layers)" in markdown(result)
 
 
+def test_rows_before_a_fault_of_the_device_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_job, jobs = convolutions._measure_job, iter(range(2))
+
+    def faulty(*arguments: Any) -> list[Row]:
+        if next(jobs, None) is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return measure_job(*arguments)
+
+    monkeypatch.setattr(convolutions, "_measure_job", faulty)
+    result = measure(CPU, **SMALL, dtypes=["tf32"], formats=["NCDHW"], budget=math.inf, peaks={"tf32": 1.0})
+    layers = {(row["layer"], row["version"]) for row in result["rows"]}
+    assert len(layers) == 2
+    assert len(result["rows"]) + len(result["missing"]) == PASSES
+    assert markdown(result)
+
+
 def test_the_best_choice_is_made_layer_by_layer() -> None:
     def row(
         layer: str, dtype: str, ms: float, share: float, format: str = "NDHWC", version: str = "plain", passes: int = 1

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import common, gpu, gpu_calls, ladder, loaders
-from benchmarks.rungs import BEST, HISTORY, VARIANTS, Rung
+from benchmarks import common, gpu, gpu_calls, gpu_tests, ladder, loaders
+from benchmarks.rungs import BEST, FURTHER, HISTORY, VARIANTS, Rung
 from utils.profiling import timing
 
 SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--valid_box=16", "--seconds=0.02", "--warmup_steps=3"]
@@ -55,7 +59,7 @@ def test_call_1_reaches_all_its_parts_in_8_minutes(call: Gpu) -> None:
     assert (gpu_calls.PEAKS, gpu_calls.CONVOLUTIONS) == (5, 60)
     ends = timeline(call("--call=1", "--dry_run"))
     assert [name.split(":")[0] for name in ends] == [
-        *("peaks", "convolutions", "volume", "A", "B", "C", "tail and blocks", "D", "E", "F", "G", "best")
+        *("peaks", "convolutions", "volume", "A", "B", "C", "tail and blocks", "best", "D", "E", "F", "G")
     ]
     seconds = [float(end) for end in ends.values()]
     assert seconds == sorted(seconds)
@@ -89,6 +93,7 @@ def test_call_1_measures_on_a_cpu_and_survives_failures(
     monkeypatch.chdir(tmp_path)
     plain = (Rung("A: float32"), Rung("C: channels last", {"channels_last": True}), Rung("B: graph", graph=True))
     monkeypatch.setattr(gpu_calls, "BEST", plain)
+    monkeypatch.setattr(gpu_calls, "FURTHER", ())
     path = tmp_path / "out/call1.json"
 
     def broken(*arguments: Any, **options: Any) -> None:
@@ -150,7 +155,7 @@ def test_call_3_compares_with_the_fastest_of_call_1(call: Gpu, tmp_path: Path, m
 def test_files_of_tests_run_in_processes_of_their_own(
     call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = gpu_calls.test_files()
+    files = gpu_tests.test_files()
     assert {"test_gpu.py", "test_graph.py"} <= {path.name for path in files}
     assert "test_ladder.py" not in {path.name for path in files}
 
@@ -161,7 +166,7 @@ def test_files_of_tests_run_in_processes_of_their_own(
         log.write(f"FAILED {name}::test_a\n1 failed in {name}\n".encode())
         return None if name == "test_gpu.py" else 1
 
-    monkeypatch.setattr(gpu_calls, "run_group", run_group)
+    monkeypatch.setattr(gpu_tests, "run_group", run_group)
     page = call("--call=2", "--rehearse", f"--output={tmp_path}")
     results = json.loads((tmp_path / "call2.json").read_text())
     assert set(results["tests"]) == {path.name for path in files}
@@ -171,8 +176,16 @@ def test_files_of_tests_run_in_processes_of_their_own(
     assert "1 failed in test_graph.py" in (tmp_path / "tests.txt").read_text()
 
 
+ALONE = {"name": "alone: text", "command": "train.py", "skipped": "seen"}
+
+
+@pytest.mark.parametrize(
+    "results",
+    [{"rungs": [ALONE], "skipped": {}}, {"rungs": [], "skipped": {"alone: text": "seen"}}],
+    ids=["ended", "crashed"],
+)
 def test_a_rung_alone_is_measured_in_another_process(
-    call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]
 ) -> None:
     """cuDNN keeps the algorithms that it has found for the rest of the process."""
     monkeypatch.chdir(tmp_path)
@@ -187,8 +200,7 @@ def test_a_rung_alone_is_measured_in_another_process(
     def failure_of(command: list[str], log: Path, environment: Any = None, limit: float = 0) -> str:
         commands.append(command)
         log.write_text("")
-        entry = {"name": "alone: text", "command": "train.py", "skipped": "seen"}
-        (tmp_path / "rungs.json").write_text(json.dumps({"rungs": [entry]}))
+        (tmp_path / "rungs.json").write_text(json.dumps(results))
         return ""
 
     monkeypatch.setattr(gpu_calls, "failure_of", failure_of)
@@ -197,6 +209,125 @@ def test_a_rung_alone_is_measured_in_another_process(
     assert command[:5] == [sys.executable, "-m", "benchmarks.gpu", "--rungs", "alone"]
     assert {f"--output={tmp_path}", f"--data={tmp_path / 'data/benchmark_16.h5'}", "--batch=2"} <= set(command)
     assert json.loads((tmp_path / "call3.json").read_text())["skipped"]["alone: text"] == "seen"
+
+
+# Two rungs meet faults after which nothing works on the device until the process ends; another one is killed.
+FAULTY = """
+import os, signal, sys
+from benchmarks import gpu, gpu_calls, ladder
+from benchmarks.rungs import Rung
+
+faults = []  # of this process
+
+def checked(action):
+    def call(*arguments, **options):
+        if faults:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return action(*arguments, **options)
+    return call
+
+def measure(machine, changes, graph, original=ladder.measure):
+    if "killed" in changes:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "fault" in changes:
+        faults.append(changes)
+    return checked(original)(machine, changes, graph)
+
+def no_profiler(*arguments, **options):
+    raise RuntimeError("no profiler")
+
+ladder.measure = measure
+ladder.prepare, ladder.Machine.free = checked(ladder.prepare), checked(ladder.Machine.free)
+gpu_calls.peaks.measure = lambda *_: {}
+gpu_calls.convolutions.measure = checked(lambda *_, **__: {})
+gpu_calls.ledger.measure = no_profiler
+gpu_calls.BEST = Rung("A: float32"), Rung("B: fault", {"fault": 1}), Rung("C: killed", {"killed": True})
+gpu_calls.FURTHER = Rung("D: fault", {"fault": 2}), Rung("G: last", {"channels_last": True})
+gpu.supervise()
+"""
+
+
+def start(program: str, directory: Path, *flags: str) -> subprocess.Popen[str]:
+    """Starts a program that imports this project, in another directory."""
+    environment = {**os.environ, "PYTHONPATH": str(common.REPOSITORY)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program, *flags], cwd=directory, env=environment, **pipes)
+
+
+def completed(program: str, directory: Path, *flags: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a program."""
+    with start(program, directory, *flags) as process:
+        out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def test_a_call_continues_after_faults_in_other_processes(tmp_path: Path) -> None:
+    """One fault once ended the call, and the record of its rung was lost."""
+    (tmp_path / "call1.json").write_text('{"started": 0, "seconds": {"peaks": 1}}')  # of another call
+    flags = ["--call=1", *SMALL, "--rehearse", "--minutes=1e4", "--output=."]
+    code, page, log = completed(FAULTY, tmp_path, *flags)
+    assert code == 0, log
+    results = json.loads((tmp_path / "call1.json").read_text())
+    illegal = "CUDA error: an illegal memory access was encountered"
+    assert results["skipped"] == {
+        "B: fault": f"failed: {illegal}",
+        "device after B: fault": f"failed: {illegal}",
+        "C: killed": gpu_calls.ENDED,
+        "best": "failed: no profiler",
+        "D: fault": f"failed: {illegal}",
+        "device after D: fault": f"failed: {illegal}",
+    }
+    outcomes = {entry["name"]: "SYNTHETIC" in entry for entry in results["rungs"]}
+    assert outcomes == {"A: float32": True, "B: fault": False, "D: fault": False, "G: last": True}
+    assert results["best"]["FULL / SYNTHETIC"]["n"] == 5
+    # Each part is tried once, and all processes have the same time limit.
+    parts = re.findall(r"^== (.*), (\d+) s left$", log, re.MULTILINE)
+    names = ["peaks", "convolutions", "volume", "A: float32", "B: fault", "C: killed", "best", "D: fault", "G: last"]
+    assert [name for name, _ in parts] == names
+    left = [int(seconds) for _, seconds in parts]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < left[0]
+    codes = re.findall("a fault has ended the process: exit code (.*)", log)
+    assert codes == ["75", f"-{signal.SIGKILL:d}", "75"]
+    assert f"- C: killed: {gpu_calls.ENDED}" in page
+    assert "| G: last | " in page
+
+
+def test_processes_that_crash_at_once_come_to_an_end(tmp_path: Path) -> None:
+    """And the process that starts them does not use the device."""
+    crash = "os.kill(os.getpid(), signal.SIGKILL)"
+    program = f"""
+import os, signal, sys
+from benchmarks import gpu
+gpu.PROCESSES, gpu.main = 3, lambda: {crash}
+try:
+    gpu.supervise()
+finally:
+    assert "torch" not in sys.modules
+"""
+    code, _, log = completed(program, tmp_path)
+    assert log.splitlines() == ["a fault has ended the process: exit code -9"] * 3
+    assert code == 256 - signal.SIGKILL
+
+
+def test_a_signal_ends_both_processes(tmp_path: Path) -> None:
+    program = """
+import os, time
+from benchmarks import gpu
+gpu.main = lambda: (print(os.getpid(), flush=True), time.sleep(300))
+gpu.supervise()
+"""
+    with start(program, tmp_path) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            process.terminate()
+            assert process.wait(60) == 128 + signal.SIGTERM
+            with pytest.raises(ProcessLookupError):
+                os.kill(child, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -246,14 +377,11 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_the_calls_need_the_required_packages_only() -> None:
-    def dry_run(*absent: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-c", BLOCKED.format(absent=absent)]
-        return subprocess.run(program, cwd=common.REPOSITORY, capture_output=True, text=True, timeout=300)
-
-    done = dry_run("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(rung.name in done.stdout for rung in BEST)
-    done = dry_run("h5py", "pydantic_core")
+def test_the_calls_need_the_required_packages_only(tmp_path: Path) -> None:
+    optional = ("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
+    code, page, log = completed(BLOCKED.format(absent=optional), tmp_path)
+    assert (code, log) == (0, "")
+    assert all(rung.name in page for rung in (*BEST, *FURTHER))
+    code, _, log = completed(BLOCKED.format(absent=("h5py", "pydantic_core")), tmp_path)
     says = "error: missing packages: h5py, pydantic_core (for pydantic); install them with pip\n"
-    assert (done.returncode, done.stderr) == (2, says)
+    assert (code, log) == (2, says)

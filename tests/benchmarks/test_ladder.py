@@ -40,11 +40,13 @@ def entry(key: str, synthetic: float, full: float, changes: dict[str, Any], grap
 
 
 class FakeMachine:
+    """Cannot be used after a failure, as a GPU after an illegal address."""
+
     options = argparse.Namespace(batch=64)
     world = SimpleNamespace(device=torch.device("cpu"))
 
     def close(self) -> None:
-        pass
+        raise RuntimeError("an illegal memory access was encountered")
 
     free = close
 
