@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import nadam
 
@@ -40,6 +41,7 @@ from utils.optim.soap import Soap
 from utils.profiling import profiler
 from utils.steps.eager import EagerStep
 
+CPU = torch.device("cpu")
 EMA_DECAY = 0.999  # if the config has no average, of the step that is traced for its cost
 # The rung A of the ladder with all that moves fewer bytes.
 FASTEST = {**GPU_RUNGS["A"].changes, **GPU_RUNGS["tail and blocks"].changes}
@@ -51,32 +53,43 @@ FASTEST = {**GPU_RUNGS["A"].changes, **GPU_RUNGS["tail and blocks"].changes}
 class FakeTensors(FakeTensorMode):
     """Tensors without data."""
 
+    avoid_device_init = True  # torch.tensor() makes its values on the host
+
     def __deepcopy__(self, memo: object) -> FakeTensors:
         return self  # a copied network belongs to the same mode
 
 
-def to(module: nn.Module, device: object = None, memory_format: torch.memory_format | None = None) -> nn.Module:
+def to(
+    module: nn.Module, device: torch.device | None = None, memory_format: torch.memory_format | None = None
+) -> nn.Module:
     """Takes the place of nn.Module.to, which fails for tensors without data."""
     for child in module.modules():
         for name, x in child._parameters.items():
-            if x is not None and x.dim() == 5 and memory_format is not None:
-                child._parameters[name] = nn.Parameter(x.detach().contiguous(memory_format=memory_format))
+            if x is not None:
+                form = memory_format if x.dim() == 5 and memory_format is not None else torch.preserve_format
+                child._parameters[name] = nn.Parameter(x.detach().to(device or x.device).clone(memory_format=form))
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device or buffer.device)
     return module
 
 
 @contextlib.contextmanager
-def fake_gpu(trace: Trace) -> Iterator[None]:
-    """Tensors made inside have no data and pass as CUDA tensors; `trace` takes the launches of Triton kernels.
+def fake_gpu(trace: Trace, device: torch.device = CPU) -> Iterator[None]:
+    """Tensors made inside have no data; `trace` takes the launches of Triton kernels.
 
-    SOAP's bases are not renewed: it does that outside of CUDA graphs, and the only step that reads the device is there.
+    Those on a CPU pass as CUDA tensors; CUDA tensors need a CUDA build of torch. SOAP's bases are not renewed: it does
+    that outside of CUDA graphs, and only there a step reads a value from the device.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(mock.patch.object(nn.Module, "to", to))
-        stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", True, create=True))
-        stack.enter_context(mock.patch.object(nadam, "_get_capturable_supported_devices", return_value=["cpu"]))
         stack.enter_context(mock.patch.object(Soap, "renew"))
+        if device.type == "cpu":
+            stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", True, create=True))
+            stack.enter_context(mock.patch.object(nadam, "_get_capturable_supported_devices", return_value=["cpu"]))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))  # it would allocate memory there
         with contextlib.suppress(ImportError):
             from triton.runtime.jit import JITFunction
 
@@ -88,19 +101,25 @@ def fake_gpu(trace: Trace) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def phases(trace: Trace) -> Iterator[None]:
+    """Context in which `trace` counts, and knows the lines of the code."""
+    # Anomaly detection keeps them for the backward pass.
+    lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
+    with trace, mock.patch.object(profiler, "_named_range", trace.phase), lines:
+        yield
+
+
 def count_step(config: Config) -> Count:
     """The bytes of the config's second step: the first one also creates the optimizer's state."""
-    world = World(Launch("benchmark"), torch.device("cpu"))
     trace = Trace()
     with fake_gpu(trace):
-        step = build.step(config, world, build.model(config), EagerStep)
+        step = build.step(config, World(Launch("benchmark"), CPU), build.model(config), EagerStep)
         batch = batch_of(config)
         with trace:
             step(*batch, 1e-4)
-            # Anomaly detection keeps the lines of the code.
-            lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
-            with mock.patch.object(profiler, "_named_range", trace.phase), lines:
-                step(*batch, 1e-4)
+        with phases(trace):
+            step(*batch, 1e-4)
     return trace.count
 
 

@@ -189,7 +189,8 @@ class Trace(TorchDispatchMode):
             with self, torch.no_grad():
                 return OPDEFS[name]._init_fn(*args, **kwargs)
         refuse_to_wait(func, args, kwargs)
-        result = func(*args, **kwargs)
+        # PyTorch's fused optimizers have no implementation for tensors without data, and only change their operands.
+        result = None if name.startswith("_fused_") else func(*args, **kwargs)
         if name in ("convolution", "convolution_backward"):
             return self._convolution(name, args, result)
         if not name.startswith(("empty", "new_empty")):
