@@ -26,8 +26,8 @@ from utils.evaluation.options import FluxOptions, add_flux_options
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.profiling.memory import out_of_memory_for_users
+from utils.provenance import provenance
 from utils.runs.logger import configure_logging
-from utils.runs.provenance import provenance
 
 log = logging.getLogger(__name__)
 

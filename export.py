@@ -33,7 +33,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.export import finite_record
-from utils.runs.provenance import provenance
+from utils.provenance import provenance
 from utils.training.checkpoint import digest, weights_file
 
 UNITS = ("physical", "channel")

@@ -26,8 +26,8 @@ from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_lay
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import PredictionFile
 from utils.profiling.memory import out_of_memory_for_users
+from utils.provenance import provenance
 from utils.runs.logger import configure_logging
-from utils.runs.provenance import provenance
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,10 +48,10 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
-from utils.runs import tags
+from utils.provenance import read_provenance
 from utils.runs.directory import run_directory
 from utils.runs.logger import read_records
-from utils.runs.provenance import read_provenance
+from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 
 

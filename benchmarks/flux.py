@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import Parser, interleaved, publish, ranged, seconds_of, settings, summary, table, this_machine
 from utils.errors import one_line_errors, value_errors_for_users
-from utils.evaluation.flux import Universe, fgpa_temperature, optical_depth
+from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 
 UNIVERSE = Universe(redshift=3.0, h=0.675, omega_m=0.31, omega_l=0.69, omega_b=0.0487)
 CELLS = (0.02, 0.04, 0.5)  # Mpc/h

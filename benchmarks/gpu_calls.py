@@ -25,7 +25,7 @@ from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, ORIGINA
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import EXIT_RESUMABLE, UserError, one_line_errors
-from utils.runs.provenance import device_name, provenance
+from utils.provenance import device_name, provenance
 
 # Assumed seconds, rather too many than too few: a part starts only if it should end in time.
 IMPORTS = 10.0

@@ -39,10 +39,10 @@ from utils.data import Batch, Loaders, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.profiling.flops import training_flops
-from utils.runs.provenance import device_name
+from utils.provenance import device_name
 from utils.steps import Step
 from utils.steps.eager import EagerStep
+from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 
 LEARNING_RATE = 2e-4

@@ -26,7 +26,7 @@ from utils.errors import one_line_errors
 from utils.optim.matrices import Ranks, is_weight
 from utils.optim.muon import newton_schulz
 from utils.optim.soap import Preconditioning, outer_product, rotate
-from utils.profiling.flops import training_flops
+from utils.steps.flops import training_flops
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"name": "adam"},

@@ -38,7 +38,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.optim.soap import Soap
-from utils.profiling import profiler
+from utils.steps import annotate
 from utils.steps.eager import EagerStep
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def phases(trace: Trace) -> Iterator[None]:
     """Context in which `trace` counts, and knows the lines of the code."""
     # Anomaly detection keeps them for the backward pass.
     lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
-    with trace, mock.patch.object(profiler, "_named_range", trace.phase), lines:
+    with trace, mock.patch.object(annotate, "named_range", trace.phase), lines:
         yield
 
 

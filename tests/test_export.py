@@ -26,8 +26,8 @@ from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
+from utils.data.channels import input_channels, target_channels
 from utils.data.files.attributes import file_transform, simulation_of
-from utils.inference.channels import input_channels, target_channels
 from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
 from utils.simulation import gas
 from utils.training import checkpoint

@@ -25,13 +25,13 @@ import train
 from utils import build
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
+from utils.data.channels import target_channels
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.inference.channels import target_channels
 from utils.inference.sliding_window import SlidingWindowPredictor
 from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights

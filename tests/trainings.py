@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from utils.runs import tags, tensorboard
-from utils.training import checkpoint
+from utils.runs import tensorboard
+from utils.training import checkpoint, tags
 from utils.training.checkpoint import BEST, FOLDER
 
 TOP = Path(__file__).parent.parent

@@ -22,6 +22,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data import Loaders, get_loader
+from utils.data.channels import Channel, check_physical_units, volume_channels
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
@@ -33,7 +34,6 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation.callback import build_evaluation, evaluation_grid
-from utils.inference.channels import Channel, check_physical_units, volume_channels
 from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
@@ -47,13 +47,13 @@ from utils.profiling.profiler import Profiler
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
-from utils.runs.loggers import check_loggers
 from utils.steps.backends import backends as backends
 from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
 from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
 from utils.training.checkpointer import build_checkpointer
+from utils.training.loggers import check_loggers
 from utils.training.options import TrainerOptions
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState

@@ -69,7 +69,7 @@ class _PrintVersion(argparse.Action):
     """Prints one line on rank 0, then exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from utils.runs.provenance import version_line  # imports torch
+        from utils.provenance import version_line  # imports torch
 
         if launched_rank() == 0:
             print(version_line())

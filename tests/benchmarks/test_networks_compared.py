@@ -15,7 +15,7 @@ from benchmarks import networks
 from benchmarks.networks import VARIANTS, SubPixelConv3d
 from networks.fused import NEGATIVE_SLOPE
 from utils.errors import UserError
-from utils.profiling.flops import training_flops
+from utils.steps.flops import training_flops
 
 
 def build(name: str) -> Any:

@@ -11,7 +11,7 @@ from utils import build
 from utils import config as configs
 from utils.config.sections import OptimizerConfig
 from utils.optim.matrices import is_weight
-from utils.profiling.flops import training_flops
+from utils.steps.flops import training_flops
 
 SHIPPED = "config/UNet.yaml"
 

@@ -19,12 +19,12 @@ import train
 from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
+from utils.data.channels import volume_channels
 from utils.data.files import snapshots
 from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
 from utils.evaluation.volume import config_of_files
-from utils.inference.channels import volume_channels
 
 YAML = str(Path(train.__file__).parent / "config" / "UNet.yaml")
 SHAPE = (12, 6, 8)

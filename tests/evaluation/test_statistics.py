@@ -12,12 +12,12 @@ from processes import run_ranks
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
+from utils.data.channels import Channel, input_channels, target_channels
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results
 from utils.evaluation.spectra import KShells
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import Channel, input_channels, target_channels
 
 CPU = torch.device("cpu")
 ONE = World(Launch("test"), CPU)

@@ -29,9 +29,9 @@ from utils.profiling.profiler import (
     Profiler,
     TorchProfiler,
     WindowProfiler,
-    annotate,
     build_profiler,
 )
+from utils.steps.annotate import annotate
 
 TOP = Path(__file__).parent.parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -21,11 +21,11 @@ from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.provenance import command
 from utils.runs import choice as choices
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, open_run
 from utils.runs.logger import Resumed
-from utils.runs.provenance import command
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -26,10 +26,10 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
+from utils.provenance import read_provenance
 from utils.runs import summary
 from utils.runs.directory import _earlier
 from utils.runs.logger import LoggedRun, Resumed, RunLogger, read_records
-from utils.runs.provenance import read_provenance
 from utils.training import checkpoint, resume
 
 TOP = Path(__file__).parent.parent.parent

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from utils.runs import provenance
+from utils import provenance
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

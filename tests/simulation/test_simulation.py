@@ -17,8 +17,8 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
+from utils.data.channels import input_channels, target_channels
 from utils.data.files.attributes import file_transform
-from utils.inference.channels import input_channels, target_channels
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
 

@@ -136,7 +136,7 @@ class Config(Section):
     max_consecutive_skips: Positive = 10
     timeouts: TimeoutsConfig = TimeoutsConfig()
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
-    # Names of LOGGERS in utils/runs/loggers.py. out.log and metrics.jsonl are always written.
+    # Names of LOGGERS in utils/training/loggers.py. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
     report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations, if matplotlib is installed
 

@@ -31,6 +31,7 @@ import torch
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
+from utils.data.channels import VELOCITY, Channel, input_channels, target_channels
 from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
 from utils.data.files.field_converter import Conversion, FieldChannel, Part
 from utils.data.files.hdf5 import DATASETS
@@ -53,8 +54,7 @@ from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target, make_output_directory
-from utils.inference.channels import VELOCITY, Channel, input_channels, target_channels
-from utils.runs.provenance import provenance
+from utils.provenance import provenance
 
 GAP = 8  # cells between the parts of a split
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line

@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 
 from utils.config import Config
+from utils.data.channels import volume_channels
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.files.size_check import SizeCheck
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.flux_setup import FluxSetup
-from utils.evaluation.forest import FluxStatistics
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Flux, Results
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
-from utils.inference.channels import volume_channels
 from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.setup import FluxSetup
 from utils.profiling.memory import out_of_memory_for_users
-from utils.runs import tags
 from utils.runs.logger import Logger
+from utils.training import tags
 
 MEMORY_REMEDY = (
     "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 from utils.evaluation.results import PREDICTION, TARGET, Distribution, Flux, PhaseDiagram, Results
-from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")

@@ -19,7 +19,7 @@ from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import figures, results, training_figures
 from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
 from utils.files import atomic_directory, atomic_write
-from utils.runs.provenance import read_provenance
+from utils.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}

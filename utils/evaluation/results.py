@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from utils.data.channels import Channel
 from utils.errors import UserError
 from utils.files import atomic_write, open_regular, recover
-from utils.inference.channels import Channel
-from utils.runs import tags
+from utils.training import tags
 
 FOLDER = "evaluation"  # in a run directory: one file per evaluation during training
 ARRAY = "stored array"  # key of a JSON object that refers to an array

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 from utils.distributed.world import World
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
-from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 
 # The bins are fixed before the first slab: decimal logarithms, from the emptiest voids to clusters.
 LOG10_RANGES = {DENSITY_UNIT: (-4.0, 6.0), TEMPERATURE_UNIT: (2.0, 9.0)}

@@ -12,13 +12,13 @@ from matplotlib.ticker import MaxNLocator
 
 from utils.config import Config
 from utils.data import Loader
+from utils.data.channels import volume_channels
 from utils.evaluation.figures import PALETTE, draw_slices, encode_png, new_figure
 from utils.evaluation.results import Results
 from utils.files import atomic_write
-from utils.inference.channels import volume_channels
-from utils.runs import tags
 from utils.runs.logger import Logger, read_records
 from utils.steps import Step
+from utils.training import tags
 
 LOSSES = {
     tags.STEP_LOSS: "training, per interval",

@@ -15,19 +15,19 @@ import torch
 
 from utils.config import Config
 from utils.config.sections import TransformConfig
+from utils.data.channels import INPUTS, TARGETS, VELOCITY, Channel, volume_channels
 from utils.data.files.attributes import file_transform
 from utils.data.files.fields import checked_field
 from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.flux_setup import FluxSetup
-from utils.evaluation.forest import FluxStatistics
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import INPUTS, TARGETS, VELOCITY, Channel, volume_channels
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.setup import FluxSetup
 from utils.progress import Progress
 
 log = logging.getLogger(__name__)

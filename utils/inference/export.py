@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from utils.data.channels import Channel
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
-from utils.inference.channels import Channel
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong

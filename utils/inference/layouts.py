@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from utils.data.channels import Channel, check_physical_units
 from utils.data.files import nyx
 from utils.data.files.attributes import UNIVERSE
 from utils.data.files.hdf5 import DATASETS, FieldReader
 from utils.data.files.snapshots import DARK_MATTER_DENSITY, GAS_DENSITY, GAS_VELOCITY, TEMPERATURE, Shape
 from utils.errors import UserError
-from utils.inference.channels import Channel, check_physical_units
 from utils.inference.sliding_window import Slab
 
 INPUT, OUTPUT, PHYSICAL = *DATASETS, "Hydro_physical"

@@ -26,12 +26,12 @@ from utils.data import Batch, Loader
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, read_text
-from utils.profiling.flops import training_flops
 from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
 from utils.progress import Progress
+from utils.provenance import provenance
 from utils.runs.logger import Logger
-from utils.runs.provenance import provenance
 from utils.steps import Step
+from utils.steps.flops import training_flops
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
 

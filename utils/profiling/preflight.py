@@ -13,6 +13,7 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
+from utils.data.channels import volume_channels
 from utils.data.files.hdf5 import Volume, cells_text, check_cache
 from utils.data.files.page_cache import memory_limit
 from utils.data.files.shared_memory import check_fits, free_shared_memory
@@ -27,7 +28,6 @@ from utils.distributed.locks import is_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
 from utils.files import GIB, atomic_write, check_target
-from utils.inference.channels import volume_channels
 from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings

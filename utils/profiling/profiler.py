@@ -7,11 +7,9 @@ https://ui.perfetto.dev and a table.
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import logging
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,17 +19,10 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import atomic_write
+from utils.steps import annotate
+from utils.steps.annotate import Range
 
 log = logging.getLogger(__name__)
-
-Range = contextlib.AbstractContextManager[Any]
-
-_named_range: Callable[[str], Range] | None = None  # creates a range of the running profiler
-
-
-def annotate(name: str) -> Range:
-    """A named range of the profile. It costs nothing while no profiler runs."""
-    return contextlib.nullcontext() if _named_range is None else _named_range(name)
 
 
 class Nsys:
@@ -141,16 +132,14 @@ class WindowProfiler(Profiler):
     def close(self) -> None:
         if not self._running:
             return
-        global _named_range
         self._synchronize()  # otherwise kernels of the last step would be missing
-        self._running, _named_range = False, None
+        self._running, annotate.named_range = False, None
         self._tool.stop(f"steps {self._first} to {self._step}, counted from 0")
 
     def _start(self) -> None:
-        global _named_range
         self._synchronize()  # otherwise kernels of earlier steps would be recorded
         self._tool.start()
-        self._running, _named_range = True, self._tool.named_range
+        self._running, annotate.named_range = True, self._tool.named_range
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -19,7 +19,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.errors import UserError, os_errors_for_users
 from utils.files import read_json
-from utils.runs.provenance import command
+from utils.provenance import command
 from utils.runs.summary import finished_steps
 from utils.training.checkpoint import FOLDER, saved_steps
 

@@ -18,8 +18,8 @@ from utils.config import Config
 from utils.errors import UserError, one_line_errors, os_reason
 from utils.files import read_json
 from utils.progress import format_duration
-from utils.runs import tags
 from utils.runs.logger import read_records
+from utils.training import tags
 
 REMEDY = "leave this run out"
 NOTHING = "-"

@@ -1,4 +1,4 @@
-"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/runs/loggers.py."""
+"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/training/loggers.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 from utils.config import Config
 from utils.files import GIB, atomic_write, open_regular, parse_json, read_text
-from utils.runs import tags
+from utils.training import tags
 
 METRICS = "metrics.jsonl"
 LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn

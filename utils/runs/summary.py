@@ -10,14 +10,14 @@ import math
 from pathlib import Path
 
 from utils.config import Config
+from utils.data.channels import common_channels, volume_channels
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
-from utils.inference.channels import common_channels, volume_channels
 from utils.progress import format_duration
-from utils.runs import tags
 from utils.runs.removal import is_incomplete, remove_run
+from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, repair_best, step_directory
 from utils.training.checkpointer import prune
 from utils.training.resume import Start

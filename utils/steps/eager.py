@@ -22,7 +22,7 @@ from utils.optim.adam_average import update_and_average
 from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
 from utils.optim.optimizers import load_state, saved_state, share
 from utils.pending_work import PendingWork
-from utils.profiling.profiler import annotate
+from utils.steps.annotate import annotate
 from utils.steps.backends import nondeterminism_for_users
 from utils.steps.compile import Compiled
 from utils.steps.manual import ManualDataParallel

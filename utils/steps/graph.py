@@ -23,7 +23,7 @@ from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.optim.optimizers import renew
 from utils.pending_work import PendingWork, Work
-from utils.profiling.profiler import annotate
+from utils.steps.annotate import annotate
 from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from utils.data import Batch, Loaders
 from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.profiling.flops import training_flops
-from utils.profiling.profiler import annotate
 from utils.progress import Progress, format_duration
-from utils.runs import tags
 from utils.steps import Step
+from utils.steps.annotate import annotate
+from utils.steps.flops import training_flops
+from utils.training import tags
 from utils.training.callbacks import Callbacks
 from utils.training.checkpointer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean

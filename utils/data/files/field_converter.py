@@ -11,12 +11,12 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from utils.data.channels import Channel
 from utils.data.files.snapshots import Block, GridField, Shape
 from utils.data.files.writer import create_contiguous, write_at
 from utils.distributed.in_order import in_order
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
-from utils.inference.channels import Channel
 from utils.progress import Progress
 
 MEAN_RANGE = (0.5, 2.0)  # of a density in units of the mean; that of a part of a box is not exactly 1

@@ -10,15 +10,15 @@ import torch
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
+from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.flux_setup import FluxSetup
-from utils.evaluation.forest import FluxStatistics
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.inference.channels import input_channels, target_channels
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.setup import FluxSetup
 
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
-from utils.evaluation.flux_setup import FluxSetup
 from utils.evaluation.results import PREDICTION, TARGET, Flux, FluxField
+from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
+from utils.lyman_alpha.setup import FluxSetup
 
 PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
 TRUNCATE = 4.0  # standard deviations at which the smoothing ends

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from utils.config.sections import TransformConfig
+from utils.data.channels import VELOCITY, Channel, common_channels, input_channels, target_channels
 from utils.data.files.attributes import file_transform
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.values import check_all
-from utils.inference.channels import VELOCITY, Channel, common_channels, input_channels, target_channels
 from utils.simulation import gas
 
 KNOWN = target_channels(5, TransformConfig())

@@ -15,15 +15,15 @@ from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
 from utils.config.sections import TransformConfig
+from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.flux import Universe, fgpa_temperature, optical_depth
-from utils.evaluation.flux_setup import FluxSetup
-from utils.evaluation.forest import FluxStatistics, Sightlines, smooth
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
-from utils.inference.channels import input_channels, target_channels
+from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
+from utils.lyman_alpha.forest import FluxStatistics, Sightlines, smooth
+from utils.lyman_alpha.setup import FluxSetup
 
 ONE = World(Launch("test"), torch.device("cpu"))
 SHAPE, CELL = (12, 10, 8), 0.2

@@ -14,8 +14,8 @@ from scipy.optimize import brentq
 from scipy.special import erf
 
 from utils.errors import UserError
-from utils.evaluation import flux
-from utils.evaluation.flux import Universe, fgpa_temperature, neutral_fraction, optical_depth, solve_scale
+from utils.lyman_alpha import flux
+from utils.lyman_alpha.flux import Universe, fgpa_temperature, neutral_fraction, optical_depth, solve_scale
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from networks import build_network
-from utils.profiling.flops import training_flops
+from utils.steps.flops import training_flops
 
 
 class Several(nn.Module):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.errors import UserError
-from utils.evaluation.flux import STATED, Universe, published_mean_flux
 from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, REAL_FGPA
-from utils.inference.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.lyman_alpha.flux import STATED, Universe, published_mean_flux
 
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
 RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid
