@@ -27,7 +27,7 @@ from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, c
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.profiling.memory import out_of_memory_for_users
 from utils.provenance import provenance
-from utils.runs.logger import configure_logging
+from utils.training.loggers.base import configure_logging
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from utils.errors import one_line_errors
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import out_of_memory_for_users
 from utils.profiling.profiler import build_profiler
-from utils.runs import summary
-from utils.runs.directory import describe_config, open_run
-from utils.runs.logger import configure_logging
 from utils.steps.eager import EagerStep
+from utils.training import summary
+from utils.training.directory import describe_config, open_run
+from utils.training.loggers.base import configure_logging
 
 
 def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerStep) -> None:

@@ -49,10 +49,10 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
 from utils.provenance import read_provenance
-from utils.runs.directory import run_directory
-from utils.runs.logger import read_records
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
+from utils.training.directory import run_directory
+from utils.training.loggers.base import read_records
 
 
 @dataclass(frozen=True)

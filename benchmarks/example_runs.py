@@ -29,7 +29,7 @@ from utils.cli import read_changes
 from utils.errors import UserError, one_line_errors
 from utils.files import atomic_directory
 from utils.progress import format_duration
-from utils.runs.logger import read_records
+from utils.training.loggers.base import read_records
 
 KEPT = ("config.yaml", "provenance.json", "metrics.jsonl", "out.log", "loss_curves.png", "slices.png", "report.html")
 SETS = yaml.safe_load(Path(__file__).with_name("example_runs.yaml").read_text(encoding="utf-8"))

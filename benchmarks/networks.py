@@ -38,9 +38,9 @@ from utils.cli import positive
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.runs.directory import run_directory
-from utils.runs.logger import read_records
 from utils.steps.eager import EagerStep
+from utils.training.directory import run_directory
+from utils.training.loggers.base import read_records
 
 ROUNDS = 9  # timed steps of each network, of which the fastest third counts
 EPOCHS = 2

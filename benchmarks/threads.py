@@ -25,7 +25,7 @@ from benchmarks.common import Parser, cores, interleaved, publish, ranged, setti
 from benchmarks.processes import failure_of, launcher
 from utils.cli import positive
 from utils.errors import UserError, one_line_errors
-from utils.runs.logger import read_records
+from utils.training.loggers.base import read_records
 
 RATE = "Step/samples per sec"
 SPINS = {"short": "1000", "long": "300000"}  # rounds

@@ -18,9 +18,9 @@ from utils.data.loaders.classification import open_splits
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.evaluation.baselines import class_frequency_loss
-from utils.runs.logger import read_records
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, load_newest
+from utils.training.loggers.base import read_records
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")  # the classification configs are in another file of its directory

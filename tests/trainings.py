@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from utils.runs import tensorboard
 from utils.training import checkpoint, tags
 from utils.training.checkpoint import BEST, FOLDER
+from utils.training.loggers import tensorboard
 
 TOP = Path(__file__).parent.parent
 YAML = str(TOP / "config" / "UNet.yaml")

@@ -44,16 +44,16 @@ from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
 from utils.profiling.profiler import Profiler
-from utils.runs.choice import LOCK, Choice, Request, choose
-from utils.runs.directory import RunDirectory, run_directory
-from utils.runs.logger import Logger
 from utils.steps.backends import backends as backends
 from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
 from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
 from utils.training.checkpoint import FOLDER, read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
 from utils.training.checkpointer import build_checkpointer
+from utils.training.choice import LOCK, Choice, Request, choose
+from utils.training.directory import RunDirectory, run_directory
 from utils.training.loggers import check_loggers
+from utils.training.loggers.base import Logger
 from utils.training.options import TrainerOptions
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState

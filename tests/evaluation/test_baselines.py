@@ -19,7 +19,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.baselines import volume_losses
-from utils.runs.summary import result_table
+from utils.training.summary import result_table
 from utils.training.trainer import FitResult
 
 ALONE = World(Launch("test"), torch.device("cpu"))

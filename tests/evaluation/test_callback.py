@@ -27,8 +27,8 @@ from utils.evaluation.volume import evaluate_slabs
 from utils.inference.sliding_window import Slab
 from utils.lyman_alpha import forest
 from utils.lyman_alpha.forest import FluxStatistics
-from utils.runs.logger import read_records
 from utils.training.checkpoint import read_weights
+from utils.training.loggers.base import read_records
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 

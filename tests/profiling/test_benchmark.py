@@ -21,7 +21,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
-from utils.runs.logger import NullLogger
+from utils.training.loggers.base import NullLogger
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -31,9 +31,8 @@ from utils.distributed.locks import open_locked
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.runs import summary
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint, checkpointer
+from utils.training import checkpoint, checkpointer, summary
 from utils.training.checkpoint import (
     BEST,
     CHECKSUMS,

@@ -25,13 +25,13 @@ from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import CosineSchedule
-from utils.runs.logger import NullLogger
 from utils.steps import Step
 from utils.training import checkpointer as checkpointers
 from utils.training import metrics
 from utils.training import trainer as trainers
 from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpointer import NullCheckpointer
+from utils.training.loggers.base import NullLogger
 from utils.training.metrics import LossRecorder
 from utils.training.options import TrainerOptions
 from utils.training.state import TrainState

@@ -26,8 +26,8 @@ from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.setup import FluxSetup
 from utils.profiling.memory import out_of_memory_for_users
-from utils.runs.logger import Logger
 from utils.training import tags
+from utils.training.loggers.base import Logger
 
 MEMORY_REMEDY = (
     "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "

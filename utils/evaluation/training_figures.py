@@ -16,9 +16,9 @@ from utils.data.channels import volume_channels
 from utils.evaluation.figures import PALETTE, draw_slices, encode_png, new_figure
 from utils.evaluation.results import Results
 from utils.files import atomic_write
-from utils.runs.logger import Logger, read_records
 from utils.steps import Step
 from utils.training import tags
+from utils.training.loggers.base import Logger, read_records
 
 LOSSES = {
     tags.STEP_LOSS: "training, per interval",

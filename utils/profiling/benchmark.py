@@ -29,9 +29,9 @@ from utils.files import atomic_write, read_text
 from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
 from utils.progress import Progress
 from utils.provenance import provenance
-from utils.runs.logger import Logger
 from utils.steps import Step
 from utils.steps.flops import training_flops
+from utils.training.loggers.base import Logger
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
 

@@ -33,10 +33,10 @@ from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
-from utils.runs.choice import LOCK, Request, choose, is_free, run_directory_errors
-from utils.runs.directory import run_directory
 from utils.steps import Step
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.choice import LOCK, Request, choose, is_free, run_directory_errors
+from utils.training.directory import run_directory
 from utils.training.resume import find_start
 
 WARNING = "warning: "

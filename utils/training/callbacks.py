@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from utils.profiling.profiler import NullProfiler, Profiler
-from utils.runs.logger import Logger, NullLogger
 from utils.training.checkpointer import Checkpointer, NullCheckpointer
+from utils.training.loggers.base import Logger, NullLogger
 
 
 class Evaluation(Protocol):

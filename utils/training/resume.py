@@ -16,7 +16,6 @@ import torch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
-from utils.runs.logger import Resumed
 from utils.steps import Step
 from utils.training import checkpoint
 from utils.training.checkpoint import (
@@ -30,6 +29,7 @@ from utils.training.checkpoint import (
     stored_config,
     verify,
 )
+from utils.training.loggers.base import Resumed
 from utils.training.state import TrainState
 
 # Config keys that decide which samples a step gets: with other values the saved position would be meaningless.

@@ -16,10 +16,10 @@ from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
-from utils.runs.removal import is_incomplete, remove_run
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, repair_best, step_directory
 from utils.training.checkpointer import prune
+from utils.training.removal import is_incomplete, remove_run
 from utils.training.resume import Start
 from utils.training.trainer import REMEDY, FitResult, Trainer
 

@@ -14,11 +14,11 @@ import train
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.runs import removal
-from utils.runs.removal import is_incomplete, remove_run
-from utils.runs.summary import begin_run
+from utils.training import removal
 from utils.training.checkpoint import BEST, FOLDER
+from utils.training.removal import is_incomplete, remove_run
 from utils.training.resume import Start
+from utils.training.summary import begin_run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OWN = ["checkpoints/mine.pt", "evaluation/plot.pdf", "logs/mine.txt", "notes.txt", "trace_mine.json.gz"]

@@ -1,6 +1,6 @@
 """Compares runs: the config keys that differ, and the results, also of runs that are not finished.
 
-python -m utils.runs.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
+python -m utils.training.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from utils.config import Config
 from utils.errors import UserError, one_line_errors, os_reason
 from utils.files import read_json
 from utils.progress import format_duration
-from utils.runs.logger import read_records
 from utils.training import tags
+from utils.training.loggers.base import read_records
 
 REMEDY = "leave this run out"
 NOTHING = "-"

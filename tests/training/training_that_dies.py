@@ -11,8 +11,8 @@ from typing import Any
 import train
 from utils import files
 from utils.evaluation import report, training_figures
-from utils.runs import summary
-from utils.runs.logger import RunLogger
+from utils.training import summary
+from utils.training.loggers.base import RunLogger
 
 FLUSH = files._flush
 

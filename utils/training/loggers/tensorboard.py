@@ -11,7 +11,7 @@ from typing import Any
 
 from utils import config as configs
 from utils.config import Config
-from utils.runs.logger import LoggedRun, Logger
+from utils.training.loggers.base import LoggedRun, Logger
 
 FOLDER, HPARAMS = "logs", ".hparams"
 COLUMNS = ("global_batch_size", "lr_schedule.start_lr")  # hyperparameters that are shown even if they are the defaults

@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 
 import train
-from utils.runs.logger import LoggedRun, Resumed, RunLogger
 from utils.training import loggers
 from utils.training.loggers import LOGGERS, build_loggers
+from utils.training.loggers.base import LoggedRun, Resumed, RunLogger
 
 TOP = Path(__file__).parent.parent.parent
 SECTIONS = re.split(r"^## ", (TOP / "docs/logging.md").read_text(encoding="utf-8"), flags=re.MULTILINE)

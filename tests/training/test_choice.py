@@ -22,10 +22,10 @@ from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.provenance import command
-from utils.runs import choice as choices
-from utils.runs.choice import LOCK, Choice, Request, choose
-from utils.runs.directory import RunDirectory, open_run
-from utils.runs.logger import Resumed
+from utils.training import choice as choices
+from utils.training.choice import LOCK, Choice, Request, choose
+from utils.training.directory import RunDirectory, open_run
+from utils.training.loggers.base import Resumed
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -308,7 +308,7 @@ def test_two_trainings_that_choose_the_same_new_directory(first: Path, run: Any,
             finished.append(run(2))
         return lock(path)
 
-    monkeypatch.setattr("utils.runs.directory._lock", finish_another)
+    monkeypatch.setattr("utils.training.directory._lock", finish_another)
     with claim(first) as choice:
         assert choice.path.name == "00-3", "chosen again under the lock"
     assert (first.with_name("00-2") / "summary.json").exists()

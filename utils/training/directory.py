@@ -18,11 +18,11 @@ from utils.distributed.locks import LockedFile, is_locked, open_locked
 from utils.distributed.world import World
 from utils.files import atomic_write
 from utils.provenance import provenance, read_provenance
-from utils.runs.choice import LOCK, Choice, is_free, run_directory_errors
-from utils.runs.data_record import data_changes, data_record
-from utils.runs.logger import FROM_SCRATCH, ConsoleLogger, LoggedRun, Logger, NullLogger, Resumed, RunLogger
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.choice import LOCK, Choice, is_free, run_directory_errors
+from utils.training.data_record import data_changes, data_record
 from utils.training.loggers import build_loggers
+from utils.training.loggers.base import FROM_SCRATCH, ConsoleLogger, LoggedRun, Logger, NullLogger, Resumed, RunLogger
 
 CONFIG_LINES, LONGEST_VALUE = 15, 80  # of the configuration in the log; a value's length in characters
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended

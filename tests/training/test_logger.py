@@ -19,10 +19,10 @@ from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
-from utils.runs import directory
-from utils.runs.choice import Choice
-from utils.runs.logger import LoggedRun, Logger, Resumed, RunLogger
-from utils.runs.tensorboard import TensorBoardLogger
+from utils.training import directory
+from utils.training.choice import Choice
+from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunLogger
+from utils.training.loggers.tensorboard import TensorBoardLogger
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))

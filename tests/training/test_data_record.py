@@ -22,10 +22,10 @@ from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import MIB
-from utils.runs.choice import Choice
-from utils.runs.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
-from utils.runs.directory import open_run
-from utils.runs.logger import Resumed
+from utils.training.choice import Choice
+from utils.training.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
+from utils.training.directory import open_run
+from utils.training.loggers.base import Resumed
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

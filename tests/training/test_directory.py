@@ -19,8 +19,8 @@ from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.runs.choice import Choice
-from utils.runs.directory import RunDirectory, describe_config, run_directory
+from utils.training.choice import Choice
+from utils.training.directory import RunDirectory, describe_config, run_directory
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -20,8 +20,8 @@ from typing import Any
 from utils.config import Config
 from utils.errors import EXIT_RESUMABLE, Stopped, UserError
 from utils.files import atomic_write, read_text
-from utils.runs.logger import LoggedRun, Logger
 from utils.training import tags
+from utils.training.loggers.base import LoggedRun, Logger
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import train
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.runs.logger import LoggedRun, Resumed, RunLogger
-from utils.runs.wandb_logger import SETTINGS, check_wandb
 from utils.training.loggers import build_loggers, check_loggers
+from utils.training.loggers.base import LoggedRun, Resumed, RunLogger
+from utils.training.loggers.wandb import SETTINGS, check_wandb
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 installed = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")

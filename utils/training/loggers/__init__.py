@@ -11,9 +11,9 @@ from typing import NamedTuple
 from utils.config import nearest
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.runs.logger import LoggedRun, Logger
-from utils.runs.tensorboard import TensorBoardLogger
-from utils.runs.wandb_logger import WandbLogger, check_wandb
+from utils.training.loggers.base import LoggedRun, Logger
+from utils.training.loggers.tensorboard import TensorBoardLogger
+from utils.training.loggers.wandb import WandbLogger, check_wandb
 
 
 class LoggerSpec(NamedTuple):

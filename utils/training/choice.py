@@ -20,8 +20,8 @@ from utils.config import Config
 from utils.errors import UserError, os_errors_for_users
 from utils.files import read_json
 from utils.provenance import command
-from utils.runs.summary import finished_steps
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.summary import finished_steps
 
 LOCK = ".lock"
 LOCK_FILES = {LOCK, f"{LOCK}.owner", f"{LOCK}.owner.next"}  # left by a process that was killed before it trained

@@ -27,10 +27,9 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
 from utils.provenance import read_provenance
-from utils.runs import summary
-from utils.runs.directory import _earlier
-from utils.runs.logger import LoggedRun, Resumed, RunLogger, read_records
-from utils.training import checkpoint, resume
+from utils.training import checkpoint, resume, summary
+from utils.training.directory import _earlier
+from utils.training.loggers.base import LoggedRun, Resumed, RunLogger, read_records
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))

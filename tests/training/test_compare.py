@@ -10,7 +10,7 @@ import pytest
 from trainings import TOP
 
 from utils.config import Config, to_yaml
-from utils.runs import compare
+from utils.training import compare
 
 DEMO = TOP / "example_logs" / "demo"
 

@@ -18,9 +18,9 @@ from trainings import CLOCKS, YAML, NoWaiting, curves
 
 import train
 from utils.profiling.benchmark import Benchmark
-from utils.runs import summary
-from utils.runs.removal import remove_run
+from utils.training import summary
 from utils.training.checkpoint import NO_BEST
+from utils.training.removal import remove_run
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]
