@@ -25,9 +25,9 @@ from utils.evaluation import report
 from utils.evaluation.options import FluxOptions, add_flux_options
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
+from utils.log import configure_logging
 from utils.profiling.memory import out_of_memory_for_users
 from utils.provenance import provenance
-from utils.training.loggers.base import configure_logging
 
 log = logging.getLogger(__name__)
 

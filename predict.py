@@ -25,9 +25,9 @@ from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import PredictionFile
+from utils.log import configure_logging
 from utils.profiling.memory import out_of_memory_for_users
 from utils.provenance import provenance
-from utils.training.loggers.base import configure_logging
 
 
 @dataclass(frozen=True, kw_only=True)

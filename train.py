@@ -1,28 +1,31 @@
-"""Trains the network of a named config.
+"""Trains a network: python train.py --config=NAME, or with several ranks under torchrun, srun or mpiexec.
 
-python train.py --config=demo
-torchrun --nproc-per-node=4 train.py --config=short --num_epochs 3
-srun -n 8 python train.py --config=bs512_opt
+Each rank runs this program. See README.md for the flags, and docs/architecture.md for the way of a run.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from utils import build, cli
 from utils import config as configs
 from utils.config import Config
+from utils.config.describe import describe_config
 from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.profiling.benchmark import read_settings
+from utils.evaluation.end_of_run import compare_and_draw
+from utils.log import configure_logging
 from utils.profiling.memory import out_of_memory_for_users
 from utils.profiling.profiler import build_profiler
 from utils.steps.eager import EagerStep
-from utils.training import summary
-from utils.training.directory import describe_config, open_run
-from utils.training.loggers.base import configure_logging
+from utils.training.callbacks import Callbacks
+from utils.training.run import Run, run_request
+from utils.training.trainer import Trainer
+
+log = logging.getLogger("utils.training")
 
 
 def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerStep) -> None:
@@ -38,42 +41,33 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         with signals, connect(config.device, config.timeouts, run_identity, nccl=nccl) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
-                run(options, build.resolve(config, world), world, step_class, signals)
+                config = build.resolve(config, world)
+                step_class.check(world, build.step_options(config))
+                log.info(describe_config(config, options.config, options.overrides))
+                build.log_notes(build.backends(config, world.device), [], world)
+                run = build.run_benchmark if config.enable_benchy else train
+                run(options, config, world, step_class, signals)
 
 
-def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
-    """Builds the parts of one training, or of one benchmark, and runs it. Every rank calls it."""
-    step_class.check(world, build.step_options(config))
-    notes = build.backends(config, world.device)
-    model = build.model(config)
-    benchmark = read_settings(world) if config.enable_benchy else None
-    volume = build.evaluation_volume(config, world)
-    with build.claim_directory(config, options, world) as chosen:
-        path, start = chosen.path, build.start(config, options, chosen, world)
-        profiler = build_profiler(config, world, path)
+def train(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
+    """One training run, from its directory to its summary. Every rank calls it."""
+    model, volume = build.model(config), build.evaluation_volume(config, world)
+    with Run.open(run_request(config, options, world), world) as run:
+        if reason := run.nothing_to_do:
+            log.info("Run directory: %s", run.directory)
+            log.warning(reason)
+            log.info("DONE ---- rank %d", world.rank)
+            return
         with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
             loaders.train.attach(step.pending_work)
-            state = start.restore(step, world)
-            if summary.has_nothing_to_do(path, start, world):
-                summary.log_nothing_to_do(str(chosen), start, world)
-                return
-            notes += [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
-            notes.append(describe_config(config, options.config, options.overrides))
-            if benchmark is None:
-                notes.insert(0, f"Run directory: {chosen}")
-                notes += summary.begin_run(path, chosen.resume, start, world)
-            with open_run(config, options.config, chosen, world, start.resumed) as logger:
-                for line in notes:
-                    logger.info(line)
-                loaders.log_warnings(logger.warning)
-                if benchmark is not None:
-                    build.benchmark(config, step, loaders, world, logger, benchmark).run()
-                else:
-                    summary.check_checkpoints(path, start, world, config.checkpoint.keep_last)
-                    callbacks = build.callbacks(config, volume, step, world, path, logger, profiler)
-                    trainer = build.trainer(config, step, loaders, world, signals, callbacks, state)
-                    summary.finish_run(trainer, trainer.fit(), config, path, start)
-                logger.info(f"DONE ---- rank {world.rank}")
+            notes = [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
+            build.log_notes(notes, loaders.warnings, world)
+            state = run.restore(step)
+            profiler = build_profiler(config, world, run.directory)
+            evaluation = build.evaluation(config, volume, step, run)
+            callbacks = Callbacks(run.logger, run.checkpointer, profiler, evaluation, signals)
+            result = Trainer(config, step, loaders, world, state, callbacks).fit()
+            run.finish(result, *compare_and_draw(config, step, loaders, run, result))
 
 
 if __name__ == "__main__":

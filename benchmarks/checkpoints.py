@@ -31,7 +31,7 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, lis
         batch = next(loaders.train.epoch(0))
     step = build.step(config, world, build.model(config))
     step(*batch, LEARNING_RATE)
-    checkpointer = AsyncCheckpointer(directory, Config().model_dump(), keep_last=2)
+    checkpointer = AsyncCheckpointer(directory, config, {})
     state = TrainState()
     seconds: dict[str, list[float]] = {"without": [], "with": [], "pause": [], "until written": []}
     for trial in range(options.trials + 1):

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import yaml
+from utils.training.directory import run_directory
 
 from benchmarks import common
 from benchmarks.processes import failure_of, launcher
@@ -51,7 +52,6 @@ from utils.progress import format_duration
 from utils.provenance import read_provenance
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
-from utils.training.directory import run_directory
 from utils.training.loggers.base import read_records
 
 

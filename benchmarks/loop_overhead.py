@@ -18,11 +18,11 @@ from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
-from utils.distributed.signals import NullSignals
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
 from utils.training.callbacks import Callbacks
 from utils.training.state import TrainState
+from utils.training.trainer import Trainer
 
 LEARNING_RATE = 1e-4
 
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> None:
     network, loss = build.network(config).to(world.device), build.loss(config)
     optimizer = build_optimizer(config.optimizer, network.named_parameters(), LEARNING_RATE)
     step = build.step(config, world, build.model(config))
-    trainer = build.trainer(config, step, loaders, world, NullSignals(), Callbacks(), TrainState())
+    trainer = Trainer(config, step, loaders, world, TrainState(), Callbacks())
 
     def bare_step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional as F
+from utils.training.directory import run_directory
 
 from benchmarks import common
 from benchmarks.convergence import spread
@@ -39,7 +40,6 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.steps.eager import EagerStep
-from utils.training.directory import run_directory
 from utils.training.loggers.base import read_records
 
 ROUNDS = 9  # timed steps of each network, of which the fastest third counts

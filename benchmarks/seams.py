@@ -31,8 +31,8 @@ from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.log import configure_logging
 from utils.profiling.memory import out_of_memory_for_users
-from utils.training.loggers.base import configure_logging
 
 NEAR_CELLS = 2  # a cell closer than this to a window's face counts as near it
 

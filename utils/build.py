@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +25,14 @@ from utils.data.channels import Channel, check_physical_units, volume_channels
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
+from utils.data.splits import check_data, open_boxes, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
-from utils.distributed.launch import Launch, lasting_jobs
+from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
+from utils.evaluation import results
 from utils.evaluation.callback import build_evaluation, evaluation_grid
 from utils.inference.export import ExportedNetwork
 from utils.inference.options import InferenceOptions
@@ -41,23 +41,17 @@ from utils.inference.window_grid import build_window_grid
 from utils.optim.optimizers import build_optimizer, describe_optimizer
 from utils.optim.schedules import build_schedule
 from utils.profiling import preflight
-from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
+from utils.profiling.benchmark import Benchmark, BenchmarkOptions, read_settings
 from utils.profiling.memory import training_memory
-from utils.profiling.profiler import Profiler
 from utils.steps.backends import backends as backends
 from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
-from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
-from utils.training.checkpoint import FOLDER, read_weights
+from utils.training.callbacks import Evaluation
+from utils.training.checkpoint import read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
-from utils.training.checkpointer import build_checkpointer
-from utils.training.choice import LOCK, Choice, Request, choose
-from utils.training.directory import RunDirectory, run_directory
 from utils.training.loggers import check_loggers
-from utils.training.loggers.base import Logger
-from utils.training.options import TrainerOptions
-from utils.training.resume import Start, find_start
-from utils.training.state import TrainState
-from utils.training.trainer import Trainer
+from utils.training.run import Run
+
+log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 
@@ -215,55 +209,13 @@ def options_without_effect(config: Config, world: World) -> list[str]:
     return notes
 
 
-def claim_directory(config: Config, options: cli.Options, world: World) -> contextlib.AbstractContextManager[Choice]:
-    """Chooses and locks the run directory for the duration of a `with` block. A benchmark needs none."""
-    path = run_directory(config, options.config, options.run_num, world.size)
-    if config.enable_benchy:
-        return contextlib.nullcontext(Choice(path, "no"))
-    check_loggers(config.loggers, world)
-    everywhere = world.gather_json(lasting_jobs())
-    jobs, restarted = (
-        tuple(sorted({job for found in part for job in found})) for part in zip(*everywhere, strict=True)
-    )
-    request = Request(config, options.config, path, options.resume, options.init_from, jobs, restarted)
-    return RunDirectory(partial(choose, request), world)
-
-
-def start(config: Config, options: cli.Options, chosen: Choice, world: World) -> Start:
-    """The start of the training in its directory. A benchmark starts from scratch and reads no checkpoint."""
-    return find_start(chosen.path, chosen.resume, options.init_from, config.model_dump(), world)
-
-
-def trainer(
-    config: Config,
-    train_step: EagerStep,
-    data_loaders: Loaders,
-    world: World,
-    signals: Signals,
-    callbacks: Callbacks,
-    state: TrainState,
-) -> Trainer:
-    """The training loop over the built parts."""
-    options = TrainerOptions(**{field.name: getattr(config, field.name) for field in fields(TrainerOptions)})
-    return Trainer(train_step, data_loaders, build_schedule(config), world, options, signals, callbacks, state)
-
-
-def callbacks(
-    config: Config,
-    volume: Volume | None,
-    train_step: EagerStep,
-    world: World,
-    directory: Path,
-    logger: Logger,
-    profiler: Profiler,
-) -> Callbacks:
-    """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
-    about = config.model_dump(), training_simulation(config)
-    checkpointer = build_checkpointer(directory / FOLDER, *about, config.checkpoint.keep_last, world, directory / LOCK)
-    evaluation: Evaluation = NullEvaluation()
-    if volume:
-        evaluation = build_evaluation(config, volume, train_step.predict, world, directory, logger)
-    return Callbacks(logger, checkpointer, profiler, evaluation)
+def evaluation(config: Config, volume: Volume | None, train_step: EagerStep, run: Run) -> Evaluation:
+    """The evaluation after each epoch; `volume` None: none."""
+    if run.world.is_root:  # of an earlier process that has trained further
+        results.remove_after(run.directory / results.FOLDER, run.start.state.step)
+    if volume is None:
+        return Evaluation()
+    return build_evaluation(config, volume, train_step.predict, run.world, run.directory, run.logger)
 
 
 def evaluation_volume(config: Config, world: World) -> Volume | None:
@@ -279,17 +231,29 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
     return volume
 
 
-def benchmark(
-    config: Config, train_step: EagerStep, data_loaders: Loaders, world: World, logger: Logger, settings: Settings
-) -> Benchmark:
-    """The benchmark of the step and the training loader."""
-    options = BenchmarkOptions(
-        lr=build_schedule(config).peak,
-        global_batch_size=config.global_batch_size,
-        dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
-        exchanges_gradients=world.size > 1 and not config.noddp,
-    )
-    return Benchmark(train_step, data_loaders.train, world, logger, settings, options)
+def run_benchmark(
+    options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals
+) -> None:
+    """Measures the step and the training loader. Every rank calls it."""
+    settings = read_settings(world)
+    with loaders(config, world) as built, step(config, world, model(config), step_class) as train_step:
+        log_notes([*built.notes, *train_step.notes, *options_without_effect(config, world)], built.warnings, world)
+        measured = BenchmarkOptions(
+            lr=build_schedule(config).peak,
+            global_batch_size=config.global_batch_size,
+            dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
+            exchanges_gradients=world.size > 1 and not config.noddp,
+        )
+        Benchmark(train_step, built.train, world, settings, measured).run()
+    log.info("DONE ---- rank %d", world.rank)
+
+
+def log_notes(notes: Sequence[str], warnings: Sequence[str], world: World) -> None:
+    if world.is_root:
+        for note in notes:
+            log.info(note)
+        for warning in warnings:
+            log.warning(warning)
 
 
 def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from damage import bytewise, replacements, valuewise
 from trainings import NoWaiting, assert_equal
+from utils.training.directory import _earlier
 
 import train
 from utils import build
@@ -28,7 +29,6 @@ from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
 from utils.provenance import read_provenance
 from utils.training import checkpoint, resume, summary
-from utils.training.directory import _earlier
 from utils.training.loggers.base import LoggedRun, Resumed, RunLogger, read_records
 
 TOP = Path(__file__).parent.parent.parent

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from trainings import YAML, NoWaiting, directory
+from utils.training.removal import is_incomplete, remove_run
+from utils.training.summary import begin_run
 
 import train
 from utils.distributed.launch import Launch
@@ -16,9 +18,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.training import removal
 from utils.training.checkpoint import BEST, FOLDER
-from utils.training.removal import is_incomplete, remove_run
 from utils.training.resume import Start
-from utils.training.summary import begin_run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OWN = ["checkpoints/mine.pt", "evaluation/plot.pdf", "logs/mine.txt", "notes.txt", "trace_mine.json.gz"]

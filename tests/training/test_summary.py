@@ -15,12 +15,12 @@ import pytest
 from log_lines import messages
 from training_that_dies import MOMENTS
 from trainings import CLOCKS, YAML, NoWaiting, curves
+from utils.training.removal import remove_run
 
 import train
 from utils.profiling.benchmark import Benchmark
 from utils.training import summary
 from utils.training.checkpoint import NO_BEST
-from utils.training.removal import remove_run
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]

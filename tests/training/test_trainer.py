@@ -17,6 +17,7 @@ import torch
 from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
+from utils.training.options import TrainerOptions
 
 from utils.config.sections import CheckpointConfig, EarlyStoppingConfig
 from utils.data import Batch, Loaders
@@ -33,7 +34,6 @@ from utils.training.callbacks import Callbacks, NullEvaluation
 from utils.training.checkpointer import NullCheckpointer
 from utils.training.loggers.base import NullLogger
 from utils.training.metrics import LossRecorder
-from utils.training.options import TrainerOptions
 from utils.training.state import TrainState
 from utils.training.trainer import FitResult, Trainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -27,7 +28,10 @@ from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.setup import FluxSetup
 from utils.profiling.memory import out_of_memory_for_users
 from utils.training import tags
+from utils.training.callbacks import Evaluation
 from utils.training.loggers.base import Logger
+
+log = logging.getLogger(__name__)
 
 MEMORY_REMEDY = (
     "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "
@@ -35,7 +39,7 @@ MEMORY_REMEDY = (
 )
 
 
-class VolumeEvaluation:
+class VolumeEvaluation(Evaluation):
     """Evaluates the validation volume every `every_epochs` epochs and after the last; saves the results in `folder`."""
 
     def __init__(
@@ -78,9 +82,9 @@ class VolumeEvaluation:
             for name, figure in figures.draw_all(found).items():
                 self._logger.figure(tags.evaluation(name), figure, step)
         seconds = time.perf_counter() - started
-        self._logger.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
+        log.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
         for line in found.lines():
-            self._logger.info(f"  {line}")
+            log.info(f"  {line}")
         return found.scalars()
 
     def _save(self, found: Results, step: int) -> None:
@@ -88,7 +92,7 @@ class VolumeEvaluation:
         try:
             results.save(found, results.path_of_step(self._folder, step))
         except OSError as error:
-            self._logger.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
+            log.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -113,7 +117,7 @@ def build_evaluation(
     read, target = _plane_readers(volume)
     vectors = config.vector_channels
     options = FluxOptions(**{field.name: getattr(config.evaluation, field.name) for field in fields(FluxOptions)})
-    flux = FluxSetup.of(volume, (inputs, targets), (vectors.inputs, vectors.targets), options, logger.info)
+    flux = FluxSetup.of(volume, (inputs, targets), (vectors.inputs, vectors.targets), options, log.info)
     return VolumeEvaluation(
         SlidingWindowPredictor(predict, read, grid, (len(inputs), len(targets)), batch_size, world),
         target,

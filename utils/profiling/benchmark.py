@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import statistics
 import time
@@ -31,7 +32,8 @@ from utils.progress import Progress
 from utils.provenance import provenance
 from utils.steps import Step
 from utils.steps.flops import training_flops
-from utils.training.loggers.base import Logger
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
 
@@ -95,11 +97,10 @@ class Benchmark:
         step: Step,
         loader: Loader,
         world: World,
-        logger: Logger,
         settings: Settings,
         options: BenchmarkOptions,
     ) -> None:
-        self._step, self._loader, self._world, self._logger = step, loader, world, logger
+        self._step, self._loader, self._world = step, loader, world
         self._settings, self._options = settings, options
 
     def run(self) -> dict[str, Any]:
@@ -185,24 +186,24 @@ class Benchmark:
         if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
             name = "float32 as TF32"
         mean = statistics.fmean(peaks)
-        self._logger.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s per rank")
+        log.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s per rank")
         return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
 
     def _log(self, results: dict[str, Any], names: list[str]) -> None:
         for line in self._step.describe():
-            self._logger.info(line)
+            log.info(line)
         for name in names:
             line, result = f"BENCHY::SUMMARY::{name}", results[name]
-            self._logger.info(f"{line} average trial throughput: {result['mean']:.3f} +/- {result['stdev']:.3f}")
+            log.info(f"{line} average trial throughput: {result['mean']:.3f} +/- {result['stdev']:.3f}")
             text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
             if "TFLOP/s per rank" in result:
                 share, teraflops = result["share of matmul peak"], result["TFLOP/s per rank"]
                 text += f"; {teraflops:.3g} TFLOP/s per rank, {100 * share:.1f} % of the matmul peak"
                 text += f" ({peak_caveat(share)})" if share > 1 else ""
-            self._logger.info(f"{line} {text}")
+            log.info(f"{line} {text}")
         if "NO-COMM" in names:
             lost = 100 * results["communication overhead"]
-            self._logger.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {lost:.1f} % of SYNTHETIC's time")
+            log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {lost:.1f} % of SYNTHETIC's time")
 
     def _write(self, results: dict[str, Any]) -> None:
         path = self._settings.output
@@ -213,4 +214,4 @@ class Benchmark:
                     atomic_write([Path(path)]) as (partial,),
                 ):
                     partial.write_text(json.dumps(results, indent=2) + "\n")
-        self._logger.info(f"Benchmark results: {path}")
+        log.info(f"Benchmark results: {path}")

@@ -33,11 +33,10 @@ from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, saved_steps
-from utils.training.choice import LOCK, Request, choose, is_free, run_directory_errors
-from utils.training.directory import run_directory
 from utils.training.resume import find_start
+from utils.training.run import LOCK, Request, choose, is_free, run_directory
 
 WARNING = "warning: "
 OTHER_BATCH = "lower local_batch_size or raise accumulation_steps"
@@ -49,7 +48,7 @@ def run(
     config: Config,
     build_network: Callable[[Config], nn.Module],
     check: Callable[[Config], object],
-    build_step: Callable[[Config], Step],
+    build_step: Callable[[Config], EagerStep],
 ) -> None:
     """Prints the findings on the first rank; raises UserError at the first fault.
 
@@ -75,7 +74,7 @@ def _report(
     config: Config,
     ranks: int,
     build_network: Callable[[Config], nn.Module],
-    build_step: Callable[[Config], Step],
+    build_step: Callable[[Config], EagerStep],
 ) -> Iterator[str]:
     transformed = with_file_values(config, get_loader(config.data_loader_config).reads)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
@@ -164,27 +163,23 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     return f"learning rate plotted in {file}"
 
 
-def _run_directory(request: Request, build_step: Callable[[], Step]) -> Iterator[str]:
+def _run_directory(request: Request, build_step: Callable[[], EagerStep]) -> Iterator[str]:
     choice = choose(request)
-    yield from (f"{WARNING}{line}" for line in choice.warnings)
     directory, shown = choice.path, f"run directory: {choice}"
     parent = directory.absolute()
     while not os.path.exists(parent):  # unlike Path.exists, it does not raise in a directory without permission
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {directory}; choose another with --set expdir=DIR")
-    locked = [path for path in (choice.newest, directory) if path is not None and is_locked(path / LOCK)]
-    with run_directory_errors(directory):
-        if locked:
-            remedy = "wait for its end, or give another --run_num"
-            yield f"{WARNING}{locked[0]} is locked: another run is writing to it; {remedy}"
-            return
-        if is_free(directory):
-            yield f"{shown} is new"
-        elif choice.resume != "no" and any(saved_steps(directory / FOLDER)):
-            yield f"{shown} exists: training resumes from its newest checkpoint"
-        else:
-            yield f"{shown} exists: its logs and checkpoints will be replaced"
+    if is_locked(directory / LOCK):
+        yield f"{WARNING}{directory} is locked: another run is writing to it; wait for its end"
+        return
+    if is_free(directory):
+        yield f"{shown} is new"
+    elif choice.resume != "no" and saved_steps(directory / FOLDER):
+        yield f"{shown} exists: the run resumes from its newest checkpoint"
+    else:
+        yield f"{shown} exists: its logs and checkpoints will be replaced"
     alone = World(Launch("preflight"), torch.device("cpu"))
     start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), alone, clean_up=False)
     if lines := start.describe():

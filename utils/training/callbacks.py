@@ -1,17 +1,26 @@
-"""The contracts of the objects that the training loop calls, and the bundle in which it receives them."""
+"""The objects that the training loop calls. Those here do nothing; profiles and evaluations are subclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from utils.profiling.profiler import NullProfiler, Profiler
-from utils.training.checkpointer import Checkpointer, NullCheckpointer
-from utils.training.loggers.base import Logger, NullLogger
+from utils.distributed.signals import NullSignals, Signals
+from utils.training.checkpointer import Checkpointer
+from utils.training.loggers.base import Logger
 
 
-class Evaluation(Protocol):
+class Profiler:
+    """Profiles a window of steps."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step, counted from 0 over the whole run."""
+
+    def close(self) -> None:
+        """Called at the end of training."""
+
+
+class Evaluation:
     """An evaluation that runs during training, after the validation of each epoch."""
 
     def after_epoch(
@@ -23,22 +32,13 @@ class Evaluation(Protocol):
         calls `stop_if_requested` from time to time, on every rank at the same points; it raises Stopped after a stop
         signal.
         """
-
-
-class NullEvaluation:
-    """Evaluates nothing."""
-
-    def after_epoch(
-        self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
-    ) -> dict[str, float]:
         return {}
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """The objects that log, save, profile and evaluate a training. The defaults do nothing."""
-
-    logger: Logger = field(default_factory=NullLogger)
-    checkpointer: Checkpointer = field(default_factory=NullCheckpointer)
-    profiler: Profiler = field(default_factory=NullProfiler)
-    evaluation: Evaluation = field(default_factory=NullEvaluation)
+    logger: Logger = field(default_factory=Logger)
+    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    profiler: Profiler = field(default_factory=Profiler)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    signals: Signals = field(default_factory=NullSignals)

@@ -1,8 +1,8 @@
-"""Checkpoint files: everything that a training needs to resume exactly; written atomically, verified when read.
+"""Checkpoint files: everything that a run needs to resume exactly; written atomically, verified when read.
 
 <run>/checkpoints/step_00000400/ holds weights.pt (network and config, for predictions), training.pt (optimizer, scaler,
 random number generators, training state) and SHA256SUMS, which `sha256sum -c` can read. A directory gets its name once
-it is complete. The link `best` points to the checkpoint with the lowest validation loss; each one records it, too.
+it is complete. Each one records the step with the lowest validation loss so far, to which the link `best` points.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,33 +121,17 @@ def digest(path: Path) -> str:
 def read(path: Path) -> dict[str, Any]:
     """Content of one file, read without running code in it; raises DamagedCheckpoint if it cannot be read."""
     try:
-        _check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # PyTorch's own messages are paragraphs, and advise the user to run the code in the file.
         is_short = isinstance(error, OSError | MemoryError) or "allocate" in str(error)
         reason = f": {reason_of(error)}" if is_short else " is damaged or not a PyTorch checkpoint"
         raise DamagedCheckpoint(f"{path.name}{reason}") from None
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        other = f"has format {found}, this program reads format {FORMAT}: use the version of the program that wrote it"
-        reason = "was not written by this program" if found is None else other
-        raise DamagedCheckpoint(f"{path.name} {reason}", "give another checkpoint")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DamagedCheckpoint(
+            f"{path.name} was not written by this version of the program", "give another checkpoint"
+        )
     return content
-
-
-def _check_archive(path: Path) -> None:
-    """Raises an error for a file that PyTorch would read, but that `write` cannot have written.
-
-    Such are archives that are larger when unpacked, which may need any amount of memory, programs in TorchScript, and
-    all that is no zip archive.
-    """
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > os.fstat(file.fileno()).st_size:
-            raise ValueError("it is compressed")
-        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-            raise ValueError("it is TorchScript")
 
 
 def weights_file(path: Path) -> Path:
@@ -205,77 +188,30 @@ def damage_for_users(path: Path) -> Iterator[None]:
 def best_checkpoint(folder: Path) -> Path:
     """The directory of a run's best checkpoint, which its newest intact one names; raises UserError if there is none.
 
-    The link may point to an earlier one: a process can be killed after it wrote a checkpoint and before it moved the
-    link. If the save of the best checkpoint failed, the link points to the best one before it, which is used.
+    The link `best` is for users: a process can be killed after it wrote a checkpoint and before it moved the link.
+    Where the save of the best checkpoint has failed, the link names the best one before it, which is used.
     """
     steps, link = saved_steps(folder), folder / BEST
     for step in steps:
         newest = step_directory(folder, step)
         try:
             verify(newest, (WEIGHTS,))
-            best_step = read(newest / WEIGHTS).get("best_step")
+            best_step = read(newest / WEIGHTS)["best_step"]
         except DamagedCheckpoint as damage:
             log.warning("Checkpoint %s is skipped: %s", newest, damage)
             continue
-        best = step_directory(folder, best_step) if isinstance(best_step, int) else link  # older versions: no record
-        if best.is_dir():
+        best = step_directory(folder, best_step)
+        if best_step and best.is_dir():
             return best
-        earlier = _linked_before(folder, best_step or 0)
-        if earlier is not None:
-            why = "its save failed or it was removed"
-            log.warning("The best checkpoint, %s, is missing: %s; using the best one before it, %s", best, why, earlier)
-            return earlier
-        why = NO_BEST if best_step == 0 else f"{best} is missing"
+        if best_step and link.is_dir():
+            log.warning("The best checkpoint, %s, is missing; using %s", best, link.resolve())
+            return link.resolve()
+        why = f"{best} is missing" if best_step else NO_BEST
         remedy = f"give another checkpoint, for example the last one, {newest}"
         raise UserError(f"{folder.parent} has no best checkpoint: {why}; {remedy}")
     if link.is_dir() and not steps:  # a copy of the best checkpoint alone
         return link
     raise UserError(f"no usable checkpoint in {folder}; give {ANY_CHECKPOINT}")
-
-
-def _linked_before(folder: Path, step: int) -> Path | None:
-    """The checkpoint that the link `best` points to, if it is intact and of an earlier step."""
-    linked = os.path.realpath(folder / BEST)
-    earlier = [step_directory(folder, saved) for saved in saved_steps(folder) if saved < step]
-    return next((path for path in earlier if os.path.realpath(path) == linked and not _weights_fault(path)), None)
-
-
-def repair_best(folder: Path, step: int, best_step: int) -> None:
-    """Makes the link `best` agree with a training that resumes after `step`; logs what it changes or misses.
-
-    If the checkpoint of `best_step` is lost, the link stays at the best one before it, unless that is lost, too.
-    """
-    link = folder / BEST
-    linked = os.readlink(link) if link.is_symlink() else None
-    known = [step_directory(folder, saved).name for saved in saved_steps(folder) if saved <= step]
-    best = step_directory(folder, best_step).name
-    candidates = [best, linked] if best_step else []  # without a best one, the link is that of an earlier training
-    faults = {name: _weights_fault(folder / name) for name in candidates if name in known}
-    found = next((name for name, fault in faults.items() if fault is None), None)
-    if best_step and found != best:
-        log.warning("The best checkpoint, %s, is lost: %s", folder / best, faults.get(best, "it is missing"))
-    elif found is None and step:
-        log.info("This run has no best checkpoint: %s", NO_BEST)
-    if found == linked:
-        return
-    try:
-        if found is None:
-            link.unlink()
-        else:
-            update_symlink(link, found)
-    except OSError as error:
-        log.warning("Cannot correct the link %s, which points to %s: %s", link, linked, reason_of(error))
-    else:
-        log.info("The link %s is corrected: %s -> %s", link, linked or "missing", found or "removed")
-
-
-def _weights_fault(directory: Path) -> str | None:
-    """The reason why a checkpoint's weights cannot be used; None if they are intact."""
-    try:
-        verify(directory, (WEIGHTS,))
-    except DamagedCheckpoint as damage:
-        return str(damage)
-    return None
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from utils import config as configs
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training import checkpoint
 from utils.training.checkpoint import (
     FOLDER,
@@ -61,9 +62,8 @@ class Start:
         self._init_from, self._checkpoint, self._overridden = init_from, found, overridden
         self.is_elsewhere = is_elsewhere
         self._path = found.path if found else None
-        self._state = found.state if found else TrainState()
+        self.state = found.state if found else TrainState()
         self._changes = _changes(found, config) if found else []
-        self.best_step = self._state.best_step  # of the best checkpoint in the run directory; 0: none
         # No epoch is left to train.
         self.is_complete = found is not None and _is_complete(found.state, config)
         # Without a checkpoint the training starts from scratch or from weights.
@@ -79,7 +79,7 @@ class Start:
         # The network that the first validation measures.
         self.initial_network = "weights of --init_from" if init_from and not found else "untrained network"
 
-    def restore(self, step: Step, world: World) -> TrainState:
+    def restore(self, step: EagerStep, world: World) -> TrainState:
         """Loads the checkpoint or the weights into the step and frees them; returns the training state.
 
         Raises UserError if they do not fit.
@@ -93,13 +93,13 @@ class Start:
             weights = resolve_weights(self._init_from, world)  # the same on all ranks, even if that run saves meanwhile
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
                 step.load_weights(read_weights(weights)["network"])
-        return self._state
+        return self.state
 
     def describe(self) -> list[str]:
         """Log lines about the starting point."""
         if self._path is None:
             return [f"Weights of {self._init_from}"] if self._init_from else []
-        lines = [f"Resuming from {self._path}, after step {self._state.step}"]
+        lines = [f"Resuming from {self._path}, after step {self.state.step}"]
         if self._changes:
             is_rescheduled = any(change.split()[0].split(".")[0] in SCHEDULE_KEYS for change in self._changes)
             schedule = "; the learning rate follows the new schedule" if is_rescheduled else ""
@@ -111,7 +111,7 @@ class Start:
     @property
     def nothing_to_train(self) -> str:
         """A log line about a complete training."""
-        epochs, reason, key = self._state.epoch, f"num_epochs is {self._num_epochs}", "num_epochs"
+        epochs, reason, key = self.state.epoch, f"num_epochs is {self._num_epochs}", "num_epochs"
         if epochs < self._num_epochs:
             reason, key = "early_stopping ended it", "early_stopping.patience"
         return (
@@ -197,19 +197,13 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def _must_fit(source: str, remedy: str) -> Iterator[None]:
-    """Converts the ValueErrors of weights and state that belong to another training to UserErrors.
-
-    Also other errors of state that another version of this program wrote, with other keys or types.
-    """
+    """Converts the errors of weights and state that belong to another run to UserErrors."""
     try:
         yield
     except UserError:
         raise
-    except ValueError as error:
-        raise UserError(f"{source} does not fit this training: {error}; {remedy}") from None
-    except (LookupError, TypeError, AttributeError) as error:
-        reason = f"a key or type is not that of this version ({type(error).__name__}: {error})"
-        raise UserError(f"{source} does not fit this training: {reason}; {remedy}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{source} does not fit this run: {error}; {remedy}") from error
 
 
 def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
@@ -221,21 +215,13 @@ def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
                 f"{found.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
                 f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
-    before, now = _flat(before), _flat(now)
+    before, now = configs.flatten(before), configs.flatten(now)
     return [f"{key} {before[key]} -> {now[key]}" for key in now if before.get(key, now[key]) != now[key]]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config and of its sections by dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
 def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
-    """True if this config leaves no epoch to train; configs of earlier versions have no early stopping."""
-    return state.is_complete(config["num_epochs"], config.get("early_stopping", {}).get("patience"))
+    """True if this config leaves no epoch to train."""
+    return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 
 def _restore_random(found: Checkpoint, world: World) -> None:

@@ -1,8 +1,12 @@
-"""The progress of a training: what a checkpoint stores in addition to tensors."""
+"""The progress of a run, which a checkpoint stores in addition to tensors, and its result."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from utils.progress import format_duration
 
 
 @dataclass
@@ -47,3 +51,33 @@ class TrainState:
     def is_complete(self, num_epochs: int, patience: int | None) -> bool:
         """True if no epoch is left to train."""
         return self.epoch >= num_epochs or self.stops_early(patience)
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of a run; all losses are validation losses."""
+
+    steps: int
+    initial_loss: float
+    final_loss: float
+    best_loss: float
+    samples_per_second: float  # all ranks, last epoch, without validation
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
+    noise_scale: str | None = None  # one sentence, if it was measured
+    early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
+    skipped_updates: int = 0
+    best_step: int = 0  # of the lowest validation loss; 0: no epoch has lowered it
+
+    def table(self, losses: Mapping[str, float]) -> list[str]:
+        """The table that ends the log; `losses` are those of other predictors, by name."""
+        lines = ["validation loss (lower is better)", f"  {'trained network':<30}{self.final_loss:>10.6f}"]
+        for name, loss in losses.items():
+            ratio = loss / self.final_loss if self.final_loss else math.inf
+            lines.append(f"  {name:<30}{loss:>10.6f} {ratio:>9.2f} times the trained network's")
+        lines += [f"{f'validation {name}'.replace('_', ' '):<32}{value:>10.4f}" for name, value in self.metrics.items()]
+        lines.append(f"{'throughput, last epoch':<32}{self.samples_per_second:>10.1f}   samples/s")
+        lines.append(f"{'training and validation':<32}{format_duration(self.seconds):>10}   {self.steps} steps")
+        if self.skipped_updates:
+            lines.append(f"{'skipped updates':<32}{self.skipped_updates:>10}   see the warnings above")
+        return lines if self.noise_scale is None else [*lines, self.noise_scale]

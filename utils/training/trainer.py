@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from utils.config import Config
 from utils.data import Batch, Loaders
-from utils.distributed.signals import Request, Signals, StopCoordinator
+from utils.distributed.signals import Request, StopCoordinator
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.optim.schedules import build_schedule
 from utils.progress import Progress, format_duration
-from utils.steps import Step
 from utils.steps.annotate import annotate
+from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.training import tags
 from utils.training.callbacks import Callbacks
 from utils.training.checkpointer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
-from utils.training.options import TrainerOptions
 from utils.training.resume import random_states
-from utils.training.state import TrainState
+from utils.training.state import FitResult, TrainState
+
+log = logging.getLogger(__name__)
 
 REMEDY = "check the data with --preflight, lower lr_schedule.start_lr, or set clip_grad_norm"
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """Result of a training; all losses are validation losses."""
-
-    steps: int
-    initial_loss: float
-    final_loss: float
-    best_loss: float
-    samples_per_second: float  # all ranks, last epoch, without validation
-    seconds: float
-    metrics: dict[str, float] = field(default_factory=dict)  # validation metrics after the last epoch
-    noise_scale: str | None = None  # one sentence, if it was measured
-    early_stop: str | None = None  # the reason why fewer epochs than num_epochs were trained
-    skipped_updates: int = 0
 
 
 class Validation(NamedTuple):
@@ -61,25 +48,17 @@ class Trainer:
     """Trains from `state` to the last epoch; validates, logs and saves after each epoch, and stops after a signal."""
 
     def __init__(
-        self,
-        step: Step,
-        loaders: Loaders,
-        schedule: Callable[[int], float],
-        world: World,
-        options: TrainerOptions,
-        signals: Signals,
-        callbacks: Callbacks,
-        state: TrainState,
+        self, config: Config, step: EagerStep, loaders: Loaders, world: World, state: TrainState, callbacks: Callbacks
     ) -> None:
-        self.step, self.loaders, self.schedule, self.world = step, loaders, schedule, world
-        self.options, self.signals, self.state = options, signals, state
-        self.logger, self.checkpointer = callbacks.logger, callbacks.checkpointer
+        self.config, self.step, self.loaders, self.world, self.state = config, step, loaders, world, state
+        self.logger, self.checkpointer, self.signals = callbacks.logger, callbacks.checkpointer, callbacks.signals
         self.profiler, self.evaluation = callbacks.profiler, callbacks.evaluation
-        batch, probe = options.global_batch_size, step.probe
+        self.schedule = build_schedule(config)
+        batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
-        self._recorder = LossRecorder(min(options.log_interval, len(loaders.train)), world)
+        self._recorder = LossRecorder(min(config.log_interval, len(loaders.train)), world)
         self._coordinator = StopCoordinator(world)
-        self._save_timer = SaveTimer(options.checkpoint.every_minutes, world)
+        self._save_timer = SaveTimer(config.checkpoint.every_minutes, world)
         self._teraflop_per_sample = 0.0
         self._first_step = state.step
         self._started = time.perf_counter() - state.seconds  # as if this process had trained all steps
@@ -87,8 +66,8 @@ class Trainer:
     def fit(self) -> FitResult:
         """Trains the remaining epochs.
 
-        Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row are skipped or the
-        validation loss is not finite.
+        Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row or all of them are
+        skipped, or the validation loss is not finite.
         """
         with closing(self.checkpointer), closing(self.profiler):
             if not self._is_complete():
@@ -105,6 +84,10 @@ class Trainer:
                 self._finish_epoch(validation)
                 self._save(wait=self._is_complete())
             self._coordinator.close()
+        if self.state.skipped == self.state.step > 0:
+            raise UserError(
+                f"training failed: all {self.state.step} updates were skipped, nothing was learned; {REMEDY}"
+            )
         return self._result()
 
     def stop_if_requested(self) -> None:
@@ -112,7 +95,7 @@ class Trainer:
         self._save_and_stop_if_requested()
 
     def _is_complete(self, state: TrainState | None = None) -> bool:
-        return (state or self.state).is_complete(self.options.num_epochs, self.options.early_stopping.patience)
+        return (state or self.state).is_complete(self.config.num_epochs, self.config.early_stopping.patience)
 
     # --- before the first epoch --------------------------------------------------------------------------------------
 
@@ -131,11 +114,11 @@ class Trainer:
             self.step.warm_up(*batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
             seconds = time.perf_counter() - started
-            self.logger.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
+            log.info(f"Warm-up, first forward and backward pass: {seconds:.3f} sec")
 
     def _validate_untrained(self, train: WeightedMean) -> None:
         """Logs both losses before the first update."""
-        self.logger.info("Before training:")
+        log.info("Before training:")
         validation, state = self._validate(), self.state
         self._log_validation(validation)
         state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
@@ -148,7 +131,7 @@ class Trainer:
         """Trains the remaining steps of the current epoch."""
         state, steps = self.state, len(self.loaders.train)
         clock, interval = Stopwatch(), Stopwatch()
-        title = f"epoch {state.epoch + 1}/{self.options.num_epochs}"
+        title = f"epoch {state.epoch + 1}/{self.config.num_epochs}"
         with (
             closing(self.loaders.train.epoch(state.epoch, state.batch)) as batches,
             Progress(title, steps, live_only=True) as progress,
@@ -156,7 +139,7 @@ class Trainer:
             progress.advance(state.batch)
             while state.batch < steps:
                 self._train_step(batches, interval)
-                if len(state.unlogged) + len(self._recorder) >= self.options.log_interval or state.batch == steps:
+                if len(state.unlogged) + len(self._recorder) >= self.config.log_interval or state.batch == steps:
                     self._log_interval(interval, f"{title}, step {state.batch}/{steps}")
                     interval = Stopwatch()
                 progress.advance(note=f"loss {state.losses[-1]:.5f}" if state.losses else "")
@@ -186,7 +169,7 @@ class Trainer:
         Logs nothing, since a training that is stopped here validates again when it resumes.
         """
         started = time.perf_counter()
-        mean = WeightedMean(self.world, 1 + len(self.options.metrics))
+        mean = WeightedMean(self.world, 1 + len(self.config.metrics))
         self.step.broadcast_buffers()
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
@@ -197,13 +180,13 @@ class Trainer:
                     mean.add(self.step.evaluate(inputs, targets), len(inputs))
                 self.stop_if_requested()
         loss, *metrics = mean.results()
-        self.state.metrics = dict(zip(self.options.metrics, metrics, strict=True))
+        self.state.metrics = dict(zip(self.config.metrics, metrics, strict=True))
         return Validation(loss, self.state.metrics, time.perf_counter() - started)
 
     def _after_epoch(self, validation: Validation) -> TrainState:
         """The state at the end of the epoch. The present one stays: a stop during an evaluation repeats both."""
         ended = copy.copy(self.state)
-        ended.finish_epoch(validation.loss, self.options.early_stopping.min_delta)
+        ended.finish_epoch(validation.loss, self.config.early_stopping.min_delta)
         return ended
 
     def _finish_epoch(self, validation: Validation) -> None:
@@ -211,14 +194,14 @@ class Trainer:
         self.state = self._after_epoch(validation)
         reason = self._early_stop()
         if reason is not None:
-            self.logger.info(f"Early stopping after epoch {self.state.epoch}: {reason}")
+            log.info(f"Early stopping after epoch {self.state.epoch}: {reason}")
 
     def _early_stop(self) -> str | None:
         """The reason why no further epoch is trained; None if the training was not stopped early."""
-        state, options = self.state, self.options.early_stopping
-        if state.epoch >= self.options.num_epochs or not state.stops_early(options.patience):
+        state, stopping = self.state, self.config.early_stopping
+        if state.epoch >= self.config.num_epochs or not state.stops_early(stopping.patience):
             return None
-        margin = f" by more than {options.min_delta:g}" if options.min_delta else ""
+        margin = f" by more than {stopping.min_delta:g}" if stopping.min_delta else ""
         count = state.epochs_without_improvement
         return (
             f"the validation loss has not improved{margin} for {count} {'epoch' if count == 1 else 'epochs'}; "
@@ -230,20 +213,20 @@ class Trainer:
     def _log_epoch(self, validation: Validation) -> None:
         """Logs training loss, speed and validation of the epoch."""
         state = self.state
-        state.samples_per_second = len(self.loaders.train) * self.options.global_batch_size / state.epoch_seconds
-        self.logger.info(
+        state.samples_per_second = len(self.loaders.train) * self.config.global_batch_size / state.epoch_seconds
+        log.info(
             f"Time taken for epoch {state.epoch + 1} is {state.epoch_seconds:.3f} sec, "
             f"avg {state.samples_per_second:.2f} samples/sec"
         )
-        self.logger.info(f"  Avg train loss={_mean(state.losses):.6f}")
+        log.info(f"  Avg train loss={_mean(state.losses):.6f}")
         self._log_validation(validation)
 
     def _log_validation(self, validation: Validation) -> None:
         """Logs a validation; raises UserError if its loss is not finite."""
-        self.logger.info(f"  Avg val loss={validation.loss:.6f}")
+        log.info(f"  Avg val loss={validation.loss:.6f}")
         for name, value in validation.metrics.items():
-            self.logger.info(f"  Avg val {name.replace('_', ' ')}={value:.4f}")
-        self.logger.info(f"  Total validation time: {validation.seconds:.3f} sec")
+            log.info(f"  Avg val {name.replace('_', ' ')}={value:.4f}")
+        log.info(f"  Total validation time: {validation.seconds:.3f} sec")
         if not math.isfinite(validation.loss):
             step = self.state.step
             raise UserError(
@@ -269,9 +252,9 @@ class Trainer:
         state.losses += losses
         if interval.steps == state.step - self._first_step:  # this process's first interval
             for line in self.step.describe():
-                self.logger.info(line)
+                log.info(line)
         lr = self.schedule(state.step - 1)
-        speed = interval.steps * self.options.global_batch_size / interval.seconds()
+        speed = interval.steps * self.config.global_batch_size / interval.seconds()
         scalars = {
             tags.STEP_LOSS: _mean(losses),
             tags.STEP_GRADIENT_NORM: records[-1].gradient_norm,
@@ -280,7 +263,7 @@ class Trainer:
             tags.STEP_DATA_WAIT: interval.wait_fraction(),
             tags.STEP_LEARNING_RATE: lr,
         }
-        self.logger.info(
+        log.info(
             f"{title}: loss {scalars[tags.STEP_LOSS]:.6f}, {speed:.1f} samples/s, "
             f"{scalars[tags.STEP_TFLOPS_PER_RANK]:.3g} TFLOP/s per rank, learning rate {lr:.2e}, "
             f"gradient norm {scalars[tags.STEP_GRADIENT_NORM]:.3g}, "
@@ -294,7 +277,7 @@ class Trainer:
 
     def _remaining_seconds(self) -> float:
         """Estimate from the mean time per step so far."""
-        steps = self.options.num_epochs * len(self.loaders.train)
+        steps = self.config.num_epochs * len(self.loaders.train)
         return (steps / self.state.step - 1) * self._seconds()
 
     def _read_steps(self) -> None:
@@ -318,8 +301,8 @@ class Trainer:
             f"loss {record.loss}{rank}, gradient norm {record.gradient_norm}, "
             f"learning rate {self.schedule(number - 1):.3e}"
         )
-        self.logger.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far)")
-        if state.skipped_in_a_row >= self.options.max_consecutive_skips:
+        log.warning(f"Step {number}: {values}: update skipped ({state.skipped} so far)")
+        if state.skipped_in_a_row >= self.config.max_consecutive_skips:
             raise UserError(
                 f"training stopped: {state.skipped_in_a_row} updates in a row were skipped, the last one at step "
                 f"{number}: {values}; {REMEDY}"
@@ -329,7 +312,7 @@ class Trainer:
 
     def _save_or_stop(self, ends_epoch: bool) -> None:
         """Saves or stops if that is due; all ranks do so after the same step."""
-        request, every_steps = self._save_and_stop_if_requested(), self.options.checkpoint.every_steps
+        request, every_steps = self._save_and_stop_if_requested(), self.config.checkpoint.every_steps
         due = every_steps is not None and self.state.step % every_steps == 0
         if (due or request is Request.SAVE) and not ends_epoch:  # the end of an epoch saves after the validation
             self._save()
@@ -345,7 +328,7 @@ class Trainer:
         answer = self._coordinator.exchange(request)
         if answer is Request.STOP:
             reason = self.signals.received or "a signal to another rank"
-            self.logger.info(f"Stopping after step {self.state.step}: {reason}")
+            log.info(f"Stopping after step {self.state.step}: {reason}")
             if self.state.step > self._first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
             with self.world.raise_together():  # a launcher that sees one rank end may kill one that is still writing
@@ -380,6 +363,7 @@ class Trainer:
             noise_scale=self._noise.sentence() if self._noise else None,
             early_stop=self._early_stop(),
             skipped_updates=state.skipped,
+            best_step=state.best_step,
         )
 
 

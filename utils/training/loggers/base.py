@@ -6,22 +6,21 @@ import contextlib
 import json
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from utils.config import Config
-from utils.files import GIB, atomic_write, open_regular, parse_json, read_text
+from utils.files import GIB, atomic_write, parse_json, read_text
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
 LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn
-LINE_FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+log = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
@@ -54,76 +53,40 @@ class LoggedRun:
         return [record for record in read_records(self.directory / METRICS) if self.keeps(record)]
 
 
-class Logger(Protocol):
-    """Records a run; a context manager that closes the records. The methods do nothing unless they are overridden.
+class Logger:
+    """Records a run's scalars, figures and results. The methods do nothing unless a subclass overrides them.
 
-    The loggers of a RunLogger report a fault as an OSError with a one-line reason.
+    A fault is raised as an OSError with a one-line reason.
     """
 
-    def info(self, text: str) -> None:
-        """Logs one line."""
-        return None
-
-    def warning(self, text: str) -> None:
-        """Logs one line as a warning."""
-        return None
-
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Records the finite values; JSON has no NaN and no infinity."""
-        return None
+        """Records finite values."""
 
     def figure(self, name: str, figure: Any, step: int) -> None:
         """Records a matplotlib figure."""
-        return None
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
         """Records config and final results.
 
         With `step` one after the last, a run that is resumed replaces them instead of adding to them.
         """
-        return None
 
     def flush(self) -> None:
         """Ensures that a kill loses nothing recorded so far."""
-        return None
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes all files; `error` is the exception that ends the run."""
-        return None
-
-    def __enter__(self) -> Logger:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.close(error)
 
 
-class NullLogger(Logger):
-    """Records nothing: for ranks other than 0."""
+class RunLogger(Logger):
+    """metrics.jsonl in the run directory, and the loggers of the config; a fault of one of them is a warning.
 
-
-class ConsoleLogger(Logger):
-    """Logs lines and records nothing else: for a benchmark."""
-
-    def info(self, text: str) -> None:
-        logging.getLogger().info(text)
-
-    def warning(self, text: str) -> None:
-        logging.getLogger().warning(text)
-
-
-class RunLogger(ConsoleLogger):
-    """out.log and metrics.jsonl in the run directory, and the loggers of the config.
-
-    metrics.jsonl continues where the training resumes, and later records are dropped; a training from scratch replaces
-    the file. It is opened with the first scalars, so that a run that fails before it trains does not touch it.
+    metrics.jsonl continues where the run resumes, and later records are dropped; a run from scratch replaces the file.
+    It is opened with the first scalars, so that a run that fails before it trains does not touch it.
     """
 
     def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
         self._run, self._loggers = run, loggers
-        self._handler = _LogFile(run.directory / "out.log")
-        self._handler.setFormatter(logging.Formatter(LINE_FORMAT))
-        logging.getLogger().addHandler(self._handler)
         self._started = time.time()
         self._warned: set[str] = set()
 
@@ -160,8 +123,6 @@ class RunLogger(ConsoleLogger):
         if "_metrics" in vars(self):  # a cached property that was never used has opened nothing
             with self._warning_of_faults():
                 self._metrics.close()
-        logging.getLogger().removeHandler(self._handler)
-        self._handler.close()
 
     def _all(self, call: Callable[[Logger], None]) -> None:
         for logger in self._loggers:
@@ -170,48 +131,14 @@ class RunLogger(ConsoleLogger):
 
     @contextlib.contextmanager
     def _warning_of_faults(self) -> Iterator[None]:
-        """Warns once if records cannot be written; a training does not end because of its curves."""
+        """Warns once if records cannot be written; a run does not end because of its curves."""
         try:
             yield
         except OSError as error:
-            line = f"Cannot record scalars in {self._run.directory}: {error.strerror or error}; training continues"
+            line = f"Cannot record scalars in {self._run.directory}: {error.strerror or error}; the run continues"
             if line not in self._warned:
-                self.warning(line)
+                log.warning(line)
             self._warned.add(line)
-
-
-def configure_logging(rank: int) -> None:
-    """Logs to stderr: everything on rank 0, warnings and errors on the other ranks."""
-    level = logging.WARNING if rank else logging.INFO
-    logging.basicConfig(level=level, format=LINE_FORMAT, handlers=[_StderrHandler()], force=True)
-
-
-class _StderrHandler(logging.StreamHandler):
-    """Looks up sys.stderr for each line, so that a progress bar can redirect it."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-
-class _LogFile(logging.FileHandler):
-    """A log file on a disk that may be full: a line that cannot be written is lost, without a traceback."""
-
-    def _open(self) -> Any:
-        if os.path.lexists(self.baseFilename):
-            open_regular(self.baseFilename).close()  # a pipe without a reader would block
-        return super()._open()
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,71 @@
+"""Log lines: on stderr, and in the log file of a run with all lines that came before it was open."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+EARLY_LINES = 10_000
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Looks up sys.stderr for each line, so that a progress bar can redirect it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
+class _EarlyLines(logging.handlers.MemoryHandler):
+    """Keeps the lines from before the log file is open."""
+
+    def __init__(self) -> None:
+        super().__init__(EARLY_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file on a disk that may be full: a line that cannot be written is lost, without a traceback."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+def configure_logging(rank: int) -> None:
+    """Logs to stderr: everything on rank 0, warnings and errors of this rank alone on the other ranks.
+
+    The lines of utils.training are equal on all ranks, which is why only rank 0 logs them.
+    """
+    handlers = [_StderrHandler(), *([_EarlyLines()] if rank == 0 else [])]
+    logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=FORMAT, handlers=handlers, force=True)
+    logging.getLogger("utils.training").setLevel(logging.ERROR if rank else logging.NOTSET)
+
+
+@contextlib.contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Context in which lines are also appended to a file, after the lines since `configure_logging`."""
+    root, file = logging.getLogger(), _LogFile(path)
+    file.setFormatter(logging.Formatter(FORMAT))
+    for early in [handler for handler in root.handlers if isinstance(handler, _EarlyLines)]:
+        early.setTarget(file)
+        early.flush()
+        root.removeHandler(early)
+    root.addHandler(file)
+    try:
+        yield
+    finally:
+        root.removeHandler(file)
+        file.close()
