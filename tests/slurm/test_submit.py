@@ -220,7 +220,8 @@ def test_a_training_whose_node_fails_resumes_from_its_last_checkpoint(
     bring_back()
     job.is_requeued()
     ends_with_the_same_weights(job, tmp_path, uninterrupted)
-    assert f", after step {newest}\n" in job.output
+    (step,) = re.findall(r", after step (\d+)\n", job.output)
+    assert int(step) in (newest, newest + 8)  # the next one may have been half written when the ranks were suspended
     assert "Stopping" not in job.output
 
 
