@@ -52,7 +52,6 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         path, start = chosen.path, build.start(config, options, chosen, world)
         profiler = build_profiler(config, world, path)
         with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
-            loaders.train.attach(step.pending_work)
             state = start.restore(step, world)
             if summary.has_nothing_to_do(path, start, world):
                 summary.log_nothing_to_do(str(chosen), start, world)

@@ -30,7 +30,7 @@ from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchron
 from utils.progress import Progress
 from utils.provenance import provenance
 from utils.runs.logger import Logger
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
@@ -92,7 +92,7 @@ class Benchmark:
 
     def __init__(
         self,
-        step: Step,
+        step: EagerStep,
         loader: Loader,
         world: World,
         logger: Logger,

@@ -35,7 +35,7 @@ from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
 from utils.runs.choice import LOCK, Request, choose, is_free, run_directory_errors
 from utils.runs.directory import run_directory
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, saved_steps
 from utils.training.resume import find_start
 
@@ -49,7 +49,7 @@ def run(
     config: Config,
     build_network: Callable[[Config], nn.Module],
     check: Callable[[Config], object],
-    build_step: Callable[[Config], Step],
+    build_step: Callable[[Config], EagerStep],
 ) -> None:
     """Prints the findings on the first rank; raises UserError at the first fault.
 
@@ -75,7 +75,7 @@ def _report(
     config: Config,
     ranks: int,
     build_network: Callable[[Config], nn.Module],
-    build_step: Callable[[Config], Step],
+    build_step: Callable[[Config], EagerStep],
 ) -> Iterator[str]:
     transformed = with_file_values(config, get_loader(config.data_loader_config).reads)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
@@ -164,7 +164,7 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     return f"learning rate plotted in {file}"
 
 
-def _run_directory(request: Request, build_step: Callable[[], Step]) -> Iterator[str]:
+def _run_directory(request: Request, build_step: Callable[[], EagerStep]) -> Iterator[str]:
     choice = choose(request)
     yield from (f"{WARNING}{line}" for line in choice.warnings)
     directory, shown = choice.path, f"run directory: {choice}"

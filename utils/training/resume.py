@@ -17,7 +17,7 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import recover
 from utils.runs.logger import Resumed
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training import checkpoint
 from utils.training.checkpoint import (
     FOLDER,
@@ -79,7 +79,7 @@ class Start:
         # The network that the first validation measures.
         self.initial_network = "weights of --init_from" if init_from and not found else "untrained network"
 
-    def restore(self, step: Step, world: World) -> TrainState:
+    def restore(self, step: EagerStep, world: World) -> TrainState:
         """Loads the checkpoint or the weights into the step and frees them; returns the training state.
 
         Raises UserError if they do not fit.

@@ -15,8 +15,8 @@ from utils.distributed.signals import Request, Signals, StopCoordinator
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.progress import Progress, format_duration
-from utils.steps import Step
 from utils.steps.annotate import annotate
+from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.training import tags
 from utils.training.callbacks import Callbacks
@@ -62,7 +62,7 @@ class Trainer:
 
     def __init__(
         self,
-        step: Step,
+        step: EagerStep,
         loaders: Loaders,
         schedule: Callable[[int], float],
         world: World,
