@@ -59,7 +59,6 @@ def train(options: cli.Options, config: Config, world: World, step_class: type[E
             log.info("DONE ---- rank %d", world.rank)
             return
         with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
-            loaders.train.attach(step.pending_work)
             notes = [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
             build.log_notes(notes, loaders.warnings, world)
             state = run.restore(step)

@@ -4,7 +4,7 @@ python -m benchmarks.convergence digits      from a naive large batch to LAMB, 8
 python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must be in data/cifar10
 python -m benchmarks.convergence unet        the U-Net at the demo's scale: 8 times the batch, learning-rate scaling
 python -m benchmarks.convergence layers      the effect of norms and initialization on it
-python -m benchmarks.convergence learning_rates   eight learning rates for each of Adam, Muon and SOAP
+python -m benchmarks.convergence learning_rates   eight learning rates for Adam and for SOAP
 python -m benchmarks.convergence recipe           one factor at a time for SOAP
 python -m benchmarks.convergence start            the first 100 steps of SOAP
 python -m benchmarks.convergence batch32          SOAP with a larger batch

@@ -14,8 +14,8 @@ from benchmarks.rungs import COPY, MATMUL, SHARES
 AUDIT = (
     "An audit by reading predicted for rung A on an H200, with convolutions at 50 / 65 / 80 % of the matmul peak: "
     "2,780 / 3,200 / 3,550 samples/s for the code of that time, and 4,000 / 4,890 / 5,770 once its faults are fixed. "
-    "A second audit expects 36 to 37 % of the bfloat16 peak for A, and 34 to 46 % with tail and blocks, which is 14.2 "
-    "to 19.2 ms per step at batch 64."
+    "A second audit expects 36 to 37 % of the bfloat16 peak for A, and 34 to 46 % with the fused tail and "
+    "inputs gathered in blocks (removed since), which is 14.2 to 19.2 ms per step at batch 64."
 )
 
 

@@ -40,7 +40,6 @@ from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.provenance import device_name
-from utils.steps import Step
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
@@ -72,7 +71,7 @@ class Machine:
         return configs.load(common.YAML, "base", {**base, **changes}).for_world(self.world.size)
 
     def loaders(self, config: Config) -> Loaders:
-        names = ("data_loader_config", "num_data_workers", "channels_last", "local_batch_size", "resident_blocks")
+        names = ("data_loader_config", "num_data_workers", "channels_last", "local_batch_size")
         key = tuple(getattr(config, name) for name in names)
         if self._current is None or self._current[0] != key:
             self.close()  # the previous loader may fill the device
@@ -103,7 +102,7 @@ class Machine:
 class Built:
     """A rung's training, ready to be measured."""
 
-    step: Step
+    step: EagerStep
     fixed: Batch
     batches: Generator[Batch, None, None]
     flops_per_sample: float
@@ -127,7 +126,6 @@ def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     build.backends(config, device)
     loaders = machine.loaders(config)
     step = build.step(config, machine.world, build.model(config), GraphStep if graph else EagerStep)
-    loaders.train.attach(step.pending_work)
     batches = common.endless(loaders.train)
     first = next(batches)
     fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))

@@ -33,7 +33,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
     ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
     ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
-    # networks/kernels.py, networks/tail_kernels.py
+    # networks/kernels.py
     ("pointwise", r"^(bias_activation|activation_backward|l1|l1_backward|tail_l1)$"),
     (
         "pointwise",

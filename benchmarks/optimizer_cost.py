@@ -23,9 +23,8 @@ from utils import config as configs
 from utils.config import Config
 from utils.config.sections import OptimizerConfig
 from utils.errors import one_line_errors
-from utils.optim.matrices import Ranks, is_weight
-from utils.optim.muon import newton_schulz
-from utils.optim.soap import Preconditioning, outer_product, rotate
+from utils.optim.adam import is_weight
+from utils.optim.soap import Preconditioning, Ranks, outer_product, rotate
 from utils.steps.flops import training_flops
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -35,7 +34,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "soap, merge_dims none": {"name": "soap", "merge_dims": "none"},
     "soap, merge_dims rest": {"name": "soap", "merge_dims": "rest"},
     "soap, merge_dims rest, limit 2048": {"name": "soap", "merge_dims": "rest", "max_precondition_dim": 2048},
-    "muon": {"name": "muon"},
 }
 RANKS = (1, 4)
 QR = 8 / 3  # n³ operations: a Householder decomposition, and its orthogonal factor
@@ -66,14 +64,6 @@ def soap_operations(options: OptimizerConfig, weights: Mapping[str, nn.Parameter
     return everywhere + busiest(pieces, Ranks(size=ranks).owners(cubes), ranks)
 
 
-def muon_operations(weights: Mapping[str, nn.Parameter], ranks: int) -> float:
-    """As `soap_operations`; the last weight follows Adam."""
-    matrices = [torch.empty(weight.shape, device="meta").flatten(1) for weight in list(weights.values())[:-1]]
-    owners = Ranks(size=ranks).owners([min(matrix.shape) * matrix.numel() for matrix in matrices])
-    pieces = [operations(newton_schulz, matrix, torch.bfloat16) for matrix in matrices]
-    return busiest(pieces, owners, ranks)
-
-
 def busiest(pieces: list[float] | list[int], owners: list[int], ranks: int) -> float:
     return max(sum(each for each, owner in zip(pieces, owners, strict=True) if owner == rank) for rank in range(ranks))
 
@@ -84,11 +74,7 @@ def measure(config: Config, choice: Mapping[str, Any], training: float) -> dict[
     weights = {name: each for name, each in build.network(config).named_parameters() if is_weight(name, each)}
     result: dict[str, Any] = {}
     for ranks in RANKS:
-        own = 0.0
-        if options.name == "soap":
-            own = soap_operations(options, weights, ranks)
-        elif options.name == "muon":
-            own = muon_operations(weights, ranks)
+        own = soap_operations(options, weights, ranks) if options.name == "soap" else 0.0
         result[f"{ranks} ranks"] = {"operations": own, "share": own / (own + training)}
     count = traffic.count_step(config.model_copy(update={"optimizer": options}))
     return {**result, "gigabytes": count.total("optimizer") / 1e9}

@@ -44,7 +44,7 @@ _BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": 
 _LAST = {**_BFLOAT16, "channels_last": True}
 _FUSED = {**_LAST, "fused_pointwise": True}
 _A = {**_FUSED, "network.space_to_depth": ["down1", "last"]}
-_TAIL_AND_BLOCKS = {"fused_tail": True, "resident_blocks": True}
+_TAIL = {"fused_tail": True}
 _DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
 
 # On a GPU, in the order of importance. The candidates at one batch size:
@@ -52,7 +52,7 @@ BEST = (
     Rung("A: bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A, gigabytes=15.45),
     Rung("B: A as a CUDA graph", _A, graph=True, gigabytes=15.45),
     Rung("C: A compiled instead of fused kernels", {**_A, "fused_pointwise": False, "enable_jit": True}),
-    Rung("tail and blocks: the faster of A and B with both", _TAIL_AND_BLOCKS, on=("A", "B"), gigabytes=11.06),
+    Rung("tail: the faster of A and B, one kernel after the last convolution", _TAIL, on=("A", "B"), gigabytes=11.61),
 )
 FASTEST = tuple(rung.key for rung in BEST)
 # Larger batches, for which D and E are predicted as for A, and what the candidates are compared with.
@@ -67,9 +67,7 @@ FURTHER = (
 VARIANTS = (
     Rung("base: the faster of A and B", on=("A", "B"), gigabytes=15.45),
     Rung("dense: base, strided gradients as dense convolutions", {"network.space_to_depth": _DENSE}, on=("base",)),
-    Rung("tail: base, one kernel after the last convolution", {"fused_tail": True}, on=("base",), gigabytes=11.61),
-    Rung("blocks: base, crops gathered as down1 reads them", {"resident_blocks": True}, on=("base",), gigabytes=14.9),
-    Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",), gigabytes=16.39),
+    Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",), gigabytes=16.85),
     Rung("limit 0: base, cuDNN times all algorithms", {"cudnn_benchmark_limit": 0}, on=("base",), alone=True),
 )
 # The original's way to its best options, and further steps between it and F.

@@ -44,7 +44,7 @@ from utils.steps.eager import EagerStep
 CPU = torch.device("cpu")
 EMA_DECAY = 0.999  # if the config has no average, of the step that is traced for its cost
 # The rung A of the ladder with all that moves fewer bytes.
-FASTEST = {**GPU_RUNGS["A"].changes, **GPU_RUNGS["tail and blocks"].changes}
+FASTEST = {**GPU_RUNGS["A"].changes, **GPU_RUNGS["tail"].changes}
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -127,9 +127,6 @@ def batch_of(config: Config) -> Batch:
     """Inputs and targets, as a loader makes them."""
     form, crop, samples = memory_format(config.channels_last), config.data_size, config.local_batch_size or 0
     targets = torch.empty(samples, config.N_out_channels, *[crop] * 3, memory_format=form)
-    if config.resident_blocks:
-        shape = samples, 8 * config.N_in_channels, *[crop // 2 + 1] * 3
-        return Batch(torch.empty(shape, dtype=torch.bfloat16, memory_format=form), targets)
     return Batch(torch.empty(samples, config.N_in_channels, *[crop] * 3, memory_format=form), targets)
 
 

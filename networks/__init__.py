@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
-from networks.init import initialise
+from networks.init import initialize
 from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, MSELoss
 from networks.metrics import Metric, accuracy, top5_accuracy
 from networks.smooth_unet import SmoothUNet
@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
     "top5_accuracy": top5_accuracy,
 }
 
-__all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialise"]
+__all__ = ["LOSSES", "METRICS", "NETWORKS", "build_loss", "build_metrics", "build_network", "initialize"]
 
 
 def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.Module:

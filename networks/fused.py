@@ -71,7 +71,7 @@ def l1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def fusible(*tensors: torch.Tensor) -> bool:
     """True if a kernel can process these tensors together."""
-    if torch.compiler.is_compiling() or _kernels() is None:
+    if torch.compiler.is_compiling() or kernels() is None:
         return False
     return all(
         _on_gpu(x)
@@ -114,7 +114,7 @@ class _BiasActivation(torch.autograd.Function):
         cells, width = x.numel() // channels, max(channels, skip_channels)
         tile = _Tile.of(width)
         launch(
-            _kernels().bias_activation,
+            kernels().bias_activation,
             tile.count(cells),
             y,
             *(copies or (y,)),
@@ -153,7 +153,7 @@ class _BiasActivation(torch.autograd.Function):
         x_gradient = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last_3d)
         partial = torch.empty((programs * tile.packed, channels), dtype=torch.float32, device=y.device)
         launch(
-            _kernels().activation_backward,
+            kernels().activation_backward,
             programs,
             x_gradient,
             partial,
@@ -180,7 +180,7 @@ class _L1(torch.autograd.Function):
         count = outputs.numel()
         programs = min(-(-count // TILE), PROGRAMS)
         partial = torch.empty(programs, dtype=torch.float32, device=outputs.device)
-        launch(_kernels().l1, programs, partial, outputs, targets, count, TILE=TILE)
+        launch(kernels().l1, programs, partial, outputs, targets, count, TILE=TILE)
         ctx.save_for_backward(outputs, targets)
         return partial.sum() / count
 
@@ -191,7 +191,7 @@ class _L1(torch.autograd.Function):
         count = outputs.numel()
         outputs_gradient = torch.empty_like(outputs)
         launch(
-            _kernels().l1_backward,
+            kernels().l1_backward,
             -(-count // TILE),
             outputs_gradient,
             outputs,
@@ -204,13 +204,13 @@ class _L1(torch.autograd.Function):
 
 
 @functools.cache
-def _kernels() -> Any:
+def kernels() -> Any:
     """The module of the kernels, or None without Triton."""
     try:
-        from networks import kernels
+        from networks import kernels as module
     except ImportError:
         return None
-    return kernels
+    return module
 
 
 # --- launching -----------------------------------------------------------------------------------------------------

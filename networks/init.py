@@ -12,7 +12,7 @@ LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose3d, nn.Linear)
 
 
 @torch.no_grad()
-def initialise(
+def initialize(
     network: nn.Module, generator: torch.Generator, conv_init: str = "normal", scale: float = 0.02, bias: float = 0.0
 ) -> None:
     """Draws the weights of convolutions, linear layers and embeddings; ValueError for an unknown `conv_init`.

@@ -102,8 +102,31 @@ def precise_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.float16 if x.is_cuda else torch.float32
 
 
-# --- the custom operator ----------------------------------------------------------------------------------------------
+# --- custom operators -------------------------------------------------------------------------------------------------
 # torch.compile does not support autograd functions where it splits the graph at DDP's buckets.
+
+
+def operator(name: str, forward: Any, backward: Any) -> Any:
+    """The custom operator `forward`(x, weight, ...) with the gradients of x and weight from `backward`.
+
+    backward: called with the gradient of the result, x, weight, and those further arguments that are not tensors.
+    """
+    made = custom_op(f"networks::{name}", forward, mutates_args=())
+    gradients = custom_op(f"networks::{name}_backward", backward, mutates_args=())
+    # The same code computes shapes from tensors without data.
+    made.register_fake(forward)
+    gradients.register_fake(backward)
+
+    def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.settings = [value for value in inputs[2:] if not isinstance(value, torch.Tensor)]
+        ctx.others = (None,) * (len(inputs) - 2)
+
+    def differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *gradients(gradient, *ctx.saved_tensors, *ctx.settings), *ctx.others
+
+    made.register_autograd(differentiate, setup_context=save_inputs)
+    return made
 
 
 def _forward(
@@ -135,20 +158,4 @@ def _backward(
     return x_gradient, weight_gradient
 
 
-_convolve = custom_op("networks::convolve_to_float32", _forward, mutates_args=())
-_convolve_backward = custom_op("networks::convolve_to_float32_backward", _backward, mutates_args=())
-# The same code computes shapes from tensors without data.
-_convolve.register_fake(_forward)
-_convolve_backward.register_fake(_backward)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, _, *ctx.geometry = inputs
-    ctx.save_for_backward(x, weight)
-
-
-def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return (*_convolve_backward(gradient, *ctx.saved_tensors, *ctx.geometry), *(None,) * 5)
-
-
-_convolve.register_autograd(_differentiate, setup_context=_save_inputs)
+_convolve = operator("convolve_to_float32", _forward, _backward)

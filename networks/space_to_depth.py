@@ -4,6 +4,15 @@ With kernel 4, stride 2 and padding 1, output cell o of a convolution reads the 
 for k = 2a + r. If the cells r of each block of 2³ are moved to channels, this is a convolution over a with kernel 2 and
 stride 1: an input of 4 channels becomes one of 32. The transposed convolution is the reverse.
 
+Blocks begin one cell before the grid. Along an axis of 6 cells:
+
+    cell        ·   0   1   2   3   4   5   ·
+    block      [  0  ] [  1  ] [  2  ] [  3  ]
+    part        0   1   0   1   0   1   0   1
+
+Cell i is part (i + 1) % 2 of block (i + 1) // 2, so D cells need D / 2 + 1 blocks. Channels of blocks are ordered
+[2, 2, 2, C]: parts along the three axes, then the channels of a cell.
+
 The layers with few channels are dense in all directions, because 4 or 5 channels leave tensor cores mostly idle. For
 the others only the strided input gradient is: the forward pass of a transposed convolution, the backward pass of a
 convolution. It has 20 to 95 % more operations, because the blocks extend half a block beyond the grid.
@@ -16,38 +25,38 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 from torch.nn import functional as F
 
-from networks.layers import autocast_dtype, coarse_and_precise, precise_dtype, with_bias
+from networks.layers import autocast_dtype, coarse_and_precise, operator, precise_dtype, with_bias
 
 
-class SpaceToDepthConv3d(nn.Conv3d):
-    """`nn.Conv3d` with kernel 4, stride 2, padding 1 for few input channels; ValueError for other geometries.
-
-    The input may already consist of blocks, as `space_to_depth` returns them.
-    """
+class _Strided(nn.Module):
+    """Raises ValueError for geometries without this form."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _check(self)
+        layer: Any = self
+        geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding
+        if geometry != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3) or layer.groups != 1:
+            raise ValueError(f"{self}: space-to-depth needs kernel 4, stride 2, padding 1, dilation 1 and one group")
+        if layer.padding_mode != "zeros":
+            raise ValueError(f"{self}: space-to-depth needs padding with zeros")
+
+
+class SpaceToDepthConv3d(_Strided, nn.Conv3d):
+    """`nn.Conv3d` with kernel 4, stride 2, padding 1 for few input channels."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         bias = self.bias if biased else None
-        # Autocast would convert the blocks after the copy.
-        blocks = input if input.shape[1] == 8 * self.in_channels else space_to_depth(input, autocast_dtype(input))
+        blocks = space_to_depth(input, autocast_dtype(input))  # autocast would convert them after the copy
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 
-class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1 for few output channels; ValueError for other geometries.
+class DepthToSpaceConvTranspose3d(_Strided, nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1 for few output channels.
 
     For last layers: under bfloat16 autocast the result is float32, as that of layers.OutputConvTranspose3d.
     """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _check(self)
 
     def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True, precise: torch.Tensor | None = None
@@ -61,12 +70,8 @@ class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
         return with_bias(result, self.bias if biased else None)
 
 
-class DenseConvTranspose3d(nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1, dense in its forward pass; else as above."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _check(self)
+class DenseConvTranspose3d(_Strided, nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1, dense in its forward pass."""
 
     def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
@@ -74,23 +79,11 @@ class DenseConvTranspose3d(nn.ConvTranspose3d):
         return with_bias(_apply(_conv_transpose, input, self.weight), self.bias if biased else None)
 
 
-class DenseGradientConv3d(nn.Conv3d):
-    """`nn.Conv3d` with kernel 4, stride 2, padding 1, dense in the gradient of its input; else as above."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _check(self)
+class DenseGradientConv3d(_Strided, nn.Conv3d):
+    """`nn.Conv3d` with kernel 4, stride 2, padding 1, dense in the gradient of its input."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         return with_bias(_apply(_conv, input, self.weight), self.bias if biased else None)
-
-
-def _check(layer: nn.Conv3d | nn.ConvTranspose3d) -> None:
-    geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding
-    if geometry != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3) or layer.groups != 1:
-        raise ValueError(f"{layer}: space-to-depth needs kernel 4, stride 2, padding 1, dilation 1 and one group")
-    if layer.padding_mode != "zeros":
-        raise ValueError(f"{layer}: space-to-depth needs padding with zeros")
 
 
 # --- shuffles --------------------------------------------------------------------------------------------------------
@@ -101,10 +94,7 @@ WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU can load at
 
 
 def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[N, C, D, H, W] -> [N, 8C, D // 2 + 1, H // 2 + 1, W // 2 + 1] of `dtype`, blocks of x padded by one cell.
-
-    The channels are [2, 2, 2, C].
-    """
+    """[N, C, D, H, W] -> [N, 8C, D // 2 + 1, H // 2 + 1, W // 2 + 1] of `dtype`, blocks of x padded with zeros."""
     dtype = dtype or x.dtype
     if torch.compiler.is_compiling() or any(side % 2 for side in x.shape[2:]) or not _channels_last(x):
         return _move_to_channels(F.pad(x.to(dtype), (1,) * 6))
@@ -176,10 +166,7 @@ def _pairs(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cells(blocks: torch.Tensor) -> torch.Tensor:
-    """A view [N, C, D, 2, H, 2, W, 2] of the cells in blocks [N, 8C, D + 1, H + 1, W + 1] that are not padding.
-
-    Along an axis, cells 2b and 2b + 1 of the grid are part 1 of block b and part 0 of block b + 1.
-    """
+    """A view [N, C, D, 2, H, 2, W, 2] of the cells in blocks [N, 8C, D + 1, H + 1, W + 1] that are not padding."""
     sample, part, *steps = blocks.stride()  # of channels_last_3d: in other formats some of those below are negative
     count, channels = blocks.shape[0], blocks.shape[1] // 8
     sizes, strides, offset = [count, channels], [sample, part], blocks.storage_offset()
@@ -192,7 +179,7 @@ def _cells(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _move_to_channels(x: torch.Tensor) -> torch.Tensor:
-    """[N, C, D, H, W] -> [N, 8C, D // 2, H // 2, W // 2] in the same memory format; channels are [2, 2, 2, C]."""
+    """[N, C, D, H, W] -> [N, 8C, D // 2, H // 2, W // 2] in the same memory format."""
     blocks = x.unfold(2, 2, 2).unfold(3, 2, 2).unfold(4, 2, 2)  # [N, C, D/2, H/2, W/2, 2, 2, 2]
     if _channels_last(x):
         return blocks.permute(0, 2, 3, 4, 5, 6, 7, 1).flatten(4).permute(0, 4, 1, 2, 3)
@@ -203,8 +190,7 @@ def _channels_last(x: torch.Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
 
 
-# --- custom operators -------------------------------------------------------------------------------------------------
-# As in layers.py, because torch.compile does not support autograd functions at DDP's buckets.
+# --- convolutions -----------------------------------------------------------------------------------------------------
 
 DENSE = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1  # stride, padding, dilation, transposed, output padding, groups
 DOWN = [2] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
@@ -256,31 +242,12 @@ def _last_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
     return torch.ops.aten.convolution_backward(blocks, x, weight, None, *DENSE, [True, True, False])[:2]
 
 
-def _operator(name: str, forward: Any, backward: Any) -> Any:
-    """The custom operator `forward`(x, weight, ...) with the gradients of x and weight from `backward`."""
-    operator = custom_op(f"networks::{name}", forward, mutates_args=())
-    gradients = custom_op(f"networks::{name}_backward", backward, mutates_args=())
-    # The same code computes shapes from tensors without data.
-    operator.register_fake(forward)
-    gradients.register_fake(backward)
-
-    def save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.others = (None,) * (len(inputs) - 2)
-
-    def differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *gradients(gradient, *ctx.saved_tensors), *ctx.others
-
-    operator.register_autograd(differentiate, setup_context=save_inputs)
-    return operator
+_conv_transpose = operator("dense_conv_transpose", dense_transpose, _up_backward)
+_conv = operator("dense_gradient_conv", _down, _down_backward)
+_last = operator("dense_last", _last_forward, _last_backward)
 
 
-_conv_transpose = _operator("dense_conv_transpose", dense_transpose, _up_backward)
-_conv = _operator("dense_gradient_conv", _down, _down_backward)
-_last = _operator("dense_last", _last_forward, _last_backward)
-
-
-def _apply(operator: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _apply(convolution: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The operator in the dtype in which autocast computes convolutions."""
     dtype = autocast_dtype(x) or x.dtype
-    return operator(x.to(dtype), weight.to(dtype))
+    return convolution(x.to(dtype), weight.to(dtype))

@@ -11,7 +11,6 @@ mean, between -1 and 1, where half precision has its full accuracy.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def _l1(
     partial = torch.empty(groups * tiles, dtype=torch.float32, device=blocks.device)
     bias_partial = torch.empty((groups, tiles * TILE), dtype=torch.float32, device=blocks.device)
     fused.launch(
-        _kernel(),
+        fused.kernels().tail_l1,
         groups * tiles,
         gradient,
         partial,
@@ -117,10 +116,3 @@ def _l1(
     )
     bias_gradient = bias_partial[:, :plane].sum(0).view(-1, channels).sum(0)
     return partial.sum(), gradient, bias_gradient.to(bias.dtype)
-
-
-@functools.cache
-def _kernel() -> Any:
-    from networks.tail_kernels import tail_l1
-
-    return tail_l1

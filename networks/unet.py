@@ -122,7 +122,7 @@ class UNet(nn.Module):
         layer = self._layer(name)
         if self.fused:
             return bias_activation_twice(layer(x, biased=False), _bias(layer), "leaky_relu")
-        x = F.leaky_relu(self._normalise(name, layer(x)), NEGATIVE_SLOPE)
+        x = F.leaky_relu(self._normalize(name, layer(x)), NEGATIVE_SLOPE)
         return x, x
 
     def _up(
@@ -132,13 +132,13 @@ class UNet(nn.Module):
         layer = self._layer(name)
         if self.fused:
             return bias_relu_cat(layer(x, biased=False), _bias(layer), skip, copy)
-        return torch.cat([F.relu(self._normalise(name, layer(x))), skip], dim=1), None
+        return torch.cat([F.relu(self._normalize(name, layer(x))), skip], dim=1), None
 
     def _add_norm(self, name: str, channels: int) -> None:
         if self.norm != "none":
             self.add_module(f"{name}_norm", build_norm(self.norm, channels))
 
-    def _normalise(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x if self.norm == "none" else self.get_submodule(f"{name}_norm")(x)
 
     def _layer(self, name: str) -> Layer:

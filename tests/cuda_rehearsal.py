@@ -29,14 +29,14 @@ from utils import config as configs  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
 from utils.inference.sliding_window import forward_pass  # noqa: E402
-from utils.optim import matrices  # noqa: E402
+from utils.optim import soap  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402
 
 GPU, LR = torch.device("cuda", 0), 1e-4
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")},
     **{name: (name, {}) for name in ("bs64_fast", "bs512_fast")},
-    "tail and blocks": ("bs64_opt", GPU_RUNGS["tail and blocks"].changes),
+    "tail": ("bs64_opt", GPU_RUNGS["tail"].changes),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
 }
@@ -84,7 +84,7 @@ def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         batch = [part.to(GPU) for part in batch_of(config)]
         with trace:
             step(*batch, LR)
-        recorded = mock.patch.object(matrices, "is_recorded", return_value=True)
+        recorded = mock.patch.object(soap, "is_recorded", return_value=True)
         with step._on_stream(), phases(trace), recorded:
             step._train(*batch)
     return choices(trace)

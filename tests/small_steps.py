@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_network, initialize
 from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 LR = 0.01
@@ -21,7 +21,7 @@ LR = 0.01
 
 def small_network(norm: str = "none", scale: float = 0.1) -> nn.Module:
     network = build_network("unet", 8, width=4, scales=2, norm=norm)
-    initialise(network, torch.Generator().manual_seed(0), scale=scale)
+    initialize(network, torch.Generator().manual_seed(0), scale=scale)
     return network
 
 
@@ -38,7 +38,7 @@ def make_step(
     network = (network or small_network()).to(world.device)
     settings = OptimizerConfig(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
     built = build_optimizer(settings, network.named_parameters(), LR, kind.capturable)
-    return kind(network, loss or build_loss("l1"), built, world, StepOptions(**options))
+    return kind(TrainingModules(network, loss or build_loss("l1")), built, world, StepOptions(**options))
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

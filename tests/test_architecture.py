@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 DRAWING = {"evaluate", *(f"utils.evaluation.{name}" for name in ("figures", "report", "training_figures"))}
-TRITON_MODULES = {"networks.kernels", "networks.tail_kernels", "utils.optim.adam_kernel"}
+TRITON_MODULES = {"networks.kernels"}
 SIMULATION = {
     f"utils.simulation.{name}" for name in ("fourier", "gas", "linear_theory", "particle_mesh", "simulate", "__main__")
 }

@@ -393,11 +393,6 @@ def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_fil
     [
         ({"static_graph": True, "accumulation_steps": 2}, 1, "static_graph needs accumulation_steps 1"),
         (
-            {"resident_blocks": True, "enable_amp": True, "precision": "float16"},
-            1,
-            "resident_blocks needs data_loader_config resident or auto, down1 in network.space_to_depth, precision bfl",
-        ),
-        (
             {"fused_tail": True, "network": {"space_to_depth": ["last"]}, "loss": "huber"},
             1,
             "fused_tail needs loss l1; change that, or set fused_tail=false",

@@ -66,7 +66,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_all_convolutions_run_in_cudnn_in_half_precision(rehearsed: dict[str, Any]) -> None:
-    for name in (*OPTIMIZED, *FAST, "tail and blocks"):
+    for name in (*OPTIMIZED, *FAST, "tail"):
         convolutions = rehearsed["steps"][name]["convolutions"]
         assert sum(convolutions.values()) == 24
         for text in convolutions:
@@ -78,7 +78,7 @@ def test_all_convolutions_run_in_cudnn_in_half_precision(rehearsed: dict[str, An
 
 
 def test_large_tensors_stay_channels_last(rehearsed: dict[str, Any]) -> None:
-    for name in (*OPTIMIZED, "tail and blocks"):
+    for name in (*OPTIMIZED, "tail"):
         assert rehearsed["steps"][name]["not channels-last"] == []
     for name in FAST:  # SOAP's bases are of the weights' sides in a fixed order
         assert all("utils/optim/" in line for line in rehearsed["steps"][name]["not channels-last"])
@@ -87,12 +87,9 @@ def test_large_tensors_stay_channels_last(rehearsed: dict[str, Any]) -> None:
 
 
 def test_every_fused_kernel_is_chosen(rehearsed: dict[str, Any]) -> None:
-    for name in OPTIMIZED:
-        assert set(rehearsed["steps"][name]["kernels"]) == POINTWISE | LOSS | {"Triton adam_average"}
-    for name in FAST:
+    for name in (*OPTIMIZED, *FAST):
         assert set(rehearsed["steps"][name]["kernels"]) == POINTWISE | LOSS | {"_fused_adam_"}
-    tail = {"Triton tail_l1", "Triton adam_average"}
-    assert set(rehearsed["steps"]["tail and blocks"]["kernels"]) == POINTWISE | tail
+    assert set(rehearsed["steps"]["tail"]["kernels"]) == POINTWISE | {"Triton tail_l1", "_fused_adam_"}
 
 
 def test_a_prediction_avoids_cudnns_faulty_convolutions(rehearsed: dict[str, Any]) -> None:

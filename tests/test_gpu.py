@@ -19,7 +19,6 @@ from reference_samples import cubes
 from trainings import assert_same_training
 
 import train
-from networks.space_to_depth import space_to_depth
 from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import Volume, open_volume
@@ -122,21 +121,6 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
     assert_same_batches(GpuResidentLoader(loaded, CropOptions(plan, device=cuda, **layout)), host)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_inputs_in_blocks_equal_those_that_the_first_layer_makes(tmp_path, volume_file, dtype) -> None:
-    """Bit for bit, with autocast's rounding, over two epochs in the same memory."""
-    cuda = torch.device("cuda")
-    volume = open_volume(volume_file(tmp_path / "box.h5", box=16), (4, 5))
-    loaded = load_resident([volume], World(Launch("single process"), cuda), dtype)
-    plan = SamplePlan(46, cubes(16), 8, seed=1, split="train")
-    options = CropOptions(plan, batch_size=4, vectors=VECTORS, device=cuda, channels_last=True)
-    loaders = [GpuResidentLoader(loaded, dataclasses.replace(options, in_blocks=in_blocks)) for in_blocks in (0, 1)]
-    for epoch in range(2):
-        for fields, blocks in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
-            assert torch.equal(blocks.inputs, space_to_depth(fields.inputs, torch.bfloat16))
-            assert torch.equal(blocks.targets, fields.targets)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -154,7 +138,7 @@ def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> No
     kernel = TritonGather([field.cuda()], crop, VECTORS[0], "full", channels_last)
     kernel(
         torch.from_numpy(device_plan(plan, cubes(box))).cuda(),
-        torch.zeros((), dtype=torch.int64, device="cuda"),
+        0,
         1,
         out,
     )
@@ -174,10 +158,7 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     assert field.numel() > 2**31
     plan = EpochPlan(np.zeros(1, int), np.full((1, 3), box - crop), np.array([29]))
     out = torch.empty((1, channels, crop, crop, crop), device="cuda")
-    first = torch.zeros((), dtype=torch.int64, device="cuda")
-    TritonGather([field], crop, VECTORS[0], "full")(
-        torch.from_numpy(device_plan(plan, cubes(box))).cuda(), first, 1, out
-    )
+    TritonGather([field], crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
     assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
 
@@ -227,16 +208,15 @@ def test_training_on_the_device_agrees_with_training_on_the_host(tmp_path, flags
 
 FUSED = ["--enable_amp", "--set=channels_last=true", "--set=fused_pointwise=true"]
 TAIL = [*FUSED, "--set=network.space_to_depth=[down1,last]", "--set=fused_tail=true"]
-BLOCKS = [*TAIL, "--set=resident_blocks=true"]
 
 
 @pytest.mark.parametrize(
     ("loader", "switches"),
-    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL), ("resident", BLOCKS)],
-    ids=["resident", "lowmem", "fused", "tail", "blocks"],
+    [("resident", []), ("lowmem", []), ("resident", FUSED), ("lowmem", TAIL)],
+    ids=["resident", "lowmem", "fused", "tail"],
 )
 def test_training_with_cuda_graphs_agrees_with_eager_training(tmp_path, flags, loader, switches) -> None:
-    """Over three epochs of eight steps; the graphs include the crops of the resident loader."""
+    """Over three epochs of eight steps."""
     flags += ["--num_epochs=3", "--set=log_interval=1", f"--data_loader_config={loader}", *switches]
     for name, step in (("plain", EagerStep), ("graphs", GraphStep)):
         train.main([*flags, f"--set=expdir={tmp_path / name}"], step_class=step)

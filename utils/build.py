@@ -6,13 +6,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from networks import build_loss, build_metrics, build_network, initialise
+from networks import build_loss, build_metrics, build_network, initialize
 from networks.norms import ghost_batch
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from networks.tail import NetworkWithFusedTail
@@ -44,7 +44,13 @@ from utils.profiling import preflight
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, read_settings
 from utils.profiling.memory import training_memory
 from utils.steps.backends import backends as backends
-from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
+from utils.steps.eager import (
+    EagerStep,
+    NetworkWithLoss,
+    StepOptions,
+    TrainingModules,
+    weights_difference,
+)
 from utils.training.callbacks import Evaluation
 from utils.training.checkpoint import read_weights
 from utils.training.checkpoint import resolve_weights as resolve_weights
@@ -110,16 +116,17 @@ def loss(config: Config) -> nn.Module:
 def resolve(config: Config, world: World) -> Config:
     """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
     with world.raise_together():
+        check_norm(config, world)
         return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
 
 
-class TrainingModules(NamedTuple):
-    """Network, loss and metrics of a step, and how it computes the loss in training."""
-
-    network: nn.Module
-    loss: nn.Module
-    metrics: Sequence[Metric] = ()
-    combine: Combine = NetworkWithLoss
+def check_norm(config: Config, world: World) -> None:
+    """Raises UserError for a norm that these ranks cannot compute."""
+    if config.network.norm == "sync_batch" and world.size > 1 and world.device.type == "cpu":
+        raise UserError(
+            "network.norm sync_batch needs GPUs: PyTorch does not synchronize batch norms of several ranks on CPUs; "
+            "use ghost(n), over groups of n samples, or one rank"
+        )
 
 
 def model(config: Config) -> TrainingModules:
@@ -150,7 +157,7 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     """
     start, module = config.weight_init, modules.network
     generator = torch.Generator().manual_seed(config.seed)
-    initialise(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
+    initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
     module.to(world.device)
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
@@ -158,9 +165,7 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
-    train_step = step_class(
-        module, modules.loss, optimizer, world, step_options(config), modules.metrics, modules.combine
-    )
+    train_step = step_class(modules, optimizer, world, step_options(config))
     train_step.notes = [describe_optimizer(choice.name, optimizer)]
     torch.manual_seed(config.seed + world.rank)
     return train_step
@@ -261,10 +266,12 @@ def run_preflight(options: cli.Options, config: Config, step_class: type[EagerSt
     alone = World(Launch("preflight"), torch.device("cpu"))
 
     def check(config: Config) -> None:
-        if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
+        # An eager step runs on every device, and a login node may lack the run's.
+        if step_class.capturable or config.device == "cpu":
             ranks = config.global_batch_size // (config.local_batch_size or 1)
             world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
             step_class.check(world, step_options(config))
+            check_norm(config, world)
         loss(config)
         evaluation_volume(config, alone)
         check_loggers(config.loggers, alone)

@@ -59,7 +59,7 @@ def test_call_1_reaches_all_its_parts_in_8_minutes(call: Gpu) -> None:
     assert (gpu_calls.PEAKS, gpu_calls.CONVOLUTIONS) == (5, 60)
     ends = timeline(call("--call=1", "--dry_run"))
     assert [name.split(":")[0] for name in ends] == [
-        *("peaks", "convolutions", "volume", "A", "B", "C", "tail and blocks", "best", "D", "E", "F", "G")
+        *("peaks", "convolutions", "volume", "A", "B", "C", "tail", "best", "D", "E", "F", "G")
     ]
     seconds = [float(end) for end in ends.values()]
     assert seconds == sorted(seconds)

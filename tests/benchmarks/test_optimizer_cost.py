@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.optimizer_cost import QR, measure, muon_operations, soap_operations
+from benchmarks.optimizer_cost import QR, measure, soap_operations
 from utils import build
 from utils import config as configs
 from utils.config.sections import OptimizerConfig
-from utils.optim.matrices import is_weight
+from utils.optim.adam import is_weight
 from utils.steps.flops import training_flops
 
 SHIPPED = "config/UNet.yaml"
@@ -42,14 +42,6 @@ def test_at_full_size_soap_adds_at_most_a_quarter_of_a_step_and_a_tenth_on_four_
     one, four = (soap_operations(OptimizerConfig(name="soap"), weights, ranks) for ranks in (1, 4))
     assert 0.05 < one / (one + training) < 0.25
     assert 0.05 < four / (four + training) < 0.1
-
-
-def test_muon_iterates_five_times_and_the_last_weight_follows_adam() -> None:
-    m, n = 4, 6
-    expected = 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
-    assert muon_operations({"w": weight(m, n), "last": weight(9, 9)}, 1) == expected
-    both = {"v": weight(m, n), "w": weight(m, n), "last": weight(9, 9)}
-    assert muon_operations(both, 1) == 2 * muon_operations(both, 2) == 2 * expected
 
 
 def test_bytes_of_adam_are_those_of_its_operands() -> None:

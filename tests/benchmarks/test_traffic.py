@@ -31,21 +31,21 @@ def counted(action: Callable[[], object]) -> tuple[int, int]:
     return sum(row.read for row in rows), sum(row.written for row in rows)
 
 
-def test_a_step_moves_less_than_11_1_gigabytes(fastest: Measured) -> None:
-    assert fastest.count.total() < 11.1e9, traffic.markdown(fastest)
+def test_a_step_moves_less_than_11_7_gigabytes(fastest: Measured) -> None:
+    assert fastest.count.total() < 11.7e9, traffic.markdown(fastest)
     assert all(fastest.count.total(phase) for phase in PHASES)
-    assert fastest.count.total() / 1e9 == pytest.approx(GPU_RUNGS["tail and blocks"].gigabytes, abs=0.01)
+    assert fastest.count.total() / 1e9 == pytest.approx(GPU_RUNGS["tail"].gigabytes, abs=0.01)
 
 
-def test_an_average_reads_and_writes_only_itself(fastest: Measured) -> None:
+def test_an_average_reads_the_weights_and_itself_and_writes_itself(fastest: Measured) -> None:
     (adam,) = (row for row in fastest.count.operations.values() if "adam" in row.name)
-    # Adam reads weights, gradients and two moments, and writes all but the gradients.
-    assert fastest.average == pytest.approx(adam.bytes * 2 / 7, rel=1e-3)
+    # Adam reads weights, gradients and two moments, and writes all but the gradients. The average reads the weights.
+    assert fastest.average == pytest.approx(adam.bytes * 3 / 7, rel=1e-3)
 
 
 def test_no_large_tensor_leaves_channels_last(fastest: Measured) -> None:
     """Also with the losses, inputs and layers of which the fastest step has others."""
-    every = {"fused_tail": False, "resident_blocks": False, "network.space_to_depth": list(SPACE_TO_DEPTH)}
+    every = {"fused_tail": False, "network.space_to_depth": list(SPACE_TO_DEPTH)}
     assert list(fastest.count.layouts) == []
     assert list(count_step(load({"local_batch_size": 64, **every})).layouts) == []
 

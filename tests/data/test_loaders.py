@@ -372,8 +372,7 @@ def test_auto_on_a_cpu(paths: Paths, volume_file: VolumeFile, tmp_path: Path, mo
         choice = choose(chunked, ALONE, lambda: 0)
         assert choice.name == wanted
         assert "chunked" in choice.reason
-    blocks = config_for(paths, "auto").model_copy(update={"resident_blocks": True})
-    loaders = build_loaders(blocks)
+    loaders = build_loaders(config_for(paths, "auto").model_copy(update={"resident_dtype": "float16"}))
     loaders.train.close()
     loaders.valid.close()
-    assert loaders.notes[0].endswith("mapped; resident_blocks has no effect")
+    assert loaders.notes[0].endswith("mapped; resident_dtype has no effect")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import run_ranks
 from reference_samples import cubes
+from utils.training.summary import result_table
 
 from networks import build_loss
 from utils.data.files.hdf5 import open_volume
@@ -19,7 +20,6 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.baselines import volume_losses
-from utils.training.summary import result_table
 from utils.training.trainer import FitResult
 
 ALONE = World(Launch("test"), torch.device("cpu"))

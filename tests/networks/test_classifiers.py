@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from networks import NETWORKS, build_network, initialise
+from networks import NETWORKS, build_network, initialize
 
 CLASSIFIERS = [name for name in NETWORKS if name not in ("unet", "smooth_unet")]
 IMAGES = ["mnist_cnn", "lenet", "cifar_cnn"]
@@ -20,7 +20,7 @@ def build(name: str, shape: tuple[int, ...] = (), classes: int = 10, **options: 
     if name == "reuters_cnn":
         options.setdefault("vocabulary", 50)
     network = build_network(name, shape=shape, classes=classes, **options)
-    initialise(network, torch.Generator().manual_seed(0), "glorot", bias=0.1)
+    initialize(network, torch.Generator().manual_seed(0), "glorot", bias=0.1)
     return network.eval()
 
 

@@ -54,7 +54,7 @@ def test_registers(
     constants = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, **constants}
     constants |= {"NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, "TILE": fused.TILE}
     result = compile_kernel(
-        getattr(fused._kernels(), name),
+        getattr(fused.kernels(), name),
         types,
         constants,
         tmp_path,

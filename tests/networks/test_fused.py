@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from triton_interpreter import interpreted
+from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
 
-import networks
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_network, initialize
 from networks import fused as pointwise
 
 CHANNELS_LAST = torch.channels_last_3d
@@ -34,38 +33,16 @@ INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warn
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of all launched kernels, in order."""
-    names: list[str] = []
-    launch = pointwise.launch
-
-    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        names.append(kernel.__name__)
-        launch(kernel, programs, *arguments, **constants)
-
-    monkeypatch.setattr(pointwise, "launch", record)
-    return names
-
-
-def import_kernels_again() -> None:
-    """Triton decides whether to compile or to interpret a kernel when the module is imported."""
-    pointwise._kernels.cache_clear()
-    if sys.modules.pop("networks.kernels", None) is not None:
-        del networks.kernels
+    return launched_kernels(monkeypatch)
 
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
-    """Kernels run in Triton's interpreter, with several tiles and few programs."""
-    with interpreted(monkeypatch) as language:
-        # `sum` is written in Triton itself and was built for the compiler when triton was imported.
-        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        monkeypatch.setattr(pointwise, "_on_gpu", lambda x: True)
-        monkeypatch.setattr(pointwise, "LANES", 64)
-        monkeypatch.setattr(pointwise, "TILE", 256)
-        monkeypatch.setattr(pointwise, "PROGRAMS", 3)
-        import_kernels_again()
+    """Kernels run in Triton's interpreter, with several tiles and few programs; their names."""
+    with interpreted_kernels(monkeypatch):
+        for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 3)):
+            monkeypatch.setattr(pointwise, name, value)
         yield launched
-    import_kernels_again()
 
 
 class Kernels(NamedTuple):
@@ -381,7 +358,7 @@ def small_networks(
         for fused in (False, True)
     ]
     for network in networks:
-        initialise(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
+        initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
         network.to(device, memory_format=CHANNELS_LAST)
         if device == "cpu":
             for layer in network.children():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from networks import build_network, initialise
+from networks import build_network, initialize
 
 KINDS = ["normal", "default", "glorot"]
 LAYERS = [
@@ -20,7 +20,7 @@ LAYERS = [
 
 
 def drawn(layer: nn.Module, *arguments, seed: int = 0) -> nn.Module:
-    initialise(layer, torch.Generator().manual_seed(seed), *arguments)
+    initialize(layer, torch.Generator().manual_seed(seed), *arguments)
     return layer
 
 

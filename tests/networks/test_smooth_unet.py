@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks import build_network, initialise
+from networks import build_network, initialize
 from networks.smooth_unet import InterpolatedConv3d, SmoothUNet, interpolate
 
 
@@ -19,7 +19,7 @@ def fields(*shape: int) -> torch.Tensor:
 
 def small(name: str = "smooth_unet", scales: int = 3, **options: Any) -> torch.nn.Module:
     network = build_network(name, in_channels=3, out_channels=5, width=4, scales=scales, **options)
-    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    initialize(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
     return network
 
 

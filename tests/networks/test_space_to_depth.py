@@ -16,7 +16,6 @@ from networks.space_to_depth import (
     DepthToSpaceConvTranspose3d,
     SpaceToDepthConv3d,
     dense_transpose,
-    space_to_depth,
 )
 
 Layer = nn.Conv3d | nn.ConvTranspose3d
@@ -152,12 +151,10 @@ def test_the_input_is_cast_before_it_is_shuffled() -> None:
     _, layer = pair(*PAIRS[0])
     x = random(2, 4, 8, 8, 8).contiguous(memory_format=torch.channels_last_3d)
     with torch.no_grad():
-        blocks = space_to_depth(x).bfloat16()
         with torch.autocast("cpu", dtype=torch.bfloat16), Copies(least=layer.weight.nbytes) as trace:
             result = layer(x)
-            assert trace.copies == ["zero_", "copy_"]
-            # A loader can provide the blocks.
-            assert torch.equal(layer(blocks), result)
+        assert trace.copies == ["zero_", "copy_"]
+        assert trace.largest == result.element_size() == 2
 
 
 def test_other_geometries_and_paddings_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from gpu_layouts import GpuLayouts
 from torch import nn
 from torch.nn import functional as F
 from triton_compile import compile_kernel
-from triton_interpreter import interpreted
+from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
 
 import networks
-from networks import build_loss, build_network, fused, initialise, tail
+from networks import build_loss, build_network, fused, initialize, tail
 from networks.losses import L1Loss
 from networks.space_to_depth import dense_weight
 from networks.tail import NetworkWithFusedTail
@@ -32,34 +31,14 @@ CHANNELS_LAST = torch.channels_last_3d
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-def import_kernels_again() -> None:
-    """Triton decides whether to compile or to interpret a kernel when the module is imported."""
-    tail._kernel.cache_clear()
-    fused._kernels.cache_clear()
-    for name in ("kernels", "tail_kernels"):
-        if sys.modules.pop(f"networks.{name}", None) is not None:
-            delattr(networks, name)
-
-
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels run in Triton's interpreter, with several tiles per plane, each in several programs; their names."""
-    names: list[str] = []
-    launch = fused.launch
-
-    def record(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        names.append(kernel.__name__)
-        launch(kernel, programs, *arguments, **constants)
-
-    with interpreted(monkeypatch) as language:
-        monkeypatch.setattr(language, "sum", lambda x, axis: language.reduce(x, axis, language.standard._sum_combine))
-        monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
-        monkeypatch.setattr(fused, "launch", record)
+    names = launched_kernels(monkeypatch)
+    with interpreted_kernels(monkeypatch):
         monkeypatch.setattr(fused, "PROGRAMS", 8)
         monkeypatch.setattr(tail, "TILE", 256)
-        import_kernels_again()
         yield names
-    import_kernels_again()
 
 
 def values(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -154,7 +133,7 @@ def test_a_non_finite_loss_makes_all_gradients_nan(interpreter: list[str], place
 def small_network(device: str = "cpu", **options: Any) -> UNet:
     network = build_network("unet", 4, width=8, scales=2, space_to_depth=["down1", "last"], **options)
     assert isinstance(network, UNet)
-    initialise(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
+    initialize(network, torch.Generator().manual_seed(0), scale=0.1, bias=0.05)
     return network.to(device, memory_format=CHANNELS_LAST)
 
 
@@ -235,7 +214,7 @@ def test_the_kernel_compiles_without_spills(architecture: int, tmp_path: Path) -
     types |= {"bias": "*fp32", "targets": "*fp32", "planes": "i32"}
     constants = {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "CHANNELS": 5, "TILE": tail.TILE}
     options = {"num_warps": fused.WARPS, "enable_fp_fusion": False}
-    compiled = compile_kernel(tail._kernel(), types, constants, tmp_path, architecture, **options)
+    compiled = compile_kernel(fused.kernels().tail_l1, types, constants, tmp_path, architecture, **options)
     assert compiled.registers <= 64
     assert compiled.stack == 0
     assert "ld.global.v2" in compiled.ptx

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_network, initialize
 from networks.unet import UNet
 
 
@@ -44,7 +44,7 @@ def test_the_full_network_has_the_published_size_and_cost() -> None:
 def test_two_scales_equal_separate_layers(norm: str) -> None:
     """A norm follows each convolution except the last, before the activation."""
     network = build_network("unet", 8, in_channels=2, out_channels=3, width=4, scales=2, norm=norm)
-    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    initialize(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
     x = torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(1))
     layer = dict(network.named_children())
 
@@ -63,7 +63,7 @@ def test_two_scales_equal_separate_layers(norm: str) -> None:
 
 def small(**options: Any) -> UNet:
     network = UNet(in_channels=3, out_channels=5, width=4, scales=3, **options)
-    initialise(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
+    initialize(network, torch.Generator().manual_seed(0), scale=0.2, bias=0.1)
     return network
 
 
@@ -176,7 +176,6 @@ def test_a_norm_keeps_the_weights_of_convolutions_and_works_with_space_to_depth(
 
 
 def test_a_norm_works_under_autocast_and_in_a_compiled_network() -> None:
-    """test_norms.py compiles sync_batch."""
     torch._dynamo.reset()
     network, x = small(norm="ghost(2)"), fields(4, 16)
     expected = small(norm="ghost(2)")(x).detach()

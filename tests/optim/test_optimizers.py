@@ -67,15 +67,18 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
     "soap, weight decay": by_name("soap", precondition_frequency=1, merge_dims="none", weight_decay=0.1),
     "capturable soap": by_name("soap", precondition_frequency=2, merge_dims="rest", capturable=True),
-    "muon, weight decay": by_name("muon", weight_decay=0.1, capturable=True),
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
     "like apex": lambda parameters: ApexAdam(parameters, LR),
 }
 
 
 def start(device: str = "cpu") -> list[nn.Parameter]:
+    """Among the values are zeros of both signs and a subnormal number, of which a skipped update keeps the bits."""
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    for value in (values[0], values[1]):
+        value.flatten()[:3] = torch.tensor([0.0, -0.0, 1e-44])
+    return [nn.Parameter(value.to(device)) for value in values]
 
 
 def take(optimizer: torch.optim.Optimizer, number: int, finite: torch.Tensor = YES, spoil: float = 0.0) -> None:
@@ -115,8 +118,8 @@ def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
 def test_a_skipped_update_leaves_no_trace(kind: str, device: str) -> None:
     """The first, a later one, or several in a row: all later updates equal those of a run without it, bit for bit."""
     undisturbed, disturbed = (KINDS[kind](start(device)) for _ in range(2))
-    take(disturbed, 100, NO, float("nan"))
-    take(disturbed, 101, NO, float("inf"))
+    for number, spoil in enumerate((float("nan"), float("inf"), 0.0)):
+        take(disturbed, 100 + number, NO, spoil)
     for number in range(6):
         for optimizer in (undisturbed, disturbed):
             take(optimizer, number)
@@ -239,7 +242,7 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
         load_state(KINDS["adam"](start()), saved_state(KINDS["adam"](start()[:2])))
 
 
-@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb", "muon"])
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb"])
 def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -> None:
     """Fused kernels walk both in memory order: with different orders, elements would get the state of others."""
     first, second = (
@@ -254,7 +257,7 @@ def test_the_state_has_the_memory_format_of_its_parameter(kind: str, tmp_path) -
     load_state(second, through_a_file(saved_state(first), tmp_path))
     parameter, _ = optimizer_parameters(second)
     averages = [value for value in second.state[parameter].values() if value.shape == parameter.shape]
-    assert len(averages) == (1 if kind in ("sgd, momentum", "muon") else 2)
+    assert len(averages) == (1 if kind == "sgd, momentum" else 2)
     assert all(value.stride() == parameter.stride() for value in averages)
     for optimizer in (first, second):
         take(optimizer, 2)

@@ -14,9 +14,8 @@ from utils.build import network as build_model
 from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
-from utils.optim.matrices import Ranks
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
-from utils.optim.soap import Preconditioning, Soap, outer_product, rotate
+from utils.optim.soap import Preconditioning, Ranks, Soap, outer_product, rotate
 from utils.profiling.memory import training_memory
 
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
@@ -158,14 +157,13 @@ def test_the_host_reads_the_number_of_updates_once_per_renewal(monkeypatch: pyte
 
 
 def test_the_state_has_the_size_that_the_preflight_states() -> None:
-    for name in ("soap", "muon"):
-        network = SmallNetwork()
-        optimizer: Any = build(network, name=name)
-        train(network, optimizer, range(1))
-        size = sum(value.nbytes for each in optimizer.state.values() for value in each.values())
-        with torch.device("meta"):
-            meta = SmallNetwork()
-        assert state_bytes(options(name=name), meta.named_parameters()) == size
+    network = SmallNetwork()
+    optimizer: Any = build(network)
+    train(network, optimizer, range(1))
+    size = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    with torch.device("meta"):
+        meta = SmallNetwork()
+    assert state_bytes(options(), meta.named_parameters()) == size
     adam = state_bytes(options(name="adam"), meta.named_parameters())
     assert adam == 8 * sum(parameter.numel() for parameter in meta.parameters())
     soap, plain = (

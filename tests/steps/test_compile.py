@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import train
-from networks import build_network, initialise
+from networks import build_network, initialize
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.steps import compile as compilers
@@ -120,7 +120,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
     curves = []
     for compiled in (False, True):
         network = build_network("unet", 16, width=8, scales=3, space_to_depth=space_to_depth)
-        initialise(network, torch.Generator().manual_seed(0), scale=0.1)
+        initialize(network, torch.Generator().manual_seed(0), scale=0.1)
         network.cuda().to(memory_format=torch.channels_last_3d)
         world = World(Launch("test"), torch.device("cuda", 0))
         step = make_step("sgd", world=world, network=network, enable_amp=True, enable_jit=compiled)

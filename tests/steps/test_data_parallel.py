@@ -13,7 +13,7 @@ import torch
 from processes import run_ranks
 from reference_samples import cubes
 
-from networks import build_loss, build_network, initialise
+from networks import build_loss, build_network, initialize
 from utils.config.sections import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.crops import CropOptions
@@ -22,7 +22,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 from utils.training.metrics import WeightedMean
 
 GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
@@ -39,7 +39,7 @@ def single(device: str) -> World:
 
 def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
     network = build_network("unet", 8, width=4, scales=2)
-    initialise(network, torch.Generator().manual_seed(3), scale=0.1)
+    initialize(network, torch.Generator().manual_seed(3), scale=0.1)
     network.to(world.device, dtype)
     # Longer sides have fewer gradients than cells; rounding then decides on a part of the eigenbasis.
     settings = OptimizerConfig(name=optimizer, momentum=0.9, max_precondition_dim=16)
@@ -47,7 +47,8 @@ def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> E
     # A bucket cap far below the network's size, so that there are several buckets.
     step_options = StepOptions(bucket_cap_mb=0.005, **options)
     optimizer_object = build_optimizer(settings, network.named_parameters(), lr)
-    return EagerStep(network, build_loss("l1", lambda_rho=0.01), optimizer_object, world, step_options)
+    modules = TrainingModules(network, build_loss("l1", lambda_rho=0.01))
+    return EagerStep(modules, optimizer_object, world, step_options)
 
 
 def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options) -> dict:
@@ -108,7 +109,6 @@ CASES: dict[str, dict] = {
     },
     "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "log_noise_scale": True},
     "soap float64": {"optimizer": "soap", "dtype": torch.float64},
-    "muon float64": {"optimizer": "muon", "dtype": torch.float64},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
 NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
-from utils.optim import matrices
+from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
-from utils.pending_work import Work
 from utils.steps import eager, graph
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 
 TOP = Path(__file__).parents[2]
@@ -143,15 +141,6 @@ class FakeGraph:
 
     def __init__(self) -> None:
         self.replays = 0
-        self.kernels: list[Callable[[], object]] = []
-
-    @classmethod
-    def launch(cls, kernel: Callable[[], object]) -> None:
-        """Runs a loader's kernel, or records it."""
-        if cls.now is None:
-            kernel()
-        else:
-            cls.now.kernels.append(kernel)
 
     @contextlib.contextmanager
     def recording(self, step: GraphStep) -> Iterator[None]:
@@ -179,8 +168,6 @@ class FakeGraph:
 
     def replay(self) -> None:
         self.replays += 1
-        for kernel in self.kernels:
-            kernel()
         FakeGraph.replaying = True
         try:
             self.loss.copy_(EagerStep._train(self.step, *self.batch))
@@ -219,7 +206,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
     monkeypatch.setattr(cuda, "Event", FakeStream)
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(matrices, "is_recorded", lambda: FakeGraph.now is not None or FakeGraph.replaying)
+    monkeypatch.setattr(soap, "is_recorded", lambda: FakeGraph.now is not None or FakeGraph.replaying)
     monkeypatch.setattr(GraphStep, "check", lambda *arguments: None)
 
 
@@ -302,7 +289,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, pa
     network = small_network()
     built = build_optimizer(OptimizerConfig(), network.named_parameters(), LR, True)
     options = StepOptions(log_noise_scale=True, accumulation_steps=parts)
-    step = GraphStep(network, build_loss("l1"), built, world("cpu", size=2), options)
+    step = GraphStep(TrainingModules(network, build_loss("l1")), built, world("cpu", size=2), options)
     assert (step.probe is not None) == (parts > 1)
 
 
@@ -310,8 +297,7 @@ def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, pa
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        *((name, {}) for name in ("adamw", "sgd", "nadam", "lamb", "muon")),
-        ({"name": "soap", "precondition_frequency": 4}, {}),
+        *(({"name": name, "precondition_frequency": 4}, {}) for name in OPTIMIZERS),
         ("adam", {"ema_decay": 0.9}),
         ("sgd", {"enable_amp": True, "accumulation_steps": 2, "clip_grad_norm": 0.1}),
     ],
@@ -359,23 +345,8 @@ def test_a_closed_step_has_no_graphs(fake_cuda) -> None:
     assert [graph() for graph in graphs] == [None, None]
 
 
-def test_the_step_has_precedence_over_the_work_for_the_next_batch(fake_cuda) -> None:
-    step = make(GraphStep, "sgd", "cpu")
-    assert (step._stream.priority, step._branch.priority) == (-1, 0)
-
-
-def test_work_for_the_next_batch_is_recorded_and_replayed_with_the_step(fake_cuda) -> None:
-    """Loaders offer the work, see tests/data/loaders/test_prefetcher.py. Steps without work have a separate graph."""
-    step, (slot,) = make(GraphStep, "sgd", "cpu"), buffers(1, "cpu")
-    curve(step, [slot], WARMUP_STEPS)
-    done: list[str] = []
-    fills = {key: Work(key, functools.partial(FakeGraph.launch, functools.partial(done.append, key))) for key in "ab"}
-    for key in "ab ba":
-        if key in fills:
-            step.pending_work.offer(fills[key])
-        step(*slot, LR)
-    assert "".join(done) == "abba"
-    assert [key[3] for key in step._graphs] == ["a", "b", None]
+def test_the_step_has_precedence_over_copies_of_the_next_batch(fake_cuda) -> None:
+    assert make(GraphStep, "sgd", "cpu")._stream.priority < FakeStream().priority
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

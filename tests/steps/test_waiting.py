@@ -24,7 +24,7 @@ from utils.data.datasets import get_dataset
 from utils.data.loader import Batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.optim import matrices
+from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
 from utils.steps.eager import EagerStep
 
@@ -34,7 +34,7 @@ ALL_SIZES = {"local_batch_size": 4, "device": "cpu"}
 # The keys on which the operations of a step depend.
 KEYS = ("network", "loss", "lambda_rho", "metrics", "optimizer", "enable_amp", "precision", "accumulation_steps")
 KEYS += ("clip_grad_norm", "log_noise_scale", "ema_decay", "channel_weights", "channels_last", "fused_pointwise")
-KEYS += ("fused_tail", "resident_blocks", "ddp")
+KEYS += ("fused_tail", "ddp")
 
 Changes = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[str, Changes]] = {
     "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1}),
     "smooth_unet": ("bs64_opt", {"network.name": "smooth_unet", "network.space_to_depth": []}),
     "dense gradients": ("bs64_opt", {**GPU_RUNGS["dense"].changes, "network.scales": 4}),
-    "tail and blocks": ("bs64_opt", GPU_RUNGS["tail and blocks"].changes),
+    "tail": ("bs64_opt", GPU_RUNGS["tail"].changes),
 }
 
 
@@ -90,9 +90,8 @@ def run_steps(config: Config, recorded: bool) -> None:
         modules, world = build.model(config), World(Launch("test"), torch.device("cpu"))
         if config.channels_last:
             modules.network.to(memory_format=torch.channels_last_3d)
-        network, loss, metrics, combine = modules
-        optimizer = build_optimizer(config.optimizer, network.named_parameters(), 0.1, capturable=recorded)
-        step = EagerStep(network, loss, optimizer, world, build.step_options(config), metrics, combine)
+        optimizer = build_optimizer(config.optimizer, modules.network.named_parameters(), 0.1, capturable=recorded)
+        step = EagerStep(modules, optimizer, world, build.step_options(config))
         batch = samples(config)
         with trace:
             for _ in range(2):
@@ -104,7 +103,7 @@ def run_steps(config: Config, recorded: bool) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(matrices, "is_recorded", lambda: recorded)
+    monkeypatch.setattr(soap, "is_recorded", lambda: recorded)
     run_steps(CONFIGS[name], recorded)
 
 

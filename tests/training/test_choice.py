@@ -13,6 +13,8 @@ import pytest
 import torch
 from processes import run_ranks
 from trainings import YAML
+from utils.training.choice import LOCK, Choice, Request, choose
+from utils.training.directory import RunDirectory, open_run
 
 from utils import config as configs
 from utils.config import Config
@@ -23,8 +25,6 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.provenance import command
 from utils.training import choice as choices
-from utils.training.choice import LOCK, Choice, Request, choose
-from utils.training.directory import RunDirectory, open_run
 from utils.training.loggers.base import Resumed
 
 ALONE = World(Launch("test"), torch.device("cpu"))

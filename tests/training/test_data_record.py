@@ -17,14 +17,14 @@ import pytest
 import torch
 from dataset_files import cifar_files, drawn, write_idx
 from trainings import YAML
+from utils.training.choice import Choice
+from utils.training.directory import open_run
 
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import MIB
-from utils.training.choice import Choice
 from utils.training.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
-from utils.training.directory import open_run
 from utils.training.loggers.base import Resumed
 
 ALONE = World(Launch("test"), torch.device("cpu"))

@@ -13,14 +13,14 @@ import torch
 from disks import small_disk
 from processes import run_ranks
 from trainings import TOP
+from utils.training.choice import Choice
+from utils.training.directory import RunDirectory, describe_config, run_directory
 
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.training.choice import Choice
-from utils.training.directory import RunDirectory, describe_config, run_directory
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

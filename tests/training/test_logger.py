@@ -14,13 +14,13 @@ import pytest
 import torch
 from disks import fill, small_disk
 from trainings import NoWaiting
+from utils.training.choice import Choice
 
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.training import directory
-from utils.training.choice import Choice
 from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunLogger
 from utils.training.loggers.tensorboard import TensorBoardLogger
 

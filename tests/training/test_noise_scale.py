@@ -11,7 +11,7 @@ from torch import nn
 
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.steps.eager import EagerStep, StepOptions
+from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 from utils.training.noise_scale import NoiseScale
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -39,8 +39,7 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
     """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without updates."""
     network = Offset()
     step = EagerStep(
-        network,
-        HalfSquare(),
+        TrainingModules(network, HalfSquare()),
         torch.optim.SGD(network.parameters(), lr=0.0),
         world,
         StepOptions(log_noise_scale=True, bucket_cap_mb=1e-4, **options),
@@ -96,7 +95,8 @@ def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale() -> None:
 def test_a_step_without_parts_has_no_probe() -> None:
     network = Offset()
     for options in (StepOptions(log_noise_scale=True), StepOptions(accumulation_steps=2)):
-        step = EagerStep(network, HalfSquare(), torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
+        modules = TrainingModules(network, HalfSquare())
+        step = EagerStep(modules, torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
         assert step.probe is None
 
 

@@ -59,7 +59,6 @@ CASES: dict[str, list[str]] = {
     "soap": ["--set=optimizer.name=soap", "--set=optimizer.precondition_frequency=2"],
     "batch norm": ["--set=network.norm=batch"],
     "batch norm, own statistics": ["--set=network.norm=batch", "--disable_broadcast_buffers"],
-    "sync_batch": ["--set=network.norm=sync_batch"],
     "ghost batches, micro-batches": ["--set=network.norm=ghost(1)", "--set=accumulation_steps=2"],
     "classification, dropout": [
         "--set=data_loader_config=classification",
@@ -71,8 +70,8 @@ CASES: dict[str, list[str]] = {
 }
 CLASSIFICATION = ["classification, dropout"]  # needs scikit-learn, which has the digits
 # Cases whose state may differ between ranks.
-BETWEEN_RANKS = ["batch norm, own statistics", "sync_batch", "averaged weights", *CLASSIFICATION]
-ON_ONE_RANK = [name for name in CASES if name not in ("adam", "batch norm, own statistics", "sync_batch")]
+BETWEEN_RANKS = ["batch norm, own statistics", "averaged weights", *CLASSIFICATION]
+ON_ONE_RANK = [name for name in CASES if name not in ("adam", "batch norm, own statistics")]
 
 
 class HookedStep(EagerStep):
@@ -175,7 +174,7 @@ def test_one_rank_with_every_optimizer(name: str, tmp_path: Path, data_flags: li
     ("ranks", "names"),
     [
         (2, ["adam", *BETWEEN_RANKS]),
-        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16", "sync_batch"], marks=pytest.mark.slow),
+        pytest.param(4, [*list(CASES)[:3], "sgd", "bfloat16"], marks=pytest.mark.slow),
     ],
 )
 def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags: list[str]) -> None:

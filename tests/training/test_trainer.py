@@ -26,7 +26,7 @@ from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.optim.schedules import CosineSchedule
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training import checkpointer as checkpointers
 from utils.training import metrics
 from utils.training import trainer as trainers
@@ -42,7 +42,7 @@ STEPS, EPOCHS, BATCH = 5, 3, 2
 NAN, INF = float("nan"), float("inf")
 
 
-class RecordedStep(Step):
+class RecordedStep(EagerStep):
     """A step whose loss is scripted, 1/n at step n, with gradient norm 2; records every call.
 
     `bad_steps` gives other losses and norms of some steps; `after` is called with each event's number.
@@ -84,6 +84,9 @@ class RecordedStep(Step):
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         self._record("evaluate")
         return inputs.mean()[None]
+
+    def broadcast_buffers(self) -> None:
+        pass
 
 
 class CountingLoader:

@@ -117,9 +117,6 @@ class Config(Section):
     # Augmentation by rotations and reflections; grid: vector components unchanged, as in the original.
     symmetries: Literal["full", "grid", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
-    # Loader resident: training inputs in the form that down1 in network.space_to_depth reads, blocks of 2³ cells in
-    # bfloat16 with padding.
-    resident_blocks: bool = False
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or that of utils/steps/manual.py
@@ -277,25 +274,15 @@ class Config(Section):
         """Options for which others must be set."""
         if self.fused_tail and self.network.name == "smooth_unet":
             raise ValueError("fused_tail: network smooth_unet has no such form; set fused_tail=false")
-        layers = self.network.space_to_depth
         needs = {
-            "resident_blocks": {
-                "data_loader_config resident or auto": self.data_loader_config in ("resident", "auto"),
-                "down1 in network.space_to_depth": "down1" in layers,
-                "enable_amp": self.enable_amp,
-                "precision bfloat16": self.precision == "bfloat16",
-            },
-            "fused_tail": {
-                "last in network.space_to_depth": "last" in layers,
-                "loss l1": self.loss == "l1",
-                "lambda_rho 0": self.lambda_rho == 0,
-                "no channel_weights": self.channel_weights is None,
-            },
+            "last in network.space_to_depth": "last" in self.network.space_to_depth,
+            "loss l1": self.loss == "l1",
+            "lambda_rho 0": self.lambda_rho == 0,
+            "no channel_weights": self.channel_weights is None,
         }
-        for key, conditions in needs.items():
-            missing = [name for name, holds in conditions.items() if not holds]
-            if getattr(self, key) and missing:
-                raise ValueError(f"{key} needs {', '.join(missing)}; change that, or set {key}=false")
+        missing = [name for name, holds in needs.items() if not holds]
+        if self.fused_tail and missing:
+            raise ValueError(f"fused_tail needs {', '.join(missing)}; change that, or set fused_tail=false")
         return self
 
 
@@ -321,7 +308,6 @@ NEUTRAL_KEYS = frozenset(
         "profile",
         "report_baselines",
         "report_pictures",
-        "resident_blocks",
         "stop_signal",
         "timeouts",
         "use_cache",

@@ -72,7 +72,7 @@ class NetworkConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer and its options; an optimizer ignores options that it does not have.
 
-    Defaults that depend on the name are those of its authors: betas [0.95, 0.95] for soap, momentum 0.95 for muon.
+    The default of betas for soap is that of its authors, [0.95, 0.95].
     """
 
     name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
@@ -91,8 +91,8 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_by_name(cls, given: Any) -> Any:
-        customary: dict[str, dict[str, Any]] = {"soap": {"betas": [0.95, 0.95]}, "muon": {"momentum": 0.95}}
-        return {**customary.get(str(given.get("name")), {}), **given} if isinstance(given, dict) else given
+        is_soap = isinstance(given, dict) and given.get("name") == "soap"
+        return {"betas": [0.95, 0.95], **given} if is_soap else given
 
 
 class DatasetConfig(Section):

@@ -10,17 +10,13 @@ import torch
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.pending_work import PendingWork
 
 # Returns the bytes that the training needs on the device. Called only if needed, because it takes seconds.
 TrainingBytes = Callable[[], int]
 
 
 class Batch(NamedTuple):
-    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device.
-
-    With resident_blocks the inputs are [N, 8·C_in, D/2 + 1, …], see utils/data/loaders/crop_kernels.py.
-    """
+    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
 
     inputs: torch.Tensor
     targets: torch.Tensor
@@ -37,13 +33,6 @@ class Loader(Protocol):
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         """Yields the batches of one epoch, starting with `first_batch`."""
-
-    def attach(self, pending_work: PendingWork | None) -> None:
-        """Sets the `pending_work` that receives the kernels of the next batch, from the next epoch on; None: none.
-
-        Only loaders that fill batches with kernels alone use it; for other loaders the call has no effect.
-        """
-        return None
 
     def close(self) -> None:
         """Releases threads and files."""

@@ -100,7 +100,6 @@ def crop_options(config: Config, world: World, split: str, boxes: Iterable[Box])
         vectors=(config.vector_channels.inputs, config.vector_channels.targets),
         symmetry_mode=config.symmetries,
         channels_last=config.channels_last,
-        in_blocks=config.resident_blocks and split == "train",  # pictures and baselines need the fields of validation
     )
 
 

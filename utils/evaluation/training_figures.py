@@ -16,7 +16,7 @@ from utils.data.channels import volume_channels
 from utils.evaluation.figures import PALETTE, draw_slices, encode_png, new_figure
 from utils.evaluation.results import Results
 from utils.files import atomic_write
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.loggers.base import Logger, read_records
 
@@ -56,7 +56,7 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
     return figure
 
 
-def write_slices(step: Step, loader: Loader, config: Config, directory: Path, logger: Logger, steps: int) -> Path:
+def write_slices(step: EagerStep, loader: Loader, config: Config, directory: Path, logger: Logger, steps: int) -> Path:
     """Draws slices of the first validation crop into slices.png, and into TensorBoard at step `steps`."""
     path = directory / "slices.png"
     batches = loader.epoch(0)

@@ -8,49 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 AVERAGE = "average"  # key in a step's state
-
-
-class WeightAverage(Protocol):
-    """The network that is evaluated and saved, kept up to date with the one that is trained."""
-
-    network: nn.Module
-
-    def restart(self) -> None:
-        """Restarts from the present weights."""
-
-    def update(self, updated: torch.Tensor) -> None:
-        """Follows a training step; `updated`, a boolean on the device, is False if the step skipped its update."""
-
-    def state(self) -> dict[str, Any]:
-        """Entries of a step's state in addition to "network"; they share the tensors."""
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a step's state, unless it was saved without an average."""
-
-
-class NullEMA:
-    """No average: the network that is evaluated and saved is the trained one."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.network = network
-
-    def restart(self) -> None:
-        pass
-
-    def update(self, updated: torch.Tensor) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 class EMA:
@@ -64,38 +27,34 @@ class EMA:
         # Buffers are shared with the trained network, not copied: the running statistics are those of its last step.
         self.network = copy.deepcopy(network, {id(buffer): buffer for buffer in network.buffers()})
         self.network.requires_grad_(False)
-        self._trained = dict(network.named_parameters())
-        self.means = dict(zip(network.parameters(), self.network.parameters(), strict=True))  # by trained parameter
+        self._trained = dict(network.named_parameters())  # in the order of the averages
+        self._means = list(self.network.parameters())
         self._decay = decay
         self._updates = torch.zeros((), device=next(network.parameters()).device)
 
     @torch.no_grad()
     def restart(self) -> None:
+        """Restarts from the present weights."""
         self._updates.zero_()
-        for trained, mean in self.means.items():
+        for trained, mean in zip(self._trained.values(), self._means, strict=True):
             mean.copy_(trained)
 
     @torch.no_grad()
     def update(self, updated: torch.Tensor) -> None:
-        weight = self.weight(updated)
-        for trained, mean in self.means.items():
-            mean.lerp_(trained, weight)
-        self.count(updated)
-
-    def weight(self, updated: torch.Tensor) -> torch.Tensor:
-        """The weight of the present weights in the next average; 0 if the step skipped its update."""
+        """Follows a training step; `updated`, a boolean on the device, is False if the step skipped its update."""
         kept = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        return (1 - kept) * updated
-
-    def count(self, updated: torch.Tensor) -> None:
-        """Counts an update of the average, if the step did not skip it."""
+        weight = (1 - kept) * updated
+        for trained, mean in zip(self._trained.values(), self._means, strict=True):
+            mean.lerp_(trained, weight)
         self._updates += updated
 
     def state(self) -> dict[str, Any]:
+        """Entries of a step's state in addition to "network"; they share the tensors."""
         trained = {name: parameter.detach() for name, parameter in self._trained.items()}
         return {AVERAGE: {"trained": trained, "updates": self._updates}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resumes from a step's state, unless it was saved without an average."""
         if AVERAGE in state:
             self.network.load_state_dict(state["network"])
             self._updates.copy_(state[AVERAGE]["updates"])

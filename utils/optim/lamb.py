@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from utils.optim.matrices import adam_directions, is_weight
+from utils.optim.adam import adam_directions, is_weight
 
 
 class Lamb(torch.optim.Optimizer):

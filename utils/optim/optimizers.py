@@ -17,9 +17,7 @@ import torch
 from utils.config import nearest
 from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
-from utils.optim.matrices import MatrixOptimizer, Ranks
-from utils.optim.muon import Muon
-from utils.optim.soap import Preconditioning, Soap
+from utils.optim.soap import Preconditioning, Ranks, Soap
 
 Parameters = dict[str, torch.nn.Parameter]
 LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
@@ -74,27 +72,27 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
 
 def share(optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """Divides work that takes long among the ranks. Their gradients must be equal in each update."""
-    if isinstance(optimizer, MatrixOptimizer):
+    if isinstance(optimizer, Soap):
         optimizer.ranks = Ranks(rank, size)
 
 
 def renew(optimizer: torch.optim.Optimizer) -> None:
     """Completes a step that was replayed from a CUDA graph with what a graph cannot hold."""
-    if isinstance(optimizer, MatrixOptimizer):
+    if isinstance(optimizer, Soap):
         optimizer.renew()
 
 
 def state_bytes(options: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> int:
     """The size of an optimizer's state; the parameters are on torch's meta device."""
     parameters = dict(named_parameters)
-    if options.name in MATRIX_OPTIMIZERS:
-        return MATRIX_OPTIMIZERS[options.name](options, parameters, 0.0).state_bytes()
+    if options.name == "soap":
+        return _soap(options, parameters, 0.0).state_bytes()
     return 2 * 4 * sum(parameter.numel() for parameter in parameters.values())  # Adam's, the most of the others
 
 
 def saved_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state for `load_state`; it shares the optimizer's tensors. Every rank calls it."""
-    if isinstance(optimizer, MatrixOptimizer):
+    if isinstance(optimizer, Soap):
         optimizer.collect_state()
     return {"kind": type(optimizer).__name__, **optimizer.state_dict()}
 
@@ -212,10 +210,6 @@ def _soap(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) ->
     return Soap(parameters.items(), preconditioning, options.tf32, lr=lr, **_adam_options(options))
 
 
-def _muon(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Muon:
-    return Muon(parameters.items(), options.momentum, lr=lr, **_adam_options(options))
-
-
 def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
     """Keywords of Adam and of optimizers derived from it."""
     first, second = options.betas
@@ -226,10 +220,6 @@ def _is_capturable(lr: LearningRate) -> bool:
     return isinstance(lr, torch.Tensor)
 
 
-MATRIX_OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Parameters, LearningRate], MatrixOptimizer]] = {
-    "soap": _soap,
-    "muon": _muon,
-}
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
     "adamw": _adamw,
@@ -237,5 +227,5 @@ OPTIMIZERS: dict[str, Builder] = {
     "sgd": _sgd,
     "nadam": _nadam,
     "lamb": _lamb,
-    **MATRIX_OPTIMIZERS,
+    "soap": _soap,
 }

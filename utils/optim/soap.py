@@ -1,6 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
 
-Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3.
+Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3. `Soap`
+holds the state and its division among ranks; the functions below it are the steps of the algorithm, in its order.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from utils.optim.matrices import MatrixOptimizer, State, adam_directions, descend, is_weight
+from utils.optim.adam import adam_directions, is_weight
 
+State = dict[str, torch.Tensor]
 Sides = tuple[int, ...]
 
 
@@ -38,68 +41,106 @@ class Preconditioning:
         return [number for number, size in enumerate(sides) if 1 < size <= self.max_dim]
 
 
-class Soap(MatrixOptimizer):
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train together, and divide pieces of work among them."""
+
+    rank: int = 0
+    size: int = 1
+
+    def owners(self, costs: Sequence[float]) -> list[int]:
+        """The rank that does each piece: from the most expensive on, the rank with the least work so far."""
+        work, owners = [0.0] * self.size, [0] * len(costs)
+        for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+            owners[piece] = min(range(self.size), key=work.__getitem__)
+            work[owners[piece]] += costs[piece]
+        return owners
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
+        """Overwrites each tensor with its owner's. Every rank calls it."""
+        if self.size > 1:
+            for tensor, owner in zip(tensors, owners, strict=True):
+                dist.broadcast(tensor, src=owner)
+
+
+def is_recorded() -> bool:
+    """True while the operations of this thread are recorded to a CUDA graph, and not computed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Soap(torch.optim.Optimizer):
     """Adam whose moments are kept in an orthonormal basis B_i for each side i of a weight.
 
     S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the eigenvectors
     B_i: after every `frequency` updates a step of power iteration follows it, B_i ← QR(S_i B_i), and the first moment
     is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's direction back. The first
-    update only starts S_i and, by an exact decomposition, B_i.
+    update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of normalization layers follow
+    Adam. Weight decay is decoupled and applies to weights only.
 
-    The bases are renewed outside of CUDA graphs. For that the host reads the number of updates made, skipped ones
-    excluded, every `frequency` steps. Each rank follows the statistics of some bases, renews these, and receives the
-    others.
+    Updates are decided on the device: if `found_inf`, set by a gradient scaler or by `utils.optim.optimizers.update`,
+    is 1, no bit changes. The learning rate may be a tensor there. The bases are renewed outside of CUDA graphs. For
+    that the host reads the number of updates made, skipped ones excluded, every `frequency` steps. Each rank follows
+    the statistics of some bases, renews these, and receives the others.
     """
+
+    # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
+    _step_supports_amp_scaling = True
+    ranks = Ranks()  # replaced if several ranks train together
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         preconditioning: Preconditioning,
         tf32: bool = False,
+        *,
+        weight_decay: float,
         **settings: Any,
     ) -> None:
         """tf32: on a GPU, matrix products in TF32 if the process allows it, else in float32."""
         named = list(named_parameters)
-        super().__init__(
-            [parameter for name, parameter in named if is_weight(name, parameter)],
-            [parameter for name, parameter in named if not is_weight(name, parameter)],
-            **settings,
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": [parameter for name, parameter in named if is_weight(name, parameter)], "matrices": True},
+            {
+                "params": [parameter for name, parameter in named if not is_weight(name, parameter)],
+                "matrices": False,
+                "weight_decay": 0.0,
+            },
+        ]
+        # With "fused" torch keeps the step counts that it loads on the device.
+        super().__init__(groups, {"weight_decay": weight_decay, "fused": True, **settings})
         self._preconditioning, self._tf32 = preconditioning, tf32
         self._made = 0  # updates, when the host last read their number
         self._calls = 0  # since then
         self._wait = 1  # calls after which the bases may have to be renewed
 
+    @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         with self._precision():
-            super().step()
+            for group in self.param_groups:
+                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if parameters:
+                    self._update(group, parameters)
+        # What cannot be recorded in a CUDA graph is done after each of its replays.
+        if not is_recorded():
+            self.renew()
 
-    def new_state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
-        if not matrix:
-            return super().new_state(parameter, matrix)
-        # Moments have one dimension, because they follow the order of `sides` in every memory format.
-        state = {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
-        sides = self._preconditioning.sides(parameter.shape)
-        for number in self._preconditioning.preconditioned(sides):
-            state[f"statistics_{number}"] = parameter.new_zeros(sides[number], sides[number])
-            state[f"basis_{number}"] = parameter.new_zeros(sides[number], sides[number])
-        return state
-
-    def update(
-        self, group: Mapping[str, Any], parameters: list[torch.nn.Parameter], states: list[State], skip: torch.Tensor
-    ) -> None:
+    def _update(self, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+        states = [self._state(parameter, group["matrices"]) for parameter in parameters]
         counts = [state["step"] for state in states]
+        found_inf = getattr(self, "found_inf", None)
+        skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
         idle = torch.maximum(skip, (counts[0] == 0).to(skip.dtype))  # the first update only starts the statistics
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["matrices"]:
             gradients = [gradient.reshape(-1) for gradient in gradients]
         sides = [self._preconditioning.sides(parameter.shape) for parameter in parameters]
-        bases = [_matrices(state, "basis") for state in states]
-        rotated = [rotate(*each) for each in zip(gradients, sides, bases, strict=True)]
+        bases = [_by_side(state, "basis") for state in states]
+        rotated = list(map(rotate, gradients, sides, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
         directions = adam_directions(rotated, moments, group["betas"], group["eps"], idle)
-        inverse = [{number: basis.mT for number, basis in each.items()} for each in bases]
-        descend(group, parameters, [rotate(*each) for each in zip(directions, sides, inverse, strict=True)], idle)
+        inverse = [{number: basis.mT for number, basis in of_weight.items()} for of_weight in bases]
+        _descend(group, parameters, list(map(rotate, directions, sides, inverse)), idle)
         if group["matrices"]:
             mine = [self._mine(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
             _update_statistics(mine, gradients, sides, 1 - group["betas"][1], skip)
@@ -107,6 +148,7 @@ class Soap(MatrixOptimizer):
 
     @torch.no_grad()
     def renew(self) -> None:
+        """Renews the bases if it is time to: completes a step with what a CUDA graph cannot hold."""
         self._calls += 1
         if self._calls < self._wait:
             return
@@ -116,20 +158,30 @@ class Soap(MatrixOptimizer):
             with self._precision():
                 self._renew_bases()
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """ValueError if the saved run viewed the weights as other matrices."""
-        super().load_state_dict(state_dict)
-        for parameter, state in self._weights():
-            expected = {name: value.shape for name, value in self.new_state(parameter, True).items()}
-            if expected != {name: value.shape for name, value in state.items() if name != "step"}:
-                names = "optimizer.merge_dims or optimizer.max_precondition_dim"
-                raise ValueError(f"its {names} is not this training's (see its config.yaml)")
-        self._read_updates()
+    def _read_updates(self) -> None:
+        """Reads the number of updates from the device."""
+        weights, frequency = self._weights(), self._preconditioning.frequency
+        self._made, self._calls = int(weights[0][1]["step"]) if weights else 0, 0
+        self._wait = frequency - (self._made - 1) % frequency if self._made else 1
 
-    def collect_state(self) -> None:
-        for parameter, state in self._weights():
-            statistics = _matrices(state, "statistics")
-            self.ranks.broadcast(list(statistics.values()), [self._owners[parameter][number] for number in statistics])
+    def _renew_bases(self) -> None:
+        weights = self._weights()
+        owners, renewed = [], []
+        for parameter, state in weights:
+            for number, basis in _by_side(state, "basis").items():
+                owners.append(self._owners[parameter][number])
+                if owners[-1] != self.ranks.rank:
+                    order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
+                    renewed.append((torch.empty_like(basis), order))
+                    continue
+                statistics = state[f"statistics_{number}"]
+                renewed.append(eigenbasis(statistics) if self._made == 1 else next_basis(statistics, basis))
+        for tensors in zip(*renewed, strict=True):
+            self.ranks.broadcast(tensors, owners)
+        results = iter(renewed)
+        for parameter, state in weights:
+            new = {number: next(results) for number in _by_side(state, "basis")}
+            _change_bases(state, self._preconditioning.sides(parameter.shape), new)
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
@@ -141,6 +193,57 @@ class Soap(MatrixOptimizer):
             yield
         finally:
             matmul.allow_tf32 = before
+
+    # --- state and its division among ranks ---
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """ValueError if the saved run viewed the weights as other matrices."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self._weights():
+            expected = {name: value.shape for name, value in self._new_state(parameter, True).items()}
+            if expected != {name: value.shape for name, value in state.items()}:
+                names = "optimizer.merge_dims or optimizer.max_precondition_dim"
+                raise ValueError(f"its {names} is not this training's (see its config.yaml)")
+        self._read_updates()
+
+    def collect_state(self) -> None:
+        """Completes the state of each rank with what the others keep for it. Every rank calls it, before a save."""
+        for parameter, state in self._weights():
+            statistics = _by_side(state, "statistics")
+            self.ranks.broadcast(list(statistics.values()), [self._owners[parameter][number] for number in statistics])
+
+    def state_bytes(self) -> int:
+        """The size of the state, for parameters on torch's meta device."""
+        return sum(
+            value.nbytes
+            for group in self.param_groups
+            for parameter in group["params"]
+            for value in self._new_state(parameter, group["matrices"]).values()
+        )
+
+    def _state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
+        """The parameter's state, created if there is none."""
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter, matrix))
+        return state
+
+    def _new_state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
+        state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
+        if not matrix:
+            return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        # Moments have one dimension, because they follow the order of `sides` in every memory format.
+        state |= {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+        sides = self._preconditioning.sides(parameter.shape)
+        for number in self._preconditioning.preconditioned(sides):
+            state[f"statistics_{number}"] = parameter.new_zeros(sides[number], sides[number])
+            state[f"basis_{number}"] = parameter.new_zeros(sides[number], sides[number])
+        return state
+
+    def _weights(self) -> list[tuple[torch.nn.Parameter, State]]:
+        """All weights that have been updated, with their states."""
+        weights = self.param_groups[0]["params"]
+        return [(parameter, self.state[parameter]) for parameter in weights if self.state.get(parameter)]
 
     @functools.cached_property
     def _owners(self) -> dict[torch.nn.Parameter, dict[int, int]]:
@@ -160,39 +263,17 @@ class Soap(MatrixOptimizer):
         """The statistics that this rank keeps, by the number of their side."""
         return {
             number: statistics
-            for number, statistics in _matrices(state, "statistics").items()
+            for number, statistics in _by_side(state, "statistics").items()
             if self._owners[parameter][number] == self.ranks.rank
         }
 
-    def _weights(self) -> list[tuple[torch.nn.Parameter, State]]:
-        """All weights that have been updated, with their states."""
-        weights = self.param_groups[0]["params"]
-        return [(parameter, self.state[parameter]) for parameter in weights if self.state.get(parameter)]
 
-    def _read_updates(self) -> None:
-        """Reads the number of updates from the device."""
-        weights, frequency = self._weights(), self._preconditioning.frequency
-        self._made, self._calls = int(weights[0][1]["step"]) if weights else 0, 0
-        self._wait = frequency - (self._made - 1) % frequency if self._made else 1
+def _by_side(state: State, name: str) -> dict[int, torch.Tensor]:
+    """The matrices of this name by the number of their side."""
+    return {int(key.rpartition("_")[2]): value for key, value in state.items() if key.startswith(f"{name}_")}
 
-    def _renew_bases(self) -> None:
-        weights = self._weights()
-        owners, renewed = [], []
-        for parameter, state in weights:
-            for number, basis in _matrices(state, "basis").items():
-                owners.append(self._owners[parameter][number])
-                if owners[-1] != self.ranks.rank:
-                    order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
-                    renewed.append((torch.empty_like(basis), order))
-                    continue
-                statistics = state[f"statistics_{number}"]
-                renewed.append(eigenbasis(statistics) if self._made == 1 else next_basis(statistics, basis))
-        for tensors in zip(*renewed, strict=True):
-            self.ranks.broadcast(tensors, owners)
-        results = iter(renewed)
-        for parameter, state in weights:
-            new = {number: next(results) for number in _matrices(state, "basis")}
-            _change_bases(state, self._preconditioning.sides(parameter.shape), new)
+
+# --- the algorithm: an update ----------------------------------------------------------------------------------------
 
 
 def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -206,31 +287,22 @@ def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) 
     return flat
 
 
-def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor:
-    """G Gᵀ of the tensor with these sides, unfolded to a matrix G whose rows are along the side `number`."""
-    if number == len(sides) - 1:
-        matrix = flat.view(-1, sides[number]).mT
-    else:
-        matrix = flat.view(math.prod(sides[:number]), sides[number], -1).transpose(0, 1).reshape(sides[number], -1)
-    return matrix @ matrix.mT
+def _descend(
+    group: Mapping[str, Any], parameters: Sequence[torch.Tensor], directions: list[torch.Tensor], skip: torch.Tensor
+) -> None:
+    """x ← x − lr · (direction + λ x); overwrites the directions. Changes no bit if `skip` is 1."""
+    weights = list(parameters)
+    steps = [_laid_out(direction, weight) for direction, weight in zip(directions, weights, strict=True)]
+    if group["weight_decay"]:
+        torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
+    torch._foreach_mul_(steps, (skip == 0) * group["lr"])
+    torch._foreach_sub_(weights, steps)
 
 
-def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvectors with the largest eigenvalue first, and their order: 0, 1, …"""
-    _, vectors = torch.linalg.eigh(statistics.double())
-    return vectors.flip(1).to(statistics.dtype).contiguous(), torch.arange(len(vectors), device=vectors.device)
-
-
-def next_basis(statistics: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of power iteration. The second result is the order of the old vectors, largest eigenvalue first."""
-    product = statistics @ basis
-    order = (basis * product).sum(0).argsort(descending=True)
-    return torch.linalg.qr(product[:, order])[0].contiguous(), order
-
-
-def _matrices(state: State, name: str) -> dict[int, torch.Tensor]:
-    """The matrices of this name by the number of their side."""
-    return {int(key.rpartition("_")[2]): value for key, value in state.items() if key.startswith(f"{name}_")}
+def _laid_out(direction: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The direction in the weight's shape and strides: only with equal strides one kernel updates many tensors."""
+    step = direction.view(weight.shape)
+    return step if step.stride() == weight.stride() else torch.empty_like(weight).copy_(step)
 
 
 def _update_statistics(
@@ -248,6 +320,31 @@ def _update_statistics(
     if old:
         for before, after in zip(old, torch._foreach_lerp(old, products, weight), strict=True):
             torch.where(skip > 0, before, after, out=before)
+
+
+def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor:
+    """G Gᵀ of the tensor with these sides, unfolded to a matrix G whose rows are along the side `number`."""
+    if number == len(sides) - 1:
+        matrix = flat.view(-1, sides[number]).mT
+    else:
+        matrix = flat.view(math.prod(sides[:number]), sides[number], -1).transpose(0, 1).reshape(sides[number], -1)
+    return matrix @ matrix.mT
+
+
+# --- the algorithm: a renewal of the bases ---------------------------------------------------------------------------
+
+
+def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvectors with the largest eigenvalue first, and their order: 0, 1, …"""
+    _, vectors = torch.linalg.eigh(statistics.double())
+    return vectors.flip(1).to(statistics.dtype).contiguous(), torch.arange(len(vectors), device=vectors.device)
+
+
+def next_basis(statistics: torch.Tensor, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of power iteration. The second result is the order of the old vectors, largest eigenvalue first."""
+    product = statistics @ basis
+    order = (basis * product).sum(0).argsort(descending=True)
+    return torch.linalg.qr(product[:, order])[0].contiguous(), order
 
 
 def _change_bases(state: State, sides: Sides, renewed: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -30,7 +30,7 @@ from utils.files import atomic_write, read_text
 from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
 from utils.progress import Progress
 from utils.provenance import provenance
-from utils.steps import Step
+from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Benchmark:
 
     def __init__(
         self,
-        step: Step,
+        step: EagerStep,
         loader: Loader,
         world: World,
         settings: Settings,

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.world import World
-from utils.optim.adam_average import update_and_average
-from utils.optim.ema import EMA, NullEMA, WeightAverage, trained_weights
-from utils.optim.optimizers import load_state, saved_state, share
-from utils.pending_work import PendingWork
+from utils.optim.ema import EMA, trained_weights
+from utils.optim.optimizers import load_state, saved_state, share, update
 from utils.steps.annotate import annotate
 from utils.steps.backends import nondeterminism_for_users
 from utils.steps.compile import Compiled
@@ -82,17 +80,30 @@ class NetworkWithLoss(nn.Module):
         return self.loss(self.network(inputs), targets)
 
 
-# Makes one module (inputs, targets) -> loss of a network and a loss, with the same parameters.
-Combine = Callable[[nn.Module, nn.Module], nn.Module]
+class TrainingModules(NamedTuple):
+    """The modules that a step trains and evaluates.
+
+    combine: makes one module (inputs, targets) -> loss of network and loss, with the same parameters.
+    """
+
+    network: nn.Module
+    loss: nn.Module
+    metrics: Sequence[Metric] = ()
+    combine: Callable[[nn.Module, nn.Module], nn.Module] = NetworkWithLoss
 
 
 class EagerStep:
-    """Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update; implements `Step`."""
+    """Trains and evaluates one network on one rank: step(inputs, targets, lr) -> loss.
+
+    Owns DDP, autocast, the gradient scaler, accumulation, clipping and the update. Subclasses compute the same in
+    another way, and callers do not ask which one they have.
+    """
 
     # True if the optimizer must keep its whole state, including the learning rate, on the device.
     capturable: ClassVar[bool] = False
-    # Kernels that a loader enqueues for the step to run alongside its own; None if the step does not support that.
-    pending_work: PendingWork | None = None
+    network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
+    gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
+    probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
     notes: Sequence[str] = ()  # lines for the log about the parts that the step was given
 
     @classmethod
@@ -100,29 +111,22 @@ class EagerStep:
         """Raises UserError if this kind of step cannot run in this world. Called before anything is read or built."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        world: World,
-        options: StepOptions,
-        metrics: Sequence[Metric] = (),
-        combine: Combine = NetworkWithLoss,
+        self, modules: TrainingModules, optimizer: torch.optim.Optimizer, world: World, options: StepOptions
     ) -> None:
-        self._options, self._device, self._optimizer, self._metrics = options, world.device, optimizer, metrics
-        self.loss = loss
+        network, self.loss, self._metrics, combine = modules
+        self._options, self._device, self._optimizer = options, world.device, optimizer
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, options.precision)
         # bfloat16 has the range of float32 and needs no scaler. A disabled scaler passes everything through.
         scaled = options.enable_amp and options.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
-        self._network, self._trained = network, combine(network, loss)
+        self._network, self._trained = network, combine(network, self.loss)
         self._parallel: DistributedDataParallel | ManualDataParallel | None = None
         self._sync = True  # False within no_sync
         distributed = world.size > 1 and not options.noddp
         self._buffers_differ = distributed and any(True for _ in network.buffers())
-        self.probe: GradientNormProbe | None = None
+        self.probe = None
         parts = options.accumulation_steps * (world.size if distributed else 1)
         if options.log_noise_scale and parts > 1:
             self.probe = GradientNormProbe(parts, world.device)
@@ -137,11 +141,11 @@ class EagerStep:
         if options.enable_jit:
             self._forward = self._compiler = Compiled(self._forward)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
-        decay = options.ema_decay
-        self._average: WeightAverage = NullEMA(network) if decay is None else EMA(network, decay)
-        self.network = self._average.network
+        self._average = None if options.ema_decay is None else EMA(network, options.ema_decay)
+        self.network = network if self._average is None else self._average.network
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
+        """Trains on one local batch; returns its loss, detached, on the device."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return self._train(inputs, targets)
@@ -158,13 +162,18 @@ class EagerStep:
             if self._scaler.is_enabled():
                 self._scaler.step(self._optimizer)  # skips the update itself if a gradient is not finite
                 self._scaler.update()
-                self._average.update(finite)
             else:
-                update_and_average(self._optimizer, self._average, finite)
+                update(self._optimizer, finite)
+            if self._average is not None:
+                self._average.update(finite)
         return loss
 
     def warm_up(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Forward and backward as in a step, without an update. Restores buffers, gradients and random state."""
+        """Runs what only a first step has to do (compilation, cuDNN's algorithm search) and waits for it.
+
+        Forward and backward as in a step, without an update. Restores buffers, gradients and random state, so that the
+        training does not change. Every rank calls it, with a batch like those it will train on.
+        """
         before = {name: buffer.clone() for name, buffer in self._trained.named_buffers()}
         on_gpu = self._device.type == "cuda"
         self._trained.train()
@@ -179,17 +188,18 @@ class EagerStep:
 
     def state(self) -> dict[str, Any]:
         """Everything that changes from step to step. Holds the tensors themselves: copy them to keep them."""
-        return {
+        state = {
             "network": self.network.state_dict(),
             "optimizer": saved_state(self._optimizer),
             "scaler": self._scaler.state_dict(),
-            **self._average.state(),
         }
+        return state if self._average is None else {**state, **self._average.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from what `state` returned. Call it before the first step. ValueError if the state does not fit."""
         self.load_weights(trained_weights(state))
-        self._average.load_state(state)
+        if self._average is not None:
+            self._average.load_state(state)
         load_state(self._optimizer, state["optimizer"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state["scaler"]))
@@ -200,7 +210,8 @@ class EagerStep:
             self._network.load_state_dict(weights)
         except RuntimeError as error:
             raise ValueError(weights_difference(self._network, weights) or " ".join(str(error).split())) from None
-        self._average.restart()
+        if self._average is not None:
+            self._average.restart()
 
     @property
     def compiled(self) -> bool:
@@ -253,6 +264,7 @@ class EagerStep:
 
     @torch.no_grad()
     def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The network's outputs in evaluation mode."""
         self.network.eval()
         with self._autocast():
             return self.network(inputs)

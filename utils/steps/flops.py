@@ -33,8 +33,5 @@ def training_flops(network: nn.Module, inputs: torch.Tensor) -> int:
     return counter.get_total_flops()
 
 
-def _forward(kind: type[nn.Module], module: Any, x: torch.Tensor, **_: object) -> torch.Tensor:
-    if kind is nn.Conv3d and x.shape[1] == 8 * module.in_channels:
-        # The loader has padded the input and moved the 2³ cells of each block to channels (resident_blocks).
-        x = x.new_empty((len(x), module.in_channels, *(2 * side - 2 for side in x.shape[2:])), dtype=torch.float32)
+def _forward(kind: Any, module: nn.Module, x: torch.Tensor, **_: object) -> torch.Tensor:
     return kind.forward(module, x)

@@ -1,8 +1,7 @@
 """The training step as a CUDA graph: recorded once, then replayed with a single launch.
 
 A replayed graph reads and writes the memory it was recorded with. Loaders reuse a few batch buffers, so there is one
-graph per buffer and no batch is copied; all graphs share their working memory. If the loader makes its batches with
-CUDA kernels alone, the graph also makes the next batch, in a parallel branch.
+graph per buffer and no batch is copied; all graphs share their working memory.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.optim.optimizers import renew
-from utils.pending_work import PendingWork, Work
 from utils.steps.annotate import annotate
-from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions
+from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 
 log = logging.getLogger(__name__)
 
@@ -47,22 +44,14 @@ class RecordedStep(NamedTuple):
 class GraphStep(EagerStep):
     """An EagerStep that runs its first steps eagerly, and replays all later ones from CUDA graphs.
 
-    The graph holds forward, loss, backward with the gradient exchange, clipping and update, and in a parallel branch
-    the loader's `pending_work` (making the next batch). The learning rate is a tensor that the update reads.
-    Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
+    The graph holds forward, loss, backward with the gradient exchange, clipping and update. The learning rate is a
+    tensor that the update reads. Source: Ng et al., "Accelerating PyTorch with CUDA Graphs", PyTorch blog 2021.
     """
 
     capturable: ClassVar[bool] = True
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        world: World,
-        options: StepOptions,
-        metrics: Sequence[Metric] = (),
-        combine: Combine = NetworkWithLoss,
+        self, modules: TrainingModules, optimizer: torch.optim.Optimizer, world: World, options: StepOptions
     ) -> None:
         self.check(world, options)
         if world.size > 1 and options.accumulation_steps == 1:
@@ -74,11 +63,9 @@ class GraphStep(EagerStep):
         # While its kernels are ready, those of loaders and copies, whose streams have priority 0, wait.
         self._stream = torch.cuda.Stream(world.device, priority=-1)
         with self._on_stream():
-            super().__init__(network, loss, optimizer, world, options, metrics, combine)
-        self.pending_work = PendingWork()
-        self._branch = torch.cuda.Stream(world.device)
+            super().__init__(modules, optimizer, world, options)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Hashable, RecordedStep] = {}
+        self._graphs: dict[tuple[int, int, bool], RecordedStep] = {}  # by addresses of the batch, and exchange
         self._buffers: set[tuple[int, int]] = set()  # addresses of inputs and targets
         self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
         self._shapes: list[list[int]] = []  # of inputs and targets
@@ -124,14 +111,12 @@ class GraphStep(EagerStep):
         self._copies = None
 
     def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
-        """The graph for this batch's memory and the loader's pending work. Records it if there is none yet."""
+        """The graph for this batch's memory. Records it if there is none yet."""
         inputs, targets = self._in_known_buffers(inputs, targets)
-        assert self.pending_work is not None
-        work = self.pending_work.take()
-        key = (inputs.data_ptr(), targets.data_ptr(), self._sync, None if work is None else work.key)
+        key = (inputs.data_ptr(), targets.data_ptr(), self._sync)
         if key not in self._graphs:
             started = time.perf_counter()
-            self._graphs[key] = self._record(inputs, targets, work)
+            self._graphs[key] = self._record(inputs, targets)
             log.info("CUDA graph %d recorded in %.2f s", len(self._graphs), time.perf_counter() - started)
         return self._graphs[key]
 
@@ -147,19 +132,13 @@ class GraphStep(EagerStep):
             copy.copy_(part)
         return self._copies
 
-    def _record(self, inputs: torch.Tensor, targets: torch.Tensor, work: Work | None) -> RecordedStep:
+    def _record(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
         """Records the step's kernels without running them."""
         graph = torch.cuda.CUDAGraph()
         try:
             # thread_local: other threads, such as DALI's, may allocate memory meanwhile without ending the recording.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                if work is not None:
-                    self._branch.wait_stream(self._stream)
-                    with torch.cuda.stream(self._branch):
-                        work.enqueue()
                 loss = self._train(inputs, targets)
-                if work is not None:
-                    self._stream.wait_stream(self._branch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -15,7 +15,6 @@ import torch
 from triton_compile import compile_kernel
 from triton_interpreter import interpreted
 
-from networks.space_to_depth import space_to_depth
 from utils.data import symmetry
 from utils.data.loader import memory_format
 from utils.data.loaders import crop_kernels
@@ -61,13 +60,12 @@ def gathered(
     crop: int = CROP,
     channels_last: bool = True,
     dtype: torch.dtype = torch.float32,
-    in_blocks: bool = False,
 ) -> torch.Tensor:
     """The samples of a plan as the kernel gathers them, NaN where it writes nothing."""
-    gather = TritonGather([field], crop, VECTORS, "full", channels_last, in_blocks)
+    gather = TritonGather([field], crop, VECTORS, "full", channels_last)
     form = memory_format(channels_last)
-    out = torch.empty((len(plan), *gather.shape), dtype=dtype, memory_format=form).fill_(torch.nan)
-    gather(torch.from_numpy(device_plan(plan, [field.shape[1:]])), torch.tensor(0), 1, out)
+    out = torch.empty((len(plan), len(field), *(crop,) * 3), dtype=dtype, memory_format=form).fill_(torch.nan)
+    gather(torch.from_numpy(device_plan(plan, [field.shape[1:]])), 0, 1, out)
     return out
 
 
@@ -108,24 +106,6 @@ def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize(
-    ("channels_last", "symmetries"), [(False, ALL[3::11]), (True, ALL)], ids=["channels first", "channels last"]
-)
-def test_blocks_are_those_of_the_first_layer(channels_last: bool, symmetries: np.ndarray) -> None:
-    """Bit for bit. The values need no rounding; the padding is not written."""
-    crop = 4
-    field, plan = random_field(4, box=7), random_plan(symmetries, box=7, crop=crop)
-    got = gathered(field, plan, crop, channels_last, torch.bfloat16, in_blocks=True)
-    fields = expected_samples(field, plan, crop).contiguous(memory_format=memory_format(channels_last))
-    blocks = space_to_depth(fields, torch.bfloat16)
-    assert got.stride() == blocks.stride()
-    written = space_to_depth(torch.ones_like(fields)) == 1
-    assert_same_bits(got[written], blocks[written])
-    assert got[~written].isnan().all()
-    assert not blocks[~written].any()
-
-
-@pytest.mark.usefixtures("interpreter")
 def test_crops_of_two_volumes_that_are_not_cubes() -> None:
     boxes, origins = [(4, 6, 5), (5, 3, 7)], [(1, 3, 2), (2, 0, 4), (0, 1, 0)]
     stored = random_field(5, box=7).view(-1)
@@ -134,7 +114,7 @@ def test_crops_of_two_volumes_that_are_not_cubes() -> None:
     plan = EpochPlan(np.array([0, 1, 0]), np.array(origins), np.array([0, 29, 47]))
     out = torch.empty((3, 5, *(CROP,) * 3), memory_format=memory_format(True)).fill_(torch.nan)
     rows = torch.from_numpy(device_plan(plan, boxes))
-    TritonGather(fields, CROP, VECTORS, "full", True)(rows, torch.tensor(0), 1, out)
+    TritonGather(fields, CROP, VECTORS, "full", True)(rows, 0, 1, out)
     for sample, volume in enumerate(plan.volumes):
         one = EpochPlan(*(part[sample : sample + 1] for part in (plan.volumes, plan.origins, plan.symmetries)))
         assert_same_bits(out[sample : sample + 1], expected_samples(fields[volume], one))
@@ -171,7 +151,7 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
     """Channels of 1024³ cells start beyond 2³¹ from the third on; the last crop ends at the end of the box."""
     box, zeros = (1024, 1024, 1024), np.zeros(1, dtype=int)
     rows = device_plan(EpochPlan(zeros, np.full((1, 3), 960, dtype=np.int32), np.array([47])), [box])
-    table = walks(box, np.zeros((3, 64), dtype=np.int64))
+    table = walks(box, 64, (0, 0, 0))
     assert rows.dtype == table.dtype == np.int64
     assert rows.tolist() == [[960 * (1024**2 + 1024 + 1), 47]]
     start, strides = table[:, 1], table[:, 2:5]
@@ -198,13 +178,13 @@ def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPat
 )
 def test_the_kernel_compiles_for_a_gpu(channels: int, channels_last: bool, architecture: int, tmp_path: Path) -> None:
     """Also after tests that used the interpreter. A thread writes the four channels of a cell at once."""
-    gather = TritonGather([random_field(channels, box=8)], 8, VECTORS, "full", channels_last, in_blocks=True)
+    gather = TritonGather([random_field(channels, box=8)], 8, VECTORS, "full", channels_last)
     constants = gather._constants | ({"channel_stride": 1} if channels_last else {})
     options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
     types = {"out": "*bf16", "field": "*i32", "plan": "*i64", "walks": "*i64", "sources": "*i64"}
-    types |= {"flips": "*i32", "first": "*i64"} | dict.fromkeys(("step", "sample_stride", "channel_stride"), "i32")
+    types |= {"flips": "*i32"} | dict.fromkeys(("first", "step", "sample_stride", "channel_stride"), "i32")
     compiled = compile_kernel(
-        gather._kernel, types, constants, tmp_path, architecture, ("step", "channel_stride"), **options
+        gather._kernel, types, constants, tmp_path, architecture, ("first", "step", "channel_stride"), **options
     )
     assert compiled.registers <= 64
     assert compiled.stack == 0

@@ -19,7 +19,6 @@ from processes import run_ranks
 from reference_samples import VECTORS, Fields, VolumeFile, cubes, digest, rank_batches, read_fields, reference
 from triton_interpreter import interpreted
 
-from networks.space_to_depth import space_to_depth
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.loader import Batch
@@ -31,7 +30,6 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.pending_work import PendingWork
 
 BOX, CROP = 8, 3
 BOXES = ((7, 8, 4), (3, 5, 9))
@@ -66,11 +64,9 @@ def sample_plan(samples: int = 12, **changed: Any) -> SamplePlan:
 class ImmediatePrefetcher:
     """Replaces CudaPrefetcher, without streams: a fill runs as soon as it is enqueued."""
 
-    def __init__(
-        self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool, dtypes: list[torch.dtype]
-    ) -> None:
+    def __init__(self, device: torch.device, shapes: list[tuple[int, ...]], channels_last: bool) -> None:
         assert device.type == "cuda"
-        self._slots = CudaPrefetcher(torch.device("cpu"), shapes, channels_last, dtypes)._slots
+        self._slots = CudaPrefetcher(torch.device("cpu"), shapes, channels_last)._slots
 
     def prefetch(self, fills: Fills) -> Generator[Batch, None, None]:
         with closing(fills):
@@ -113,28 +109,7 @@ def test_on_a_device_batches_match_the_definition(
             assert found == expected[first:][:taken], f"rank {rank}, epoch {epoch} from {first} on"
         for part in next(loader.epoch(0)):
             assert part.is_contiguous(memory_format=torch.channels_last_3d)
-        pending_work = PendingWork()
-        loader.attach(pending_work)
-        assert loader._prefetcher.pending_work is pending_work
         loader.close()
-
-
-def test_inputs_in_blocks_are_those_that_the_first_layer_makes_of_fields(cuda: torch.device, path: Path) -> None:
-    """Over several batches in the same memory, and for the shorter last one: the padding stays zero."""
-    volumes = load_resident([open_volume(path, (4, 5))], ALONE, torch.float32)
-    plan = sample_plan(11, crop=4, split="valid")
-    options = CropOptions(plan, batch_size=2, vectors=VECTORS, device=cuda, channels_last=True)
-    loaders = [GpuResidentLoader(volumes, replace(options, in_blocks=in_blocks)) for in_blocks in (False, True)]
-    sizes = []
-    for fields, blocks in zip(*(loader.epoch(0) for loader in loaders), strict=True):
-        # Triton's interpreter truncates to bfloat16. On a GPU, tests/test_gpu.py rounds.
-        truncated = (fields.inputs.view(torch.int32) & ~0xFFFF).view(torch.float32)
-        expected = space_to_depth(truncated, torch.bfloat16)
-        assert blocks.inputs.stride() == expected.stride()
-        assert torch.equal(blocks.inputs.view(torch.int16), expected.view(torch.int16))
-        assert torch.equal(blocks.targets, fields.targets)
-        sizes.append(len(blocks.inputs))
-    assert sizes == [2, 2, 2, 2, 2, 1]
 
 
 def test_float16_storage_gives_the_batches_of_the_rounded_volume(

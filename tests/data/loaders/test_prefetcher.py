@@ -10,7 +10,7 @@ import functools
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ import pytest
 from utils.data.loader import Batch
 from utils.data.loaders import prefetcher as prefetching
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
-from utils.pending_work import PendingWork
 
 SHAPE = (2, 3)
 HOST_BUFFERS = 3  # as in ThreadedCropLoader
@@ -124,9 +123,6 @@ class Tensor:
     def __getitem__(self, selection: slice) -> Tensor:
         return Tensor(self.device, self.values[selection])
 
-    def zero_(self) -> Tensor:
-        return self  # still NaN, so that a kernel that reads too early is noticed
-
     def copy_(self, source: Tensor, non_blocking: bool = False) -> None:
         assert non_blocking
         self.device.current.add(lambda: np.copyto(self.values, source.values))
@@ -186,18 +182,9 @@ LOADERS = {"copies": HostLoader, "gathers": DeviceLoader}
 # The streams' probabilities and a seed: run as late as possible, as soon as possible, and in between.
 SCHEDULES = [(*each, 0) for each in itertools.product((0, 1), repeat=2)]
 SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
-# A loader, and the batches of an epoch at which the consumer takes the offered work; None: no work is offered.
-OFFERS: list[tuple[str, Sequence[int] | None]] = [("copies", None), ("gathers", None)]
-OFFERS += [("gathers", taken_at) for taken_at in ((), range(7), range(2, 7), range(0, 7, 2))]
 
 
-def consume(
-    device: Device,
-    prefetcher: CudaPrefetcher,
-    loader: HostLoader | DeviceLoader,
-    end_after: int,
-    taken_at: Sequence[int],
-) -> None:
+def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader | DeviceLoader, end_after: int) -> None:
     """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it."""
     read: list[tuple[int, int, bool]] = []
 
@@ -213,37 +200,24 @@ def consume(
         for index, number in enumerate(numbers[:end]):
             batch = next(batches)
             size = 1 if index == 6 else SHAPE[0]
-            if prefetcher.pending_work is not None and index in taken_at:
-                work = prefetcher.pending_work.take()
-                assert (work is None) is (index == 6), "no batch follows the last"
-                if work is not None:
-                    assert work.key == ((index + 1) % 3, 1 if index == 5 else SHAPE[0])
-                    work.enqueue()
             device.consumer.add(lambda number=number, size=size, batch=batch: kernel(number, size, batch))
             expected += [(number, size, True)] * 2
         if end == 7:
             assert next(batches, None) is None
         batches.close()
         assert loader.closed == epoch + 1
-        assert prefetcher.pending_work is None or prefetcher.pending_work.take() is None, (
-            "work of a finished epoch is still offered"
-        )
     device.consumer.synchronize()
     assert read == expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
-    """Over three epochs, of which the first may end early; the host waits for nothing in between.
-
-    Offered work that the consumer takes fills the next batch on the consumer's stream.
-    """
-    for (loaded, taken_at), end_after in itertools.product(OFFERS, (1, 2, 3, 4, 7)):
+    """Over three epochs, of which the first may end early; the host waits for nothing in between."""
+    for loaded, end_after in itertools.product(LOADERS, (1, 2, 3, 4, 7)):
         device = Device(*schedule)
         monkeypatch.setattr(prefetching, "torch", device.torch())
         prefetcher = CudaPrefetcher("cuda", [SHAPE, SHAPE])
-        prefetcher.pending_work = None if taken_at is None else PendingWork()
-        consume(device, prefetcher, LOADERS[loaded](device), end_after, taken_at or ())
+        consume(device, prefetcher, LOADERS[loaded](device), end_after)
 
 
 @pytest.mark.parametrize("loaded", LOADERS)
@@ -282,4 +256,4 @@ def test_a_fill_that_fails_ends_only_its_epoch(monkeypatch: pytest.MonkeyPatch) 
         next(batches)
     assert device.current is device.consumer
     assert loader.closed == 1
-    consume(device, prefetcher, HostLoader(device), 7, ())
+    consume(device, prefetcher, HostLoader(device), 7)

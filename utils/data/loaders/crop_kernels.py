@@ -1,11 +1,12 @@
 """Gathers crops under symmetries out of volumes in device memory, in one Triton kernel per field and batch.
 
-The batch may have any memory format and float type. Its samples are fields, or padded fields in blocks of 2³ cells.
+The batch may have any memory format and float type.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,45 +37,31 @@ def _strides(box: Sequence[int]) -> np.ndarray:
     return np.array([box[1] * box[2], box[2], 1], dtype=np.int64)
 
 
-def walks(box: Sequence[int], offsets: np.ndarray) -> np.ndarray:
-    """For each symmetry the path of the kernel through crop and sample, [48, 5 + 3 * crop] int64.
-
-    offsets: those of the sample's cells along its axes, [3, crop].
+def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
+    """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
     column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
-    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; for the crop the offset where the
-    path starts, and its signed strides along plane, row and column; for the sample its offsets along these.
+    either of the others. Columns of the table: 1 if the fastest axis moves, else 0; then for the crop, and again for
+    the sample with `strides` along its axes: the offset where the path starts, and its signed strides along plane, row
+    and column.
     """
-    crop = offsets.shape[1]
-    table = np.empty((symmetry.COUNT, 5 + 3 * crop), dtype=np.int64)
+    table = np.empty((symmetry.COUNT, 9), dtype=np.int64)
     for index, (axes, signs) in enumerate(zip(symmetry.PERMUTATIONS, symmetry.SIGNS, strict=True)):
-        load, store = signs * _strides(box)[axes], offsets.copy()
+        load, store = signs * _strides(box)[axes], np.array(strides)
         fastest = axes.tolist().index(2)
         # Along the field's fastest axis the path follows the field, along its other axes the sample.
-        store[fastest] = store[fastest, :: signs[fastest]]
+        store[fastest] *= signs[fastest]
         load[fastest] = 1
+        starts = [-(crop - 1) * path[path < 0].sum() for path in (load, store)]
         row = fastest if fastest != 2 else 1
         order = [1 - row, row, 2]
-        table[index] = [fastest != 2, -(crop - 1) * load[load < 0].sum(), *load[order], *store[order].flat]
+        table[index] = [fastest != 2, starts[0], *load[order], starts[1], *store[order]]
     return table
 
 
-def _cell_offsets(crop: int, strides: Sequence[int], block_channels: int | None) -> np.ndarray:
-    """[3, crop]: the offsets of a sample's cells along its axes, for the strides of its channels and axes.
-
-    block_channels: None for fields. A sample in blocks has a margin of one cell and 8 times as many channels as the
-    field, [2, 2, 2, block_channels] for the cells of a block.
-    """
-    axes = np.array(strides[1:])[:, None]
-    if block_channels is None:
-        return axes * np.arange(crop)
-    block, cell = np.divmod(np.arange(crop) + 1, 2)
-    return axes * block + strides[0] * block_channels * np.array([[4], [2], [1]]) * cell
-
-
 def _volume_tables(
-    fields: Sequence[torch.Tensor], offsets: np.ndarray, vectors: Vectors, mode: str
+    fields: Sequence[torch.Tensor], crop: int, strides: Sequence[int], vectors: Vectors, mode: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`walks`, and the sources and signs of all channels, for each symmetry of each volume."""
     assert all(each.is_contiguous() for each in fields)
@@ -82,7 +69,7 @@ def _volume_tables(
     sources, signs = symmetry.channel_table(len(fields[0]), vectors, mode)
     starts = [each.storage_offset() - fields[0].storage_offset() for each in fields]
     return (
-        np.concatenate([walks(each.shape[1:], offsets) for each in fields]),
+        np.concatenate([walks(each.shape[1:], crop, strides) for each in fields]),
         np.concatenate([start + sources * each[0].numel() for start, each in zip(starts, fields, strict=True)]),
         np.concatenate([signs for _ in fields]),
     )
@@ -92,19 +79,9 @@ class TritonGather:
     """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
     def __init__(
-        self,
-        fields: Sequence[torch.Tensor],
-        crop: int,
-        vectors: Vectors,
-        mode: str,
-        channels_last: bool = False,
-        in_blocks: bool = False,
+        self, fields: Sequence[torch.Tensor], crop: int, vectors: Vectors, mode: str, channels_last: bool = False
     ) -> None:
-        """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage.
-
-        in_blocks: samples are padded with one cell, and the 2³ cells of a block are channels, [8C, crop // 2 + 1, …].
-        The padding is not written.
-        """
+        """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
         field = fields[0]
         assert field.dtype in (torch.float32, torch.float16)
         try:
@@ -114,12 +91,9 @@ class TritonGather:
                 "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
             ) from None
         channels = len(field)
-        assert not in_blocks or crop % 2 == 0
-        self.shape = (8 * channels, *(crop // 2 + 1,) * 3) if in_blocks else (channels, *(crop,) * 3)
-        sample = torch.empty((1, *self.shape), device="meta", memory_format=memory_format(channels_last))
+        sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()
-        offsets = _cell_offsets(crop, self._strides[1:], channels if in_blocks else None)
-        walk, source, sign = _volume_tables(fields, offsets, vectors, mode)
+        walk, source, sign = _volume_tables(fields, crop, self._strides[2:], vectors, mode)
         # Signs are flipped in the bits, which is exact even for zeros and NaN.
         bits = torch.int32 if field.element_size() == 4 else torch.int16
         flip = np.where(sign < 0, torch.iinfo(bits).min, 0)
@@ -132,7 +106,7 @@ class TritonGather:
         self._constants = {
             "CROP": crop,
             "CHANNELS": channels,
-            "DIVISOR": int(np.gcd.reduce([16, *offsets.flat])),
+            "DIVISOR": math.gcd(16, *self._strides[2:]),
             "LANES": lanes,
             "ROWS": rows,
             "COLUMNS": columns,
@@ -140,11 +114,8 @@ class TritonGather:
             "enable_fp_fusion": False,  # there is nothing to fuse, and triton 3.9 warns if this is not set
         }
 
-    def __call__(self, plan: torch.Tensor, first: torch.Tensor, step: int, out: torch.Tensor) -> None:
-        """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, *shape].
-
-        `first` is an int64 on the device: it is read when the kernel runs, so that a CUDA graph can hold the kernel.
-        """
+    def __call__(self, plan: torch.Tensor, first: int, step: int, out: torch.Tensor) -> None:
+        """Writes every `step`-th sample of a `device_plan`, from row `first` on, to `out` [N, C, D, D, D]."""
         field, *tables = self._inputs
         assert out.stride() == self._strides
         grid = (*self._programs, len(out))
@@ -168,7 +139,7 @@ def _kernel() -> Any:
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["step"])
+    @triton.jit(do_not_specialize=["first", "step"])
     def gather(  # type: ignore[no-untyped-def]
         out,
         field,
@@ -196,19 +167,18 @@ def _kernel() -> Any:
         column = (tile % ACROSS * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :, None]
         lane = (tile // (ACROSS * DOWN) * LANES + tl.arange(0, LANES))[None, None, :]
         inside = (row < CROP) & (column < CROP) & (lane < CHANNELS)
-        entry = plan + 2 * (tl.load(first) + sample * step)
+        entry = plan + 2 * (first + sample * step)
         number = tl.load(entry + 1)
         source = tl.load(sources + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
         flip = tl.load(flips + number * CHANNELS + lane, mask=lane < CHANNELS, other=0)
-        walk = walks + number * (5 + 3 * CROP)
+        walk = walks + number * 9
         begin = field + tl.load(entry) + tl.load(walk + 1) + plane * tl.load(walk + 2)
         if tl.load(walk) != 0:
             bits = tl.load(begin + (row + column * tl.load(walk + 4) + source), mask=inside, other=0)
         else:
             bits = tl.load(begin + (row * tl.load(walk + 3) + column + source), mask=inside, other=0)
         values = (bits ^ flip).to(tl.float16 if bits.dtype == tl.int16 else tl.float32, bitcast=True)
-        cell = tl.load(walk + 5 + plane) + tl.load(walk + (5 + CROP) + row, mask=row < CROP, other=0)
-        cell += tl.load(walk + (5 + 2 * CROP) + column, mask=column < CROP, other=0)
+        cell = tl.load(walk + 5) + plane * tl.load(walk + 6) + row * tl.load(walk + 7) + column * tl.load(walk + 8)
         place = out + sample * sample_stride + lane * channel_stride + tl.multiple_of(cell, (DIVISOR, DIVISOR, DIVISOR))
         tl.store(tl.max_contiguous(place, (1, 2, LANES)), values.to(out.dtype.element_ty), mask=inside)
 

@@ -37,7 +37,6 @@ class CropOptions:
     device: where batches are delivered.
     vectors: the vector fields of the inputs and of the targets.
     symmetry_mode: 'full', 'grid' or 'none', as the config's `symmetries`.
-    in_blocks: inputs in the form that space-to-depth makes of them, as the config's `resident_blocks`.
     """
 
     plan: SamplePlan
@@ -49,7 +48,6 @@ class CropOptions:
     vectors: tuple[Vectors, Vectors] = ((), ())
     symmetry_mode: str = "full"
     channels_last: bool = False
-    in_blocks: bool = False
 
     def batches(self) -> list[slice]:
         """The rows of an epoch's plan that this rank takes, one slice per batch."""

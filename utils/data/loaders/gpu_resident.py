@@ -27,7 +27,6 @@ from utils.data.splits import build_crop_loaders, load_volumes, of_both_splits, 
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
-from utils.pending_work import PendingWork
 from utils.progress import Progress
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -49,34 +48,28 @@ def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loader
 
 def unused_options(config: Config) -> str:
     """The end of a note: options of this loader that other loaders do not use."""
-    unused = {"resident_dtype": config.resident_dtype != "float32", "resident_blocks": config.resident_blocks}
-    return "".join(f"; {name} has no effect" for name, is_set in unused.items() if is_set)
+    return "; resident_dtype has no effect" if config.resident_dtype != "float32" else ""
 
 
 class GpuResidentLoader(Loader):
     """Loads one rank's part of a sample plan on a CUDA device; batches are float32.
 
-    `volumes` are what `load_resident` returns. With options.in_blocks the inputs are what space-to-depth makes of them
-    under bfloat16 autocast: padded with zeros, in blocks of 2³ cells, in bfloat16.
+    `volumes` are what `load_resident` returns.
     """
 
     def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
         fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._plan = plan = options.plan
         self._batches = options.batches()
-        in_blocks = options.in_blocks, False
         self._gathers = [
-            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last, blocks)
-            for each, vectors, blocks in zip(fields, options.vectors, in_blocks, strict=True)
+            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last)
+            for each, vectors in zip(fields, options.vectors, strict=True)
         ]
         device = volumes[0].inputs.device
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=device)
-        # The start of the next batch in the plan is kept on the device, so that every fill enqueues the same work.
-        self._next = torch.zeros((), dtype=torch.int64, device=device)
-        self._step, self._advance = options.world_size, options.batch_size * options.world_size
-        shapes = [(options.batch_size, *gather.shape) for gather in self._gathers]
-        dtypes = [torch.bfloat16 if blocks else torch.float32 for blocks in in_blocks]
-        self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last, dtypes)
+        self._step = options.world_size
+        shapes = options.shapes(len(part[0]) for part in fields)
+        self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -84,27 +77,19 @@ class GpuResidentLoader(Loader):
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         return self._prefetcher.prefetch(self._fills(self._plan.epoch(epoch), first_batch))
 
-    def attach(self, pending_work: PendingWork | None) -> None:
-        self._prefetcher.pending_work = pending_work
-
     def _fills(self, plan: EpochPlan, first_batch: int) -> Fills:
         # On the prefetcher's stream, the epoch's plan is uploaded before the batches that read it.
         rows = torch.from_numpy(device_plan(plan, self._plan.boxes)).pin_memory()
         for number, batch in enumerate(self._batches[first_batch:]):
-            first_fill = functools.partial(self._start_epoch, rows, batch.start)
-            yield len(range(len(plan))[batch]), self._fill if number else first_fill
+            fill = functools.partial(self._fill, rows if number == 0 else None, batch.start)
+            yield len(range(len(plan))[batch]), fill
 
-    def _start_epoch(self, plan: torch.Tensor, start: int, slot: Batch) -> None:
-        """Enqueues the upload of an epoch's plan, and the first batch, from row `start` on."""
-        self._rows.copy_(plan, non_blocking=True)
-        self._next.fill_(start)
-        self._fill(slot)
-
-    def _fill(self, slot: Batch) -> None:
-        """Enqueues the gathering of the next batch: no argument changes from one batch to another."""
+    def _fill(self, plan: torch.Tensor | None, first: int, slot: Batch) -> None:
+        """Enqueues the upload of an epoch's plan, if it is given, and the gathering of a batch from row `first` on."""
+        if plan is not None:
+            self._rows.copy_(plan, non_blocking=True)
         for gather, part in zip(self._gathers, slot, strict=True):
-            gather(self._rows, self._next, self._step, part)
-        self._next.add_(self._advance)
+            gather(self._rows, first, self._step, part)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
