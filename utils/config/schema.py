@@ -239,17 +239,18 @@ class Config(Section):
     def _cross_check(self) -> Config:
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
-        for name, triples, channels in (
-            ("inputs", self.vector_channels.inputs, self.N_in_channels),
-            ("targets", self.vector_channels.targets, self.N_out_channels),
+        for name, triples, key in (
+            ("inputs", self.vector_channels.inputs, "N_in_channels"),
+            ("targets", self.vector_channels.targets, "N_out_channels"),
         ):
+            channels = getattr(self, key)
             used = [channel for triple in triples for channel in triple]
             if any(len(triple) != 3 for triple in triples) or len(set(used)) != len(used):
                 raise ValueError(f"vector_channels.{name} {triples} must be lists of three different channels")
             if used and max(used) >= channels:
                 raise ValueError(
-                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; channels count from 0, so "
-                    f"use 0 to {channels - 1}"
+                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; {key} is {channels}, so use "
+                    f"0 to {channels - 1}"
                 )
         block = 2**self.scales
         if self.evaluation.window is not None and self.evaluation.window % block:

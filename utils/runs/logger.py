@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from utils.config import Config
-from utils.files import GIB, atomic_write, open_regular, parse_json, read_text
+from utils.files import GIB, atomic_write, open_regular, read_text
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
@@ -224,7 +224,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _record(line: str) -> dict[str, Any]:
     """The numbers in a line; empty if it is damaged, for example truncated by a kill."""
     try:
-        values = parse_json(line)
+        values = json.loads(line)
     except ValueError:
         return {}
     step = values.get("step") if isinstance(values, dict) else None
