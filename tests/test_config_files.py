@@ -148,7 +148,7 @@ def test_a_file_and_a_config_extend_others(folder: Path, capsys: pytest.CaptureF
         ("a: {extends: a}", "{folder}/a.yaml: config 'a' extends 'a', but no other config is known; to extend "),
         (
             "a: {extends: test}",
-            "config 'a' extends 'test', but no other config is known; to extend configs of another file, add `extends: ",
+            "config 'a' extends 'test', but no other config is known; to extend configs of another file, add `ext",
         ),
         ("a: {extends: bsae}\nbase: {}", "config 'a' extends 'bsae', expected one of base; did you mean base?"),
         ("a: {extends: [base]}\nbase: {}", "config 'a' extends ['base'], expected one of base"),

@@ -142,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
         "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
         "without it, continue an interrupted run with the same config, otherwise start in a new directory",
     )
-    parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
+    parser.add_argument("--init_from", metavar="FILE", help="start a new run from the weights of a checkpoint")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
     for name, (kind, text) in VALUES.items():

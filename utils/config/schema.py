@@ -249,8 +249,8 @@ class Config(Section):
                 raise ValueError(f"vector_channels.{name} {triples} must be lists of three different channels")
             if used and max(used) >= channels:
                 raise ValueError(
-                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; {key} is {channels}, so use "
-                    f"0 to {channels - 1}"
+                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; {key} is {channels}, so "
+                    f"use 0 to {channels - 1}"
                 )
         block = 2**self.scales
         if self.evaluation.window is not None and self.evaluation.window % block:
