@@ -108,8 +108,8 @@ def result_changes(before: Config, now: Config) -> list[str]:
         matters = config.data_loader_config == "synthetic" or config.resident_dtype != "float32"
         return {**kept, "data_loader_config": config.data_loader_config if matters else None}
 
-    one, other = values(before), values(now)
-    return [key for key in other if one[key] != other[key]]
+    earlier, current = values(before), values(now)
+    return [key for key in current if earlier[key] != current[key]]
 
 
 def to_yaml(config: Config, name: str) -> str:

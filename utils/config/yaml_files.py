@@ -8,7 +8,6 @@ inherited as by `<<: *base`: a section that is given again replaces the whole se
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,8 @@ def names(path: str) -> list[str]:
 
 def find(path: str, name: str) -> dict[str, Any]:
     """The values of config `name` in the file, or else in the only other YAML file of its directory that has it."""
-    own, inherited = _read(path)
-    known = inherited | own
+    configs, inherited = _read(path)
+    known = inherited | configs
     if name in known:
         return known[name]
     matches: Configs = {}
@@ -89,33 +88,31 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
             target = Path(path).parent / expand(parent)
         except ValueError as error:
             raise UserError(f"{path}: extends: {error}") from None
-        own, others = _read(str(target), (*extended_by, path))
-        inherited = others | own
+        extended, further = _read(str(target), (*extended_by, path))
+        inherited = further | extended
     return {name: _complete(path, name, configs, inherited) for name in configs}, inherited
 
 
 def _check_configs(path: str, configs: Any) -> None:
     """Raises UserError if the values of a file are not named configs; names the first entry that is none."""
-    faults = [] if isinstance(configs, dict) else [""]
-    for name, values in configs.items() if isinstance(configs, dict) else ():
+    rule = f"{path} must hold named configs, each a mapping of keys to values, such as base: {{seed: 1}}"
+    if not isinstance(configs, dict):
+        raise UserError(rule)
+    for name, values in configs.items():
         if not isinstance(name, str) or not isinstance(values, dict):
-            faults.append(f"; correct or remove {name!s:.100}, which is {values!r:.100}")
-    if faults:
-        rule = "must hold named configs, each a mapping of keys to values, such as base: {seed: 1}"
-        raise UserError(f"{path} {rule}{faults[0]}")
+            raise UserError(f"{rule}; correct or remove {name}, which is {values!r:.100}")
 
 
 def _complete(
     path: str, name: str, configs: Configs, inherited: Configs, extended_by: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The keys of config `name` of a file, and those that it inherits from the file or from the `inherited` configs."""
-    values: Mapping[str, Any] = configs[name]
-    own = {key: value for key, value in values.items() if key != EXTENDS}
+    values = {key: value for key, value in configs[name].items() if key != EXTENDS}
     if name in extended_by:
         raise UserError(f"config '{name}' of {path} extends itself; remove one of the extends")
-    if EXTENDS not in values:
-        return inherited.get(name, {}) | own
-    base = values[EXTENDS]
+    if EXTENDS not in configs[name]:
+        return inherited.get(name, {}) | values
+    base = configs[name][EXTENDS]
     known = [*inherited, *(known for known in configs if known != name)]
     if not isinstance(base, str) or base not in known:
         expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
@@ -124,5 +121,5 @@ def _complete(
             hint = f"; to extend configs of another file, add `{EXTENDS}: …/UNet.yaml` as the first line"
         raise UserError(f"{path}: config '{name}' extends {base!r}, {expected}{hint}")
     if base == name or base not in configs:
-        return inherited[base] | own
-    return _complete(path, base, configs, inherited, (*extended_by, name)) | own
+        return inherited[base] | values
+    return _complete(path, base, configs, inherited, (*extended_by, name)) | values
