@@ -156,7 +156,7 @@ def physical(path: Path, volume_file: Any) -> None:
 
 
 def all_zero(path: Path, volume_file: Any) -> None:
-    """A fixed bug: the training ended with a ZeroDivisionError after its last epoch."""
+    """A fixed bug: the run ended with a ZeroDivisionError after its last epoch."""
     with h5py.File(volume_file(path), "r+") as file:
         file["Hydro"][...] = 0
 
@@ -199,19 +199,19 @@ def test_invalid_data_file_is_refused_in_one_line_with_its_name(
 
 def test_remedies_fit_all_files_of_the_config(refuse: Callable[..., None], tmp_path: Path, volume_file: Any) -> None:
     """The remedies for one file once broke the other one, or took two rounds."""
-    given, other = volume_file(tmp_path / "given.h5"), volume_file(tmp_path / "other.h5", channels=(1, 5))
-    says = f"Nbody has different numbers of channels: 4 in {given}, 1 in {other}; use files that agree"
-    refuse([f"--set=train_path=[{given},{other}]", f"--set=val_path={given}"], says)
+    full, narrow = volume_file(tmp_path / "full.h5"), volume_file(tmp_path / "narrow.h5", channels=(1, 5))
+    says = f"Nbody has different numbers of channels: 4 in {full}, 1 in {narrow}; use files that agree"
+    refuse([f"--set=train_path=[{full},{narrow}]", f"--set=val_path={full}"], says)
     one = ["--set=N_in_channels=1", "--set=vector_channels.inputs=[]"]
-    refuse([f"--set=train_path={given}", f"--set=val_path={other}", *one], says)
-    refuse([f"--set=train_path=[{given},/no/b.h5]"], "no such file: /no/b.h5; correct its path in train_path, or rem")
+    refuse([f"--set=train_path={full}", f"--set=val_path={narrow}", *one], says)
+    refuse([f"--set=train_path=[{full},/no/b.h5]"], "no such file: /no/b.h5; correct its path in train_path, or rem")
     large, larger = volume_file(tmp_path / "large.h5", box=20), volume_file(tmp_path / "larger.h5", box=24)
     both = [f"--set=train_path={large}", f"--set=val_path={larger}"]
     refuse(both, f"{large}: the volume has 20 cells per side, but box_size is 16; set box_size to [20, 24] (training,")
 
 
 def failed_training(capsys: pytest.CaptureFixture[str], flags: list[str]) -> str:
-    """The stderr of a training that must end with exit code 2."""
+    """The stderr of a run that must end with exit code 2."""
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=test", *flags])
     assert stop.value.code == 2
@@ -245,11 +245,11 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 
-    def found() -> dict[Path, tuple[bytes, int]]:
+    def contents() -> dict[Path, tuple[bytes, int]]:
         files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
-    before = found()
+    before = contents()
     assert len(before) == 6
     all_nan(tmp_path / "nan.h5", volume_file)
     for flag in (
@@ -259,7 +259,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
         "--set=data_size=6",
     ):
         failed_training(capsys, [*data_flags, f"--set=expdir={tmp_path}", flag, "--resume=no"])
-    assert found() == before
+    assert contents() == before
 
 
 # --- NaN in the data -------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_training_skips_updates_with_nan_up_to_a_limit(
     assert saved.state.step == step - 1
 
 
-def test_a_training_in_which_every_update_was_skipped_is_no_success(
+def test_a_run_in_which_every_update_was_skipped_is_no_success(
     data_flags: list[str], tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     """With fewer steps than max_consecutive_skips it once ended with the result of a "trained network"."""
@@ -353,7 +353,7 @@ def test_invalid_config_is_reported_only_by_rank_0(
 
 
 class Trained(NamedTuple):
-    """A training of config 'test'."""
+    """A training run of config 'test'."""
 
     flags: list[str]
     stdout: str
@@ -375,7 +375,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> 
     return Trained(flags, stdout.getvalue(), stderr.getvalue(), expdir / "test" / "1ranks" / "first")
 
 
-def test_training_logs_the_lines_of_the_original(trained: Trained) -> None:
+def test_training_logs_the_lines_of_the_tutorial(trained: Trained) -> None:
     log = (trained.directory / "out.log").read_text()
     messages = [LOG_LINE.sub("", line) for line in log.splitlines()]
     number = r"\d+(\.\d+)?(e-\d+)?"
@@ -385,20 +385,20 @@ def test_training_logs_the_lines_of_the_original(trained: Trained) -> None:
         line = rf"Time taken for epoch {epoch} is {number} sec, avg {number} samples/sec"
         expected += [line, loss.format("train"), loss.format("val"), seconds]
     expected.append("DONE ---- rank 0")
-    found = [message for message in messages if re.match("Time taken|  Avg|  Total|DONE", message)]
-    assert len(found) == len(expected)
-    for message, pattern in zip(found, expected, strict=True):
+    logged = [message for message in messages if re.match("Time taken|  Avg|  Total|DONE", message)]
+    assert len(logged) == len(expected)
+    for message, pattern in zip(logged, expected, strict=True):
         assert re.fullmatch(pattern, message)
         assert message in trained.stderr, "the terminal shows the lines of the log file"
     assert messages[-1] == "DONE ---- rank 0"
     dump = next(index for index, message in enumerate(messages) if message.startswith("Configuration test"))
-    assert dump < messages.index(found[0])
+    assert dump < messages.index(logged[0])
     assert "  num_epochs: 2 (default 10)" in messages[dump:]
     assert "Traceback" not in trained.stderr
     assert trained.stdout == ""
 
 
-def test_training_records_the_curves_of_the_original(trained: Trained) -> None:
+def test_training_records_the_curves_of_the_tutorial(trained: Trained) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags, directory = trained.flags, trained.directory

@@ -37,9 +37,9 @@ def test_yaml_values_are_parsed_as_yaml_1_2() -> None:
         "{scaling: none, start_lr: 1e-3}": {"scaling": "none", "start_lr": 1e-3},
     }
     for text, value in (numbers | constants | dict(zip(words, words, strict=True)) | others).items():
-        found = parse_value(text)
-        assert found == value, text
-        assert type(found) is type(value), text
+        parsed = parse_value(text)
+        assert parsed == value, text
+        assert type(parsed) is type(value), text
     assert math.isnan(parse_value(".nan"))
 
 
@@ -355,5 +355,5 @@ def test_warmup_longer_than_the_run_is_ignored_at_the_base_batch_size() -> None:
 
 
 def test_full_scale_sets_the_number_of_scales_unless_network_scales_is_set() -> None:
-    for full, scales, found in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
-        assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found
+    for full, scales, expected in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
+        assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == expected
