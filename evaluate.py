@@ -45,7 +45,7 @@ class Options(InferenceOptions, FluxOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluates; bad input ends with one line and exit code 2."""
+    """Evaluates; invalid input is reported in one line, with exit code 2."""
     with one_line_errors():
         options = parse(argv)
         with connect(options.device, nccl=True) as world:

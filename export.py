@@ -50,7 +50,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exports a network; bad input ends with one line and exit code 2."""
+    """Exports a network; invalid input is reported in one line, with exit code 2."""
     with one_line_errors():
         export(parse(argv))
 

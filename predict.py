@@ -43,7 +43,7 @@ class Options(InferenceOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Predicts; bad input ends with one line and exit code 2, a stop signal with exit code 75."""
+    """Predicts; invalid input is reported in one line, with exit code 2; a stop signal ends with exit code 75."""
     with one_line_errors():
         options = parse(argv)
         with StopSignals() as signals, connect(options.device, nccl=True) as world:

@@ -171,6 +171,13 @@ if [ "${ENABLE_PROFILING:-0}" = 1 ]; then
   command=(nsys profile '--trace=cuda,cublas,nvtx' --kill none -c cudaProfilerApi -f true -o "$output" "${command[@]}")
 fi
 
+# Adds --set KEY="PATH", in which YAML and the program read PATH unchanged: \ and " are escaped, and $$ is a dollar sign.
+add_path() { # key, path
+  local path=${2//\\/\\\\}
+  path=${path//\"/\\\"} path=${path//$'\n'/\\n} path=${path//\$/\$\$}
+  command+=(--set "$1=\"$path\"")
+}
+
 # The files in DATA_DIR have the names of config/UNet.yaml, or those of the published data set. A container has the
 # directory on /data, where the configs look for the former.
 add_data_flags() {
@@ -185,14 +192,14 @@ add_data_flags() {
       elif [ "$CONTAINER_RUNTIME" != none ]; then
         continue
       fi
-      command+=(--set_string "$key=$data/$name")
+      add_path "$key" "$data/$name"
     done
   done
 }
 
 # Only the training has these flags. The user's arguments follow and win.
 if [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
-  if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" = none ]; then command+=(--set_string "expdir=$LOGS_DIR"); fi
+  if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" = none ]; then add_path expdir "$LOGS_DIR"; fi
   if [ -n "$DATA_DIR" ]; then add_data_flags; fi
   # The tasks of an array have the same arguments, but need run directories of their own. The last --run_num wins.
   if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then

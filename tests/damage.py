@@ -14,7 +14,7 @@ from typing import Any
 INVALID_UTF8 = (b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80", b"\x00", b"\xef\xbb\xbf", b"\x85")
 # JSON texts of values that programs do not expect.
 TEXTS = ["null", "true", "-1", "0", "1e308", "-1e308", "1e999", "NaN", "-Infinity", "1" * 400, "1" * 5000, '""', '"x"']
-TEXTS += ["[]", "{}", "[1]", '{"step": 1}', "[" * 400 + "]" * 400, '{"a": ' * 60 + "1" + "}" * 60, "[[[null]]]"]
+TEXTS += ["[]", "{}", "[1]", '{"step": 1}', "[[[null]]]"]
 TEXTS += ['"\\ud800"', '"$\\\\bad$"', "16.0", '"16"']
 
 
@@ -49,20 +49,14 @@ def repeat(content: bytes, rng: random.Random) -> bytes:
     return content[:place] + content[place : place + rng.randrange(1, 4096)] * 2 + content[place:]
 
 
-def bury(content: bytes, rng: random.Random) -> bytes:
-    """Nested so deeply that recursive readers fail."""
-    opening, closing = rng.choice(((b"[", b"]"), (b'{"a":', b"}"), (b"- ", b""), (b"(", b")")))
-    return opening * 100_000 + content + closing * 100_000
-
-
 BYTE_DAMAGES = (flip, flip, truncate, insert, remove, zero, repeat)
 
 
 def bytewise(content: bytes, count: int, seed: int) -> Iterator[bytes]:
     """`count` damaged versions of the bytes, each different from them."""
     rng = random.Random(seed)
-    yield from (version for version in (b"", b"\n", b"\0" * len(content), bury(content, rng)) if version != content)
-    made = 4
+    yield from (version for version in (b"", b"\n", b"\0" * len(content)) if version != content)
+    made = 3
     while made < count:
         version = rng.choice(BYTE_DAMAGES)(content, rng)
         if version != content:

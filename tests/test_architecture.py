@@ -149,9 +149,9 @@ def test_no_module_imports_an_entry_script() -> None:
         assert offenders(package, *(ENTRY_SCRIPTS - allowed)) == []
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "files", "progress"])
+@pytest.mark.parametrize("module", ["cli", "config", "errors", "files", "progress", "version"])
 def test_lowest_modules_import_only_each_other(module: str) -> None:
-    allowed = ("utils.config", "utils.errors", "utils.files", "utils.progress")
+    allowed = ("utils.config", "utils.errors", "utils.files", "utils.progress", "utils.version", "utils.__version__")
     names = [f for m in SOURCES if within(m, f"utils.{module}") for f in imports_of(m) if module_of(f.name)]
     assert [name for name, _, _ in names if not any(within(name, other) for other in allowed)] == []
 

@@ -1,29 +1,18 @@
-"""Tests of utils.config: reading, types, checks, and batch sizes for a number of ranks."""
+"""Tests of utils.config: reading, types, checks, error messages, and batch sizes for a number of ranks."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from utils.config import (
-    REPLACED_KEYS,
-    Config,
-    differences,
-    flatten,
-    load,
-    parse_value,
-    read_file,
-    similar,
-    to_yaml,
-    validate,
-)
+from utils.config import Config, Section, differences, flatten, load, parse_value, read_file, similar, to_yaml, validate
+from utils.config.messages import SYNONYMS
 from utils.errors import UserError
 
 
@@ -48,9 +37,9 @@ def test_yaml_values_are_parsed_as_yaml_1_2() -> None:
         "{scaling: none, start_lr: 1e-3}": {"scaling": "none", "start_lr": 1e-3},
     }
     for text, value in (numbers | constants | dict(zip(words, words, strict=True)) | others).items():
-        found = parse_value(text)
-        assert found == value, text
-        assert type(found) is type(value), text
+        parsed = parse_value(text)
+        assert parsed == value, text
+        assert type(parsed) is type(value), text
     assert math.isnan(parse_value(".nan"))
 
 
@@ -122,30 +111,20 @@ def test_config_may_be_in_another_file_of_the_same_directory(tmp_path: Path) -> 
         load(path, "both")
 
 
-def test_error_for_an_unknown_config_lists_the_known_ones(tmp_path: Path) -> None:
-    path = write(tmp_path, "base: {}\nshort: {}")
-    (tmp_path / "tuned.yaml").write_text("tuned: {}")
-    (tmp_path / "compose.yaml").write_text("services: {}")
-    (tmp_path / "broken.yaml").write_text("[")
-    (tmp_path / "folder.yaml").mkdir()
-    for name in ("tunde", "configs", "../tuned", ""):
-        says = f"^unknown config {name} in {re.escape(path)} and the other YAML files .*; known: base, short, .*tuned"
-        with pytest.raises(UserError, match=says) as caught:
-            load(path, name)
-        assert ("; did you mean tuned?" in str(caught.value)) == (name in ("tunde", "../tuned"))
-
-
-def test_error_for_an_unknown_config_names_the_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_error_for_an_unknown_config_lists_the_known_ones_and_unreadable_files(tmp_path: Path) -> None:
     """Fixed: a tab or a duplicate key in a file hid its configs. A config in two files was listed twice."""
     path = write(tmp_path, "base: {}\nshort: {}")
-    (tmp_path / "more.yaml").write_text("base: {}\nlong: {}")
+    (tmp_path / "tuned.yaml").write_text("base: {}\ntuned: {}")
+    (tmp_path / "compose.yaml").write_text("services: {}")
     (tmp_path / "tab.yaml").write_text("mine:\n\tseed: 1")
     (tmp_path / "twice.yaml").write_text("mine: {seed: 1, seed: 2}")
-    with pytest.raises(UserError) as caught:
-        load(path, "mine")
-    text = str(caught.value)
-    assert "; known: base, short, long; cannot read " in text
-    assert re.search(r"; cannot read \S*/tab.yaml: .*line 2.*; cannot read \S*/twice.yaml: line 1: duplicate key", text)
+    for name in ("tunde", "mine", "../tuned", ""):
+        with pytest.raises(UserError, match=f"^unknown config {name} in {re.escape(path)} and the other ") as caught:
+            load(path, name)
+        text = str(caught.value)
+        assert "; known: base, short, services, tuned" in text
+        assert ("; did you mean tuned?" in text) == (name in ("tunde", "../tuned"))
+        assert re.search(r"; cannot read \S*/tab.yaml: .*line 2.*; cannot read \S*/twice.yaml: .*duplicate key", text)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +136,7 @@ def test_error_for_an_unknown_config_names_the_files_that_cannot_be_read(tmp_pat
         ("test: {num_epochs: 1, num_epochs: 2}", "line 1: duplicate key num_epochs"),
         ("test:\n  lr_schedule:\n    end_lr: 0.\n    end_lr: 1.", "line 4: duplicate key end_lr"),
         ("test: {num_epochs: 1", "cannot read .*expected ',' or '}'"),
+        ("test:\n\tseed: 1", "cannot read .*line 2"),
         ("test: {seed: !!python/object/apply:os.getcwd []}", "cannot read .*constructor for the tag"),
         ("test: {seed: !!int word}", "cannot read .*invalid literal"),
     ],
@@ -169,107 +149,20 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, say
     assert "\n" not in str(caught.value)
 
 
-NINEFOLD = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-NINEFOLD += [f"{name}: &{name} [{', '.join(['*' + before] * 9)}]" for before, name in itertools.pairwise("abcdefghi")]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("\n".join(NINEFOLD), "line 5: more than 50000 values; each use of an alias counts"),
-        (f"a: &a {{k: 1, l: 2, m: 3}}\nb: [{'*a, ' * 20_000}]", "line 2: more than 50000 values"),
-        (f"[{'0,' * 50_001}]", "line 1: more than 50000 values"),
-        ("&a [*a]", "line 1: the value with the anchor a contains itself"),
-        ("a: 1\nb: &b\n  c: {d: [1, *b]}", "line 3: the value with the anchor b contains itself"),
-        ("&a {<<: *a}", "line 1: the value with the anchor a contains itself"),
-        ("[" * 5000, "it is nested too deeply"),
-        ("- " * 5000, "it is nested too deeply"),
-        ("!!bool word", "a value does not match its tag"),
-        ("!!int ''", "a value does not match its tag"),
-        ("1" * 5000, "a number has too many digits"),
-    ],
-)
-def test_a_yaml_value_too_large_to_process_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
-    """Fixed bugs: ten lines of aliases stood for 9^10 values, and a value inside itself had no end."""
-    with pytest.raises(UserError, match=f"^cannot read --set seed: {re.escape(says)}") as caught:
-        parse_value(text, "--set seed")
-    assert "\n" not in str(caught.value)
-    indented = "".join(f"    {line}\n" for line in text.splitlines())
-    with pytest.raises(UserError, match=r"cannot read .*configs\.yaml: "):
-        read_file(write(tmp_path, f"test:\n  seed:\n{indented}"))
-
-
-def test_aliases_within_the_limit_are_expanded() -> None:
-    assert parse_value("{a: &a [1, 2], b: [*a, *a], c: {<<: &d {e: *a}}, f: *d}") == {
-        "a": [1, 2],
-        "b": [[1, 2], [1, 2]],
-        "c": {"e": [1, 2]},
-        "f": {"e": [1, 2]},
-    }
-
-
-def test_a_long_value_is_shortened_in_errors() -> None:
-    with pytest.raises(UserError) as caught:
-        validate({"seed": list(range(50_000)), "network": [1] * 50_000}, "c")
-    assert len(str(caught.value)) < 2000
-    assert "seed: expected an integer, got [0, 1, 2" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["larger than a config", "device", "pipe", "directory"])
-def test_a_file_that_is_no_config_is_refused_without_reading_all_of_it(tmp_path: Path, kind: str) -> None:
-    """Fixed bugs: /dev/zero filled the memory, and a pipe without a writer was waited for forever."""
-    path = tmp_path / "configs.yaml"
-    if kind == "larger than a config":
-        path.touch()
-        os.truncate(path, 2**40)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.mkdir()
-    reason = {"larger than a config": "it has more than 1048576 bytes", "directory": "it is a directory"}
-    says = f"^cannot read yaml_config {re.escape(str(path))}: {reason.get(kind, 'it is not a regular file')}; "
-    with pytest.raises(UserError, match=says):
-        read_file(str(path))
-
-
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     with pytest.raises(
-        UserError, match=f"^cannot read yaml_config {re.escape(str(path))}: No such file .*--yaml_config"
+        UserError, match=f"cannot read yaml_config {re.escape(str(path))}: No such file .*--yaml_config"
     ):
         read_file(str(path))
-    path.write_bytes("# α\ntest: {expdir: café}".encode() + b"\xff\xfe\x00")
-    says = f"^cannot read {re.escape(str(path))}: byte 0xff in line 2 is not UTF-8; save the file in the encoding UTF-8"
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=f"cannot read yaml_config {re.escape(str(tmp_path))}: it is a directory"):
+        read_file(str(tmp_path))
+    path.write_bytes("test: {expdir: café}".encode("latin-1"))
+    with pytest.raises(UserError, match=f"cannot read {re.escape(str(path))}: .*0xe9.*; save the file in .* UTF-8"):
         read_file(str(path))
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
-
-
-def test_all_faults_are_reported_in_one_line() -> None:
-    with pytest.raises(UserError) as caught:
-        validate({"num_epoch": 3, "seed": "x", "lr_schedule": {"strat_lr": 1.0}, "optimizer": {"eps": 0.0}}, "test")
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in (
-        "config 'test': ",
-        "unknown key num_epoch; did you mean num_epochs?",
-        "unknown key lr_schedule.strat_lr; did you mean lr_schedule.start_lr?",
-        "seed: expected an integer, got 'x' (for example seed=0)",
-        "optimizer.eps: expected a value above 0, got 0.0 (for example optimizer.eps=1e-08)",
-    ):
-        assert part in message
-
-
-OPTIONAL_NUMBERS = {
-    "checkpoint.every_minutes",
-    "transform.density_log_scale",
-    "transform.velocity_scale_km_s",
-    "transform.temperature_log10_scale",
-}
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -279,35 +172,77 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize(("key", "remedy"), REPLACED_KEYS.items())
-def test_keys_of_earlier_versions_are_refused_with_a_remedy(key: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"config 'c': {key} {remedy}")):
-        validate(nested(key, 1), "c")
+def message(values: dict[str, Any]) -> str | None:
+    """The error for these values; None if they are valid."""
+    try:
+        validate(values, "c")
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """All keys, with dots; sections included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if field.annotation in Section.__subclasses__():
+            yield from keys_of(field.annotation, f"{prefix}{name}.")
+
+
+WRONG: list[Any] = [None, "x", True, 3, 2.5, 1e300, -1, 10**25, float("nan"), float("inf"), "", {}, [], [None], ["x"]]
+WRONG += [[-1], [[1, 2, "x"]], [[1, 2, -3]], [1] * 9, ["", ""]]
+
+
+@pytest.mark.parametrize("key", list(keys_of(Config)))
+def test_wrong_values_are_refused_in_one_line_that_names_the_key_and_the_value(key: str) -> None:
+    refused = [(value, text) for value in WRONG if (text := message(nested(key, value))) is not None]
+    assert len(refused) > 3, "values that this key must refuse"
+    for value, text in refused:
+        assert text.startswith("config 'c': ")
+        assert "\n" not in text
+        assert "Input should" not in text
+        # A combination of keys names all of them.
+        assert re.match(rf"config 'c': {re.escape(key)}[.\d]*:? .*must .*got ", text) or key in text, (value, text)
+
+
+def test_all_faults_are_reported_in_one_line() -> None:
+    values = {
+        "num_epoch": 3,
+        "seed": "x",
+        "lr_schedule": {"strat_lr": 1.0, "shape": "cosin"},
+        "optimizer": {"eps": 0.0},
+    }
+    text = message({**values, "network": 5, "data_size": [1] * 10_000}) or ""
+    assert "\n" not in text
+    assert len(text) < 1500, "a long value is shortened"
+    for part in (
+        "config 'c': ",
+        "unknown key num_epoch; did you mean num_epochs?",
+        "unknown key lr_schedule.strat_lr; did you mean lr_schedule.start_lr?",
+        "seed must be a valid integer, got 'x'",
+        "lr_schedule.shape must be 'cosine', 'step' or 'constant', got 'cosin'",
+        "optimizer.eps must be greater than 0, got 0.0",
+        "network must be a section; set keys in it, such as network.name, got 5",
+    ):
+        assert part in text
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "hint"),
     [
-        ("conv_init", "unknown key conv_init; did you mean weight_init.conv_init?"),
-        ("step_lr", "unknown key step_lr; --print_config prints all keys"),
-        ("patch_size", "unknown key patch_size; did you mean data_size?"),
-        ("lr", "unknown key lr; did you mean lr_schedule.start_lr?"),
-        ("learning_rate", "unknown key learning_rate; did you mean lr_schedule.start_lr?"),
-        ("optimizer.lr", "unknown key optimizer.lr; did you mean lr_schedule.start_lr?"),
-        (
-            "network.foo",
-            "unknown key network.foo; known: network.name, network.width, network.scales, network.space_to_depth, "
-            "network.norm",
-        ),
-        ("amp_mod", "unknown key amp_mod; did you mean amp_mode?"),
-        ("lr_schedule.width", "unknown key lr_schedule.width; did you mean network.width?"),
-        ("network.rewriten", "unknown key network.rewriten; network.rewritten is now network.space_to_depth"),
+        ("conv_init", "did you mean weight_init.conv_init?"),
+        ("step_lr", "--print_config prints all keys"),
+        ("optimizer.lr", "did you mean lr_schedule.start_lr?"),
+        ("network.foo", "known: network.name, network.width, network.scales, network.space_to_depth, network.norm"),
+        ("amp_mod", "did you mean amp_mode?"),
+        ("lr_schedule.width", "did you mean network.width?"),
+        *((word, f"did you mean {key}?") for word, key in SYNONYMS.items()),
     ],
 )
-def test_unknown_keys_are_answered_with_similar_keys_of_all_sections_or_earlier_versions(key: str, says: str) -> None:
+def test_unknown_keys_are_answered_with_similar_keys_of_all_sections(key: str, hint: str) -> None:
     """A fixed bug: conv_init, a key of weight_init, was answered with checkpoint."""
-    with pytest.raises(UserError, match=rf"^config 'c': {re.escape(says)}$"):
-        validate(nested(key, 1), "c")
+    assert message(nested(key, 1)) == f"config 'c': unknown key {key}; {hint}"
+    assert {*SYNONYMS.values()} < {*keys_of(Config)}
 
 
 def test_only_near_names_are_suggested() -> None:
@@ -320,49 +255,33 @@ def test_only_near_names_are_suggested() -> None:
         ("nsamples", "Nsamples"),
         ("exp_dir", "expdir"),
         ("cache", "use_cache"),
-        ("apex", "enable_apex"),
     ):
         assert similar(word, keys) == name
     for word in ("amp_mode", "patch_size", "data_dir", "time_means_path", "num_iters", "world_size", "path", "lr", ""):
         assert similar(word, keys) is None, word
 
 
-def test_a_value_in_place_of_a_section_is_reported_without_pydantics_names() -> None:
-    with pytest.raises(
-        UserError, match=r"^config 'c': network: expected a section with keys, got 5; for example network.width=5$"
-    ):
-        validate({"network": 5}, "c")
-
-
-def test_a_value_in_place_of_a_section_leads_to_the_key_that_accepts_it() -> None:
-    for section, value, example in (
-        ("optimizer", "adamw", "; for example optimizer.name=adamw"),
-        ("early_stopping", 3, "; for example early_stopping.patience=3"),
-        ("lr_schedule", 0.01, "; for example lr_schedule.start_lr=0.01"),
-        ("timeouts", "x", ""),
-        ("network", [1], ""),
-    ):
-        with pytest.raises(
-            UserError, match=rf"^config 'c': {section}: expected a section .*{re.escape(example)}$"
-        ) as e:
-            validate({section: value}, "c")
-        assert ("; for example " in str(e.value)) == bool(example)
-
-
 def test_numbers_and_booleans_accept_no_other_types() -> None:
     """Numbers refuse strings, booleans, NaN and infinity; booleans refuse everything but true and false."""
     checked = 0
     for key, default in flatten(Config()).items():
-        if type(default) not in (int, float, bool):
-            continue
-        wrong = ["true", 1] if isinstance(default, bool) else ["3", True, math.nan, math.inf, [3]]
-        if key not in OPTIONAL_NUMBERS:
-            wrong.append(None)
-        for value in wrong:
-            with pytest.raises(UserError, match=f"^config 'test': {key}: "):
-                validate(nested(key, value), "test")
-        checked += 1
+        if type(default) in (int, float, bool):
+            for value in ["true", 1] if isinstance(default, bool) else ["3", True, math.nan, math.inf, [3]]:
+                assert f"config 'c': {key} must " in (message(nested(key, value)) or "")
+            checked += 1
     assert checked > 40
+
+
+def test_every_number_has_an_upper_limit() -> None:
+    """Fixed bugs: log_interval 10**9 took 12 GB, and width 10**11, num_epochs 10**21 or collective 1e30 failed late."""
+    checked = 0
+    for key in keys_of(Config):
+        for value, huge in ((64, 10**31), (0.5, 1e31), ([64, 64], [10**31] * 2), ([0.5, 0.5], [1e31] * 2)):
+            if message(nested(key, value)) is None:
+                text = message(nested(key, huge)) or f"{key} accepts {huge}"
+                assert re.search(rf"{re.escape(key)}(\.0)? must be less than ", text)
+                checked += 1
+    assert checked > 60
 
 
 # --- batch sizes for a number of ranks -------------------------------------------------------------------------------
@@ -400,13 +319,13 @@ def test_global_batch_size_of_the_command_line_replaces_the_local_one_of_the_fil
         (
             {"fused_tail": True, "network": {"name": "smooth_unet"}},
             1,
-            "fused_tail: network smooth_unet has no such form; set fused_tail=false",
+            "fused_tail: network smooth_unet has no such tail",
         ),
         ({"enable_benchy": True, "enable_manual_profiling": True}, 1, "cannot be combined"),
         (
             {"N_in_channels": 3},
             1,
-            r"vector_channels.inputs \[\[1, 2, 3\]\]: channel 3 does not exist; channels count from 0, so use 0 to 2",
+            "vector_channels.inputs .*: channel 3 does not exist; N_in_channels is 3, so use 0 to 2",
         ),
         ({"vector_channels": {"targets": [[1, 2, 2]]}}, 1, "must be lists of three different channels"),
         (
@@ -431,5 +350,5 @@ def test_warmup_longer_than_the_run_is_ignored_at_the_base_batch_size() -> None:
 
 
 def test_full_scale_sets_the_number_of_scales_unless_network_scales_is_set() -> None:
-    for full, scales, found in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
-        assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == found
+    for full, scales, expected in ((True, None, 6), (False, None, 5), (True, 3, 3), (False, 3, 3)):
+        assert validate({"full_scale": full, "network": {"scales": scales}}, "test").scales == expected

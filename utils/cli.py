@@ -1,4 +1,4 @@
-"""The command line of train.py: the original's flags, --set for every config key, --preflight, --resume and others.
+"""The command line of train.py: the tutorial's flags, --set for every config key, --preflight, --resume and others.
 
 Also holds the parser and the options that the other entry scripts share.
 """
@@ -6,17 +6,17 @@ Also holds the parser and the options that the other entry scripts share.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from utils.config import Verbatim, default_name, load, meant_keys, parse_value, similar, to_yaml, translate
+from utils.config import default_name, load, meant_keys, parse_value, similar, to_yaml, translate
 from utils.errors import UserError, launched_rank
-
-MAX_NAME_BYTES = 255  # of a file or directory name, on all common file systems
+from utils.version import version_line
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,6 @@ class _PrintVersion(argparse.Action):
     """Prints one line on rank 0, then exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from utils.provenance import version_line  # imports torch
-
         if launched_rank() == 0:
             print(version_line())
         parser.exit()
@@ -115,26 +113,18 @@ SWITCHES = {
 }
 VALUES: dict[str, tuple[type, str]] = {
     "amp_mode": (str, "mixed precision: none, fp16 (float16) or bf16 (bfloat16)"),
-    "data_loader_config": (str, "loader: {loaders}"),
+    "data_loader_config": (str, "loader: auto, lowmem, …; the error for an unknown name lists all"),
     "local_batch_size": (int, "samples per step and rank; sets the global batch size"),
     "num_epochs": (int, "number of epochs"),
     "num_data_workers": (int, "loader threads per rank"),
     "bucket_cap_mb": (float, "DDP: size of a gradient bucket in MB"),
     "profiler": (str, "profiler of --enable_manual_profiling: auto, nsys or torch"),
 }
-SETTERS = {
-    "--set": "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated; ~ "
-    "and $VAR in paths are expanded",
-    "--set_string": "like --set, but VALUE is not read as YAML, and nothing in it is expanded: for a path with "
-    "characters such as # or :",
-}
 KEYS = {"profiler": "profile.profiler"}  # flags whose config key has another name
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of train.py."""
-    from utils.data import LOADERS  # imports torch, which other users of this module may not need
-
     parser = Parser(
         "Trains the network of a named config. A switch turns an option on; to turn off an option\n"
         "that the YAML file turns on, use --set, for example --set enable_amp=false."
@@ -152,16 +142,14 @@ def build_parser() -> argparse.ArgumentParser:
         "the run directory and start from scratch; DIR: resume from another run, or from a checkpoint directory; "
         "without it, continue an interrupted run with the same config, otherwise start in a new directory",
     )
-    parser.add_argument("--init_from", metavar="FILE", help="start a new training from the weights of a checkpoint")
+    parser.add_argument("--init_from", metavar="FILE", help="start a new run from the weights of a checkpoint")
     for name, text in SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", default=argparse.SUPPRESS, help=text)
     for name, (kind, text) in VALUES.items():
-        text = text.format(loaders=", ".join(LOADERS))
         parser.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
-    for flag, text in SETTERS.items():
-        # Both flags append to one list, because the last value of a key wins.
-        change, name = partial(_Change, flag), "KEY=VALUE"
-        parser.add_argument(flag, action="append", dest="changes", default=[], type=change, metavar=name, help=text)
+    text = "set any config key, with dots for keys in sections: --set lr_schedule.start_lr=1e-3; can be repeated. "
+    text += """VALUE is YAML; ~ and $VAR in paths are expanded. Quote paths with # or ": ": --set 'expdir="a #1"'"""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
     parser.add_argument(
         "--preflight",
         nargs="?",
@@ -183,42 +171,28 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Change(NamedTuple):
-    """The argument of one of the SETTERS."""
-
-    flag: str
-    text: str
-
-    def read(self) -> tuple[str, Any]:
-        """The dotted key and the value."""
-        key, equals, value = self.text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"{self.flag} {self.text}: expected key=value")
-        if self.flag != "--set_string":
-            parsed = parse_value(value, f"{self.flag} {self.text}")
-            if str(parsed).count("#") < value.count("#"):
-                raise UserError(
-                    f"{self.flag} {self.text}: YAML takes # for the start of a comment; to keep it, use "
-                    f"--set_string {self.text!r}"
-                )
-            return key.strip(), parsed
-        if any("\ud800" <= character <= "\udfff" for character in value):  # Python's substitutes for other bytes
-            raise UserError(f"{self.flag} {self.text!r}: not UTF-8; rename the file or directory")
-        return key.strip(), Verbatim(value)
-
-
 def read_changes(texts: Sequence[str]) -> dict[str, Any]:
     """Dotted keys and values from the arguments of --set."""
-    return dict(_Change("--set", text).read() for text in texts)
+    changes = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UserError(f"--set {text}: expected key=value")
+        changes[key] = parse_value(value, f"--set {text}")
+        if str(changes[key]).count("#") < value.count("#"):
+            quoted = f"{key}=" + json.dumps(value, ensure_ascii=False)
+            raise UserError(
+                f"--set {text}: YAML takes # for the start of a comment; to keep it, quote the value: "
+                f"--set {shlex.quote(quoted)}"
+            )
+    return changes
 
 
 def _check_run_num(name: str) -> None:
-    """Raises UserError for a name that a file system may refuse, or that is no single part of a path."""
-    is_plain = name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
-    if not is_plain or len(name.encode()) > MAX_NAME_BYTES:
-        text = repr(name) if len(name) <= 50 else f"{name[:50]!r}…"
-        rule = f"must be a plain name of at most {MAX_NAME_BYTES} bytes, because it is the last part of a path"
-        raise UserError(f"--run_num {text} {rule}")
+    """Raises UserError for a name that is no single part of a path."""
+    if not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
+        raise UserError(f"--run_num {name!r} must be a plain name, because it is the last part of a path")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -226,7 +200,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     arguments = build_parser().parse_args(argv)
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
     flags = {KEYS.get(name, name): value for name, value in given.items()}
-    changes = dict(change.read() for change in arguments.changes)
+    changes = read_changes(arguments.set)
     # Each is translated on its own, so that --set overrides flags whatever the spelling of either.
     flags, changes = (translate(values, "command line", on_command_line=True) for values in (flags, changes))
     _check_run_num(arguments.run_num)

@@ -53,17 +53,22 @@ def launched_rank() -> int:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Converts a UserError to one line on stderr and exit code 2, and Stopped to exit code 75.
+    """The one translation of expected errors, at the top of each program.
 
-    All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
-    machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError.
+    A UserError becomes one line on stderr and exit code 2, an OSError that names a file likewise; Stopped becomes exit
+    code 75. All ranks raise the same UserError, because they read the same command line and exchange errors that depend
+    on the machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
     """
     try:
         yield
-    except UserError as error:
-        if launched_rank() == 0 or isinstance(error, LocalError):
-            line = " ".join(str(error).split())
-            sys.stderr.write(f"error: {line}\n")
+    except (UserError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError):
+            if error.filename is None:  # a fault of the program or of the network; the traceback says where
+                raise
+            text = f"{error.filename}: {os_reason(error)}"
+        if launched_rank() == 0 or not isinstance(error, UserError) or isinstance(error, LocalError):
+            sys.stderr.write(f"error: {' '.join(text.split())}\n")
             sys.stderr.flush()
         else:
             # A launcher stops all ranks when the first one exits: give rank 0 the time to print.

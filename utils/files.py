@@ -1,4 +1,4 @@
-"""Atomic writes, checks of a command's output, and reading of small files that may be damaged."""
+"""Atomic writes, checks of a command's output, and reading of small files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
 ABANDONED_SECONDS = 24 * 3600.0  # no process writes a file for that long without a change to it
-LARGEST_TEXT = 64 * MIB  # a larger file is not one that this program has written
-DEEPEST_JSON = 50  # levels; json.dumps fails at about 1000
+LARGEST_TEXT = 64 * MIB  # larger files are data, given in place of a text by mistake
 
 
 @contextlib.contextmanager
@@ -127,7 +126,7 @@ def copy_file(source: str | Path, target: str | Path, description: str) -> None:
             progress.advance(done // MIB - progress.done)
 
 
-# --- small files that may be damaged ----------------------------------------------------------------------------------
+# --- small files ----------------------------------------------------------------------------------------------------
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
@@ -143,34 +142,14 @@ def open_regular(path: str | Path) -> IO[bytes]:
 def read_text(path: str | Path, limit: int = LARGEST_TEXT, errors: str = "replace") -> str:
     """The text of a regular file, decoded with `errors`; raises OSError if it has more than `limit` bytes."""
     with open_regular(path) as file:
-        content = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read() allocates the whole limit
-    if len(content) > limit:
-        raise OSError(f"it has more than {limit} bytes")
-    return content.decode("utf-8", errors=errors)
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(f"it has more than {limit} bytes")
+        return file.read().decode("utf-8", errors=errors)
 
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises OSError or ValueError if there is none."""
-    return parse_json(read_text(path))
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text; raises ValueError also for one that is nested so deeply that it cannot be written."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if text.count("[") + text.count("{") > DEEPEST_JSON and _is_deeper(value, DEEPEST_JSON):
-        raise ValueError("it is nested too deeply")
-    return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """True if lists and mappings are nested more than `levels` deep."""
-    if not isinstance(value, dict | list):
-        return False
-    parts = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
+    return json.loads(read_text(path))
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------

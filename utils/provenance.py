@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,11 +11,11 @@ from typing import Any
 
 import torch
 
-from utils import __version__
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, hostnames
 from utils.errors import os_reason
 from utils.files import read_json
+from utils.version import git_commit
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ def provenance(world: World) -> dict[str, Any]:
     hosts = hostnames(world)
     return {
         "command": command(),
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hostnames": hosts,
         "world_size": world.size,
@@ -74,14 +72,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def version_line() -> str:
-    """The versions of this program, PyTorch and Python in one line."""
-    return (
-        f"nbody-unet {__version__}, commit {_git_commit()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
-    )
-
-
 def device_name(device: torch.device) -> str:
     """The model of a GPU, or of the CPU."""
     if device.type == "cuda":
@@ -92,13 +82,3 @@ def device_name(device: torch.device) -> str:
     except OSError:
         models = []
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _git_commit() -> str:
-    """The checkout's commit, with '-dirty' if files differ; outside a checkout GIT_COMMIT, or 'unknown'."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT") or "unknown"
-    return result.stdout.strip()

@@ -136,7 +136,7 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--set=lr_schedule.shape=linear"], "lr_schedule.shape: expected cosine, step or constant, got "),
+        (["--set=lr_schedule.shape=linear"], "lr_schedule.shape must be 'cosine', 'step' or 'constant', got "),
         (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),

@@ -124,7 +124,7 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
     for text, says in (
         ("IO: {batchs: 2}", r"unknown key IO\.batchs; did you mean IO\.batches\?"),
         ("IO: [", "^cannot read "),
-        ("[1, 2]", r": expected a section with keys, got \[1, 2\]"),
+        ("[1, 2]", r": must be a section.*, got \[1, 2\]"),
     ):
         conf.write_text(text)
         with pytest.raises(UserError, match=says) as caught:

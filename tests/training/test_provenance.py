@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from utils import provenance
+from utils.version import version_line
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,6 +18,6 @@ def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.M
 
     monkeypatch.setattr(subprocess, "run", no_checkout)
     monkeypatch.delenv("GIT_COMMIT", raising=False)
-    assert "commit unknown" in provenance.version_line()
+    assert "commit unknown" in version_line()
     monkeypatch.setenv("GIT_COMMIT", "0123abc")
-    assert "commit 0123abc" in provenance.version_line()
+    assert "commit 0123abc" in version_line()

@@ -13,20 +13,17 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from utils.config.aliases import translate
-from utils.config.messages import REPLACED_KEYS, describe, meant_keys, nearest, similar
-from utils.config.paths import EXPAND, FOR_A_FILE, Verbatim
+from utils.config.messages import describe, meant_keys, nearest, similar
+from utils.config.paths import EXPAND, FOR_A_FILE
 from utils.config.schema import NEUTRAL_KEYS, Config
 from utils.config.sections import Section
-from utils.config.yaml_files import LARGEST_FILE, default_name, find, names, read_file
+from utils.config.yaml_files import default_name, find, names, read_file
 from utils.config.yaml_values import dump, parse_value
 from utils.errors import UserError
 
 __all__ = (
-    "LARGEST_FILE",
-    "REPLACED_KEYS",
     "Config",
     "Section",
-    "Verbatim",
     "changes_result",
     "default_name",
     "differences",
@@ -52,7 +49,7 @@ def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Co
     """The config `name` of the file, or of another file in its directory, with overrides applied.
 
     Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}. `~` and environment variables are
-    expanded in all paths, unless they are Verbatim.
+    expanded in all paths.
     """
     source = f"config '{name}'"
     values, overrides = translate(find(path, name), source), translate(overrides or {}, source, on_command_line=True)
@@ -111,8 +108,8 @@ def result_changes(before: Config, now: Config) -> list[str]:
         matters = config.data_loader_config == "synthetic" or config.resident_dtype != "float32"
         return {**kept, "data_loader_config": config.data_loader_config if matters else None}
 
-    one, other = values(before), values(now)
-    return [key for key in other if one[key] != other[key]]
+    earlier, current = values(before), values(now)
+    return [key for key in current if earlier[key] != current[key]]
 
 
 def to_yaml(config: Config, name: str) -> str:

@@ -18,20 +18,19 @@ def translate(values: Mapping[str, Any], source: str, on_command_line: bool = Fa
     `enable_amp: True`. On the command line, where nothing is inherited, that is a contradiction.
     enable_fused has no effect, because Adam is always fused.
     """
-    own = {key: value for key, value in values.items() if key not in ALIASES}
+    translated = {key: value for key, value in values.items() if key not in ALIASES}
     if not isinstance(values.get("enable_fused", True), bool):
-        raise UserError(f"{source}: enable_fused must be true or false, not {values['enable_fused']!r:.100}")
+        raise UserError(f"{source}: enable_fused must be true or false, not {values['enable_fused']!r}")
     if "amp_mode" not in values:
-        return own
+        return translated
     mode = "none" if values["amp_mode"] is None or values["amp_mode"] is False else values["amp_mode"]
     if not isinstance(mode, str) or mode not in AMP_MODES:
-        raise UserError(f"{source}: amp_mode must be none, fp16 or bf16, not {mode!r:.100}")
+        raise UserError(f"{source}: amp_mode must be none, fp16 or bf16, not {mode!r}")
     precision, is_on = AMP_MODES[mode], mode != "none"
-    if own.setdefault("enable_amp", is_on) is (not is_on):
+    if translated.setdefault("enable_amp", is_on) is (not is_on):
         if on_command_line:
             raise UserError(f"{source}: amp_mode {mode} contradicts enable_amp {str(not is_on).lower()}; remove one")
-        own["enable_amp"] = True
-    # An invalid precision is left to the schema.
-    if is_on and own.setdefault("precision", precision) in AMP_MODES.values() and own["precision"] != precision:
-        raise UserError(f"{source}: amp_mode {mode} contradicts precision {own['precision']}; change one of them")
-    return own
+        translated["enable_amp"] = True
+    if is_on and translated.setdefault("precision", precision) != precision:
+        raise UserError(f"{source}: amp_mode {mode} contradicts precision {translated['precision']}; change one")
+    return translated

@@ -19,12 +19,7 @@ from pydantic import (
 
 EXPAND = {"expand": True}  # the context of a validation that expands paths
 FOR_A_FILE = "file"  # the mode of model_dump that writes paths so that reading them expands nothing
-LARGEST_NAME, LARGEST_PATH = 255, 3000  # bytes; Linux allows 4095, and a run's files have longer paths than its expdir
 VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})", re.ASCII)
-
-
-class Verbatim(str):
-    """A path that is not expanded."""
 
 
 def expand(path: str) -> str:
@@ -34,7 +29,7 @@ def expand(path: str) -> str:
         name = match[2] or match[3]
         if name is None:
             return "$"
-        if name not in os.environ:
+        if not os.environ.get(name):
             raise ValueError(f"the environment variable {name} in {path!r} is not set; set it, or write $$ for $")
         return os.environ[name]
 
@@ -44,42 +39,18 @@ def expand(path: str) -> str:
     return VARIABLE.sub(value, home)
 
 
-def _read(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, str) or not value:
-        hints = {None: " (YAML reads an empty value or a bare ~ as None)", "": " (. is the current directory)"}
-        hint = hints.get(value, "") if value is None or isinstance(value, str) else ""
-        raise ValueError(f"expected a path, got {value!r:.200}{hint}")
-    if isinstance(value, Verbatim):
-        return value
-    return expand(value) if info.context == EXPAND else value
-
-
-def _check(path: str) -> str:
-    """Refuses what no file system accepts, before anything is written."""
-    try:
-        encoded = path.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"expected a path in UTF-8, got {path!r}; rename the file or directory") from None
-    if not path:
-        raise ValueError("expected a path, got an empty one: its environment variables are empty; set them")
-    if "\0" in path:
-        raise ValueError(f"expected a path without NUL characters, got {path!r}")
-    longest = max(map(len, encoded.split(b"/")))
-    if longest > LARGEST_NAME or len(encoded) > LARGEST_PATH:
-        raise ValueError(
-            f"expected a path of at most {LARGEST_PATH} bytes with names of at most {LARGEST_NAME}, got one of "
-            f"{len(encoded)} bytes with a name of {longest}: {path:.40}…"
-        )
-    return path
+def _read(path: Any, info: ValidationInfo) -> Any:
+    if not isinstance(path, str) or not path:
+        hint = {None: "; YAML reads an empty value or a bare ~ as None", "": "; . is the current directory"}
+        raise ValueError(f"expected a path, got {path!r:.200}{hint[path] if path in (None, '') else ''}")
+    return expand(path) if info.context == EXPAND else path
 
 
 def _write(path: str, info: SerializationInfo) -> str:
-    if info.mode != FOR_A_FILE:
-        return path
-    return f"{'./' if path.startswith('~') else ''}{path}".replace("$", "$$")
+    return path.replace("$", "$$") if info.mode == FOR_A_FILE else path
 
 
-PathText = Annotated[str, BeforeValidator(_read), AfterValidator(_check), PlainSerializer(_write)]
+PathText = Annotated[str, BeforeValidator(_read), PlainSerializer(_write)]
 
 # Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"

@@ -47,7 +47,7 @@ CellsOrShapes = Annotated[
 class Config(Section):
     """All keys of a config."""
 
-    # Keys of the original, with its names and meaning.
+    # Keys of the tutorial (SC21), with its names and meaning.
     weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # false: five scales instead of six
@@ -77,14 +77,14 @@ class Config(Section):
     val_path_npy_label: PathText | None = None
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
 
-    # Command-line flags of the original that had no key.
+    # Command-line flags of the tutorial that had no key.
     local_batch_size: BatchSize | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
-    # Values that the original hard-coded, and options of this project.
+    # Values that the tutorial hard-coded, and options of this project.
     N_in_channels: Channels = 4
     # Names of the datasets of inputs and targets in the HDF5 files.
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
@@ -114,7 +114,7 @@ class Config(Section):
     channel_weights: list[PositiveFloat] | None = None  # of the target channels in the loss, normalized to mean 1
     vector_channels: VectorChannelsConfig = VectorChannelsConfig()
     transform: TransformConfig = TransformConfig()
-    # Augmentation by rotations and reflections; grid: vector components unchanged, as in the original.
+    # Augmentation by rotations and reflections; grid: vector components unchanged, as in the tutorial.
     symmetries: Literal["full", "grid", "none"] = "full"
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
@@ -236,16 +236,17 @@ class Config(Section):
     def _cross_check(self) -> Config:
         if self.enable_benchy and self.enable_manual_profiling:
             raise ValueError("enable_benchy and enable_manual_profiling cannot be combined; choose one")
-        for name, triples, channels in (
-            ("inputs", self.vector_channels.inputs, self.N_in_channels),
-            ("targets", self.vector_channels.targets, self.N_out_channels),
+        for name, triples, key in (
+            ("inputs", self.vector_channels.inputs, "N_in_channels"),
+            ("targets", self.vector_channels.targets, "N_out_channels"),
         ):
+            channels = getattr(self, key)
             used = [channel for triple in triples for channel in triple]
             if any(len(triple) != 3 for triple in triples) or len(set(used)) != len(used):
                 raise ValueError(f"vector_channels.{name} {triples} must be lists of three different channels")
             if used and max(used) >= channels:
                 raise ValueError(
-                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; channels count from 0, so "
+                    f"vector_channels.{name} {triples}: channel {max(used)} does not exist; {key} is {channels}, so "
                     f"use 0 to {channels - 1}"
                 )
         block = 2**self.scales
@@ -273,7 +274,7 @@ class Config(Section):
     def _check_needs(self) -> Config:
         """Options for which others must be set."""
         if self.fused_tail and self.network.name == "smooth_unet":
-            raise ValueError("fused_tail: network smooth_unet has no such form; set fused_tail=false")
+            raise ValueError("fused_tail: network smooth_unet has no such tail; set fused_tail=false")
         needs = {
             "last in network.space_to_depth": "last" in self.network.space_to_depth,
             "loss l1": self.loss == "l1",
@@ -286,8 +287,8 @@ class Config(Section):
         return self
 
 
-# Keys and sections that change no result: where files are, how they are read, what is logged and saved in addition. A
-# training continues an interrupted run whatever their values. Loaders give the same samples, but see result_changes.
+# Keys and sections that change no result: where files are, how they are read, what is logged and saved in addition. An
+# interrupted run is continued regardless of their values. Loaders give the same samples, but see result_changes.
 NEUTRAL_KEYS = frozenset(
     f"{part}_path{kind}" for part in ("train", "val") for kind in ("", "_npy_data", "_npy_label")
 ) | frozenset(

@@ -161,7 +161,7 @@ class CheckpointConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """Ends a training whose validation loss no longer improves. The learning-rate schedule stays that of all epochs."""
+    """Ends a run whose validation loss no longer improves. The learning-rate schedule stays that of all epochs."""
 
     patience: Positive | None = None  # epochs without improvement after which training ends; None: never
     min_delta: Rate = 0.0  # an improvement lowers the validation loss by more than this

@@ -8,8 +8,6 @@ inherited as by `<<: *base`: a section that is given again replaces the whole se
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,118 +15,20 @@ from utils.config.messages import nearest
 from utils.config.paths import expand
 from utils.config.yaml_values import parse_value
 from utils.errors import UserError, os_errors_for_users
-from utils.files import MIB, read_text
+from utils.files import read_text
 
-LARGEST_FILE = MIB  # a file of configs; the shipped ones have 4 KiB
-MOST_FILES = 10  # that extend one another
 EXTENDS = "extends"
+Configs = dict[str, dict[str, Any]]  # name -> keys and values
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """A file's own named configs, and the file that it extends."""
-
-    path: str
-    configs: Mapping[str, Mapping[str, Any]]
-    parent: ConfigFile | None = None
-
-    def names(self) -> list[str]:
-        """The names of its configs, and of those of the files that it extends."""
-        return list(dict.fromkeys([*self.configs, *(self.parent.names() if self.parent else [])]))
-
-    def values(self, name: str) -> dict[str, Any]:
-        """The keys of one of the `names` and of all that it inherits from; raises UserError for a circle."""
-        layers: list[Mapping[str, Any]] = []
-        seen: set[tuple[str, str]] = set()
-        file = self._holder(name)
-        while file is not None:
-            if (file.path, name) in seen:
-                raise UserError(f"config '{name}' of {file.path} extends itself; remove one of the extends")
-            seen.add((file.path, name))
-            own = file.configs[name]
-            layers.append({key: value for key, value in own.items() if key != EXTENDS})
-            file, name = file._extended(name, own[EXTENDS]) if EXTENDS in own else (file._inherited(name), name)
-        return {key: value for layer in reversed(layers) for key, value in layer.items()}
-
-    def _holder(self, name: str) -> ConfigFile | None:
-        """The first file that has a config of this name: this one, or one that it extends."""
-        return self if name in self.configs else self._inherited(name)
-
-    def _inherited(self, name: str) -> ConfigFile | None:
-        return self.parent._holder(name) if self.parent else None
-
-    def _extended(self, name: str, other: Any) -> tuple[ConfigFile, str]:
-        """The file and the name of the config `other`, which config `name` extends."""
-        found = None
-        if isinstance(other, str):
-            found = self._inherited(name) if other == name else self._holder(other)
-        if found is None:
-            known = [known for known in self.names() if known != name]
-            expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
-            hint = nearest(other, known) if isinstance(other, str) else ""
-            if self.parent is None and not hint:
-                hint = f"; to extend configs of another file, add `{EXTENDS}: …/UNet.yaml` as the first line"
-            raise UserError(f"{self.path}: config '{name}' extends {other!r:.100}, {expected}{hint}")
-        return found, other
-
-
-def open_file(path: str, extended_by: tuple[str, ...] = ()) -> ConfigFile:
-    """Reads a file of named configs and those that it extends; UserError if that fails or `extends` form a circle."""
-    if os.path.realpath(path) in map(os.path.realpath, extended_by):
-        raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
-    if len(extended_by) == MOST_FILES:
-        raise UserError(f"more than {MOST_FILES} files extend one another, from {extended_by[0]} to {path}; merge some")
-    configs = parse_value(_text(path, extended_by), path)
-    other = configs.pop(EXTENDS, None) if isinstance(configs, dict) else None
-    _check_configs(path, configs)
-    if other is None:
-        return ConfigFile(path, configs)
-    if not isinstance(other, str) or not other:
-        raise UserError(f"{path}: extends: expected the path of a YAML file, such as UNet.yaml, got {other!r:.100}")
-    try:
-        target = str(Path(path).parent / expand(other))
-    except ValueError as error:
-        raise UserError(f"{path}: extends: {error}") from None
-    return ConfigFile(path, configs, open_file(target, (*extended_by, path)))
-
-
-def _check_configs(path: str, configs: Any) -> None:
-    """Raises UserError if the values of a file are not named configs; names the first entry that is none."""
-    fault = None if isinstance(configs, dict) else ""
-    for name, values in configs.items() if isinstance(configs, dict) else ():
-        if not isinstance(name, str) or not isinstance(values, dict):
-            fault = f"; correct or remove {name!s:.100}, which is {values!r:.100}"
-            break
-    if fault is not None:
-        rule = "must hold named configs, each a mapping of keys to values, such as base: {seed: 1}"
-        raise UserError(f"{path} {rule}{fault}")
-
-
-def _text(path: str, extended_by: tuple[str, ...]) -> str:
-    action, remedy = f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"
-    if extended_by:
-        action, remedy = f"cannot read {path}, which {extended_by[-1]} extends", "correct the path after extends"
-    if "\0" in path:
-        raise UserError(f"{action!r}: a path has no NUL character; {remedy}")
-    with os_errors_for_users(action, remedy):
-        try:
-            return read_text(path, LARGEST_FILE, errors="strict")
-        except UnicodeDecodeError as error:
-            line = error.object[: error.start].count(b"\n") + 1
-            raise UserError(
-                f"cannot read {path}: byte 0x{error.object[error.start]:02x} in line {line} is not UTF-8; save the "
-                f"file in the encoding UTF-8"
-            ) from None
-
-
-def read_file(path: str) -> dict[str, dict[str, Any]]:
-    """The named configs of a YAML file itself, as plain dicts."""
-    return {name: dict(values) for name, values in open_file(path).configs.items()}
+def read_file(path: str) -> Configs:
+    """The named configs of a YAML file, with the keys that they inherit, without those of files that it extends."""
+    return _read(path)[0]
 
 
 def default_name(path: str) -> str:
     """The config used if none is named: the only one in the file, as in a run's config.yaml, otherwise base."""
-    configs = open_file(path).configs
+    configs = read_file(path)
     return next(iter(configs)) if len(configs) == 1 else "base"
 
 
@@ -142,23 +42,84 @@ def names(path: str) -> list[str]:
 
 def find(path: str, name: str) -> dict[str, Any]:
     """The values of config `name` in the file, or else in the only other YAML file of its directory that has it."""
-    file = open_file(path)
-    if name in file.names():
-        return file.values(name)
-    others: dict[str, list[str]] = {}
-    faults = []
-    for other in map(str, sorted(Path(path).parent.glob("*.yaml"))):
+    configs, inherited = _read(path)
+    known = inherited | configs
+    if name in known:
+        return known[name]
+    matches: Configs = {}
+    faults = ""
+    for neighbor in sorted(Path(path).parent.glob("*.yaml")):
         try:
-            others |= {} if Path(other) == Path(path) else {other: list(read_file(other))}
+            configs = {} if neighbor == Path(path) else read_file(str(neighbor))
         except UserError as error:  # possibly a file of another program
-            faults.append(f"; {error}")
-    matches = [other for other, known in others.items() if name in known]
+            configs, faults = {}, f"{faults}; {error}"
+        known |= configs
+        if name in configs:
+            matches[str(neighbor)] = configs[name]
     if len(matches) > 1:
         raise UserError(f"config {name} is in {' and in '.join(matches)}; choose one with --yaml_config")
-    if matches:
-        return open_file(matches[0]).values(name)
-    known = list(dict.fromkeys([*file.names(), *(other for held in others.values() for other in held)]))
+    for values in matches.values():
+        return values
     raise UserError(
         f"unknown config {name} in {path} and the other YAML files of its directory; known: "
-        f"{', '.join(known)}{nearest(name, known)}{''.join(faults)}"
+        f"{', '.join(known)}{nearest(name, known)}{faults}"
     )
+
+
+def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Configs]:
+    """The configs of a file, and those of the files that it extends, all with the keys that they inherit."""
+    if os.path.realpath(path) in map(os.path.realpath, extended_by):
+        raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
+    action, remedy = f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"
+    if extended_by:
+        action, remedy = f"cannot read {path}, which {extended_by[-1]} extends", "correct the path after extends"
+    try:
+        with os_errors_for_users(action, remedy):
+            configs = parse_value(read_text(path, errors="strict"), path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: {error}; save the file in the encoding UTF-8") from None
+    parent = configs.pop(EXTENDS, None) if isinstance(configs, dict) else None
+    _check_configs(path, configs)
+    inherited: Configs = {}
+    if parent is not None:
+        if not isinstance(parent, str) or not parent:
+            raise UserError(f"{path}: extends: expected the path of a YAML file, such as UNet.yaml, got {parent!r}")
+        try:
+            target = Path(path).parent / expand(parent)
+        except ValueError as error:
+            raise UserError(f"{path}: extends: {error}") from None
+        extended, further = _read(str(target), (*extended_by, path))
+        inherited = further | extended
+    return {name: _complete(path, name, configs, inherited) for name in configs}, inherited
+
+
+def _check_configs(path: str, configs: Any) -> None:
+    """Raises UserError if the values of a file are not named configs; names the first entry that is none."""
+    rule = f"{path} must hold named configs, each a mapping of keys to values, such as base: {{seed: 1}}"
+    if not isinstance(configs, dict):
+        raise UserError(rule)
+    for name, values in configs.items():
+        if not isinstance(name, str) or not isinstance(values, dict):
+            raise UserError(f"{rule}; correct or remove {name}, which is {values!r:.100}")
+
+
+def _complete(
+    path: str, name: str, configs: Configs, inherited: Configs, extended_by: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The keys of config `name` of a file, and those that it inherits from the file or from the `inherited` configs."""
+    values = {key: value for key, value in configs[name].items() if key != EXTENDS}
+    if name in extended_by:
+        raise UserError(f"config '{name}' of {path} extends itself; remove one of the extends")
+    if EXTENDS not in configs[name]:
+        return inherited.get(name, {}) | values
+    base = configs[name][EXTENDS]
+    known = [*inherited, *(known for known in configs if known != name)]
+    if not isinstance(base, str) or base not in known:
+        expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
+        hint = nearest(str(base), known)
+        if not inherited and not hint:
+            hint = f"; to extend configs of another file, add `{EXTENDS}: …/UNet.yaml` as the first line"
+        raise UserError(f"{path}: config '{name}' extends {base!r}, {expected}{hint}")
+    if base == name or base not in configs:
+        return inherited[base] | values
+    return _complete(path, base, configs, inherited, (*extended_by, name)) | values

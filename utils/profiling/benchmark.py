@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from utils.config import LARGEST_FILE, parse_value, validate_section
+from utils.config import parse_value, validate_section
 from utils.config.sections import Section
 from utils.data import Batch, Loader
 from utils.distributed.world import World
@@ -76,7 +76,7 @@ def read_settings(world: World) -> Settings:
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
-        text = read_text(path, LARGEST_FILE)
+        text = read_text(path)
     settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")

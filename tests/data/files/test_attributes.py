@@ -67,7 +67,7 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
     says = "the channels of b.h5 were computed with velocity_scale_km_s 1000, those of a.h5 with 500; rescale the"
     with pytest.raises(UserError, match=says):
         from_files(OTHER, gas.attributes())
-    for value, words in ((0.0, "attributes of a.h5: velocity_scale_km_s: .*0"), ("fast", "make it a num")):
+    for value, words in ((0.0, "attributes of a.h5: velocity_scale_km_s .*0"), ("fast", "make it a num")):
         with pytest.raises(UserError, match=words):
             from_files({"velocity_scale_km_s": value})
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from utils.config import Config
-from utils.files import GIB, atomic_write, parse_json, read_text
+from utils.files import GIB, atomic_write, read_text
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
@@ -151,7 +151,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def _record(line: str) -> dict[str, Any]:
     """The numbers in a line; empty if it is damaged, for example truncated by a kill."""
     try:
-        values = parse_json(line)
+        values = json.loads(line)
     except ValueError:
         return {}
     step = values.get("step") if isinstance(values, dict) else None
