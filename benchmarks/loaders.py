@@ -31,7 +31,7 @@ from benchmarks import common
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, get_loader, symmetry
 from utils.data.loaders import dali
 from utils.data.plan import EpochPlan

@@ -20,7 +20,7 @@ from trainings import assert_same_training
 
 import train
 from networks.space_to_depth import space_to_depth
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data import Loader, symmetry
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import open_npy_volume

@@ -16,7 +16,7 @@ from processes import run_ranks
 from reference_samples import VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
 
 from utils.config import Config, load, result_changes, to_yaml
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data import LOADERS, Loader, Loaders, get_loader, splits
 from utils.data.files import shared_memory
 from utils.data.loader import memory_format

@@ -16,7 +16,7 @@ from volume_files import write_volume
 
 from utils.config import Config, load
 from utils.config.sections import TransformConfig
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data import get_loader
 from utils.data.files.fields import as_float32, checked_field
 from utils.data.files.hdf5 import FieldReader, open_volume

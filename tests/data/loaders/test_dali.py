@@ -17,7 +17,7 @@ import torch
 from processes import GENEROUS, context
 from reference_samples import VolumeFile, cubes
 
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data import symmetry
 from utils.data.files.hdf5 import open_volume
 from utils.data.files.npy import NpyVolume, open_npy_volume
@@ -205,7 +205,7 @@ def test_a_missing_npy_file_of_another_name_is_answered_with_the_key_to_set(
     """A fixed bug: the message named the command only, which writes other files than the config's."""
     source = volume_file(tmp_path / "t.h5", box=BOX)
     says = (
-        f"no such file: x.npy; create {tmp_path}/t_data.npy with python -m utils.convert_to_npy -i {source}, then set "
+        f"no such file: x.npy; create {tmp_path}/t_data.npy with python -m utils.data.convert_to_npy -i {source}, then set "
         f"train_path_npy_data to it"
     )
     with pytest.raises(UserError) as caught:

@@ -16,7 +16,7 @@ from utils.data.files.hdf5 import DATASETS, Volume
 from utils.errors import UserError, os_errors_for_users
 from utils.files import open_regular
 
-FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/convert_to_npy.py writes them
+FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/data/convert_to_npy.py writes them
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def open_npy_volume(
     `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
     its datasets.
     """
-    command = f"python -m utils.convert_to_npy -i {source}"
+    command = f"python -m utils.data.convert_to_npy -i {source}"
     if names != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"
     opened: list[np.ndarray] = []
