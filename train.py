@@ -57,7 +57,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             if summary.has_nothing_to_do(path, start, world):
                 summary.log_nothing_to_do(str(chosen), start, world)
                 return
-            notes += [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
+            notes += [*step.notes, *build.options_without_effect(config, world)]
             notes.append(describe_config(config, options.config, options.overrides))
             if benchmark is None:
                 notes.insert(0, f"Run directory: {chosen}")
@@ -65,7 +65,6 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)
-                loaders.log_warnings(logger.warning)
                 if benchmark is not None:
                     build.benchmark(config, step, loaders, world, logger, benchmark).run()
                 else:

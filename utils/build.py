@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import ProfileConfig
-from utils.data import Loaders, get_loader
+from utils.data import Loaders, get_loader, open_loaders
 from utils.data.channels import Channel, check_physical_units, volume_channels
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
+from utils.data.volumes import open_boxes, training_simulation, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
 from utils.distributed.launch import Launch, lasting_jobs
@@ -139,14 +139,8 @@ def model(config: Config) -> TrainingModules:
 
 def loaders(config: Config, world: World) -> Loaders:
     """The loaders of both splits for this rank. Every rank calls it, and all fail if one does."""
-
-    def training_bytes() -> int:
-        return training_memory(config, network).reserve
-
-    spec = get_loader(config.data_loader_config)
-    checked = check_data(config, spec.reads, world)
-    built = spec.build(config, world, training_bytes)
-    return replace(built, notes=(*checked.notes, *built.notes), warnings=tuple(checked.warnings))
+    keeps_volumes = get_loader(config.data_loader_config).on_device and world.device.type == "cuda"
+    return open_loaders(config, world, training_memory(config, network).reserve if keeps_volumes else 0)
 
 
 def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
@@ -258,7 +252,7 @@ def callbacks(
     profiler: Profiler,
 ) -> Callbacks:
     """The objects that log, save, profile and evaluate a training; `volume` None: no evaluation."""
-    about = config.model_dump(), training_simulation(config)
+    about = config.model_dump(), training_simulation(config, get_loader(config.data_loader_config).reads)
     checkpointer = build_checkpointer(directory / FOLDER, *about, config.checkpoint.keep_last, world, directory / LOCK)
     evaluation: Evaluation = NullEvaluation()
     if volume:

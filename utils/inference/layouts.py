@@ -47,7 +47,7 @@ class VolumeLayout:
         names = [channel.name for channel in self.channels]
         attributes = {OUTPUT: {"channels": names, "transform": [channel.formula() for channel in self.channels]}}
         if self.physical:
-            attributes[PHYSICAL] = {"channels": names, "units": [channel.unit for channel in self.channels]}
+            attributes[PHYSICAL] = {"channels": names, "units": [str(channel.unit) for channel in self.channels]}
         return attributes
 
     def values(self, slab: Slab) -> dict[str, np.ndarray]:
