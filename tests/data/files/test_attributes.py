@@ -18,10 +18,10 @@ from utils.data.files.attributes import (
     cell_size,
     common_simulation,
     file_transform,
+    files_without_transform,
     simulation_of,
-    warnings_of_unstated,
 )
-from utils.data.splits import with_file_values
+from utils.data.volumes import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
 
@@ -74,8 +74,9 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
 
 def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
     line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used"
-    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
-    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": OTHER}) == warnings_of_unstated({"a.h5": {}, "b.h5": {}}) == []
+    assert files_without_transform({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
+    for files in ({"a.h5": OTHER, "b.h5": OTHER}, {"a.h5": {}, "b.h5": {}}):
+        assert files_without_transform(files) == []
 
 
 def test_arrays_of_one_element_and_bytes_are_read_as_their_value() -> None:

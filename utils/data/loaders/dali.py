@@ -114,7 +114,7 @@ class DaliLoader(Loader):
                 sample.copy_(moved.index_select(0, sources[index]) * signs[index, :, None, None, None])
 
     def _run(self, epoch: int, first_batch: int) -> Generator[np.ndarray, None, None]:
-        """Keeps DALI's queue filled. Yields each batch's symmetries; the caller then takes the batch with `_outputs`."""
+        """Keeps DALI's queue filled. Yields each batch's symmetries; the caller then takes it with `_outputs`."""
         running: deque[np.ndarray] = deque()  # symmetries of the batches that DALI has
         read = self._reader.read(epoch, first_batch)
         try:
