@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
 
 from utils import config as configs
@@ -21,6 +22,7 @@ from utils.data.files.attributes import (
     files_without_transform,
     simulation_of,
 )
+from utils.data.files.hdf5 import FieldReader
 from utils.data.volumes import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
@@ -130,3 +132,18 @@ def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_pa
         with_file_values(config, "hdf5")
     elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
     assert with_file_values(elsewhere, "hdf5") == elsewhere, "a loader of .npy files needs no HDF5 files"
+
+
+def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> None:
+    """Other programs write channels next to the groups `domain` and `universe`."""
+    shape = (12, 6, 8)
+    path = write_nyx(tmp_path / "normalized.h5", {DARK_MATTER: physical_fields(shape)[DARK_MATTER]})
+    with h5py.File(path, "r+") as file:
+        file["Nbody"] = np.zeros((4, *shape), np.float32)
+        file.attrs["redshift"] = 2.0
+    reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
+    assert reader.cell == 0.5
+    assert (reader.simulation["cosmology_H0"], reader.simulation["redshift"]) == (67.5, 2.0)
+    with h5py.File(path, "r+") as file:
+        file["domain"].attrs["shape"] = [24, 6, 8]
+    assert FieldReader(str(path), "Nbody", 4, TransformConfig()).cell is None, "of another grid"

@@ -118,7 +118,6 @@ class FieldReader:
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
         self.conversion = f"{field.conversion}: converted" if field.conversion else ""
-        self._file = file
 
     def planes(self, start: int, stop: int) -> np.ndarray:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
@@ -132,8 +131,8 @@ class FieldReader:
         raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
 
     def close(self) -> None:
-        """Closes the file; a mapping stays valid."""
-        self._file.close()
+        """Closes the file."""
+        del self.values
 
 
 def open_volume(
