@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
                 config = build.resolve(config, world)
                 step_class.check(world, build.step_options(config))
                 log.info(describe_config(config, options.config, options.overrides))
-                build.log_notes(build.backends(config, world.device), [], world)
+                build.log_notes(build.backends(config, world.device), world)
                 run = build.run_benchmark if config.enable_benchy else train
                 run(options, config, world, step_class, signals)
 
@@ -59,8 +59,7 @@ def train(options: cli.Options, config: Config, world: World, step_class: type[E
             log.info("DONE ---- rank %d", world.rank)
             return
         with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
-            notes = [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
-            build.log_notes(notes, loaders.warnings, world)
+            build.log_notes([*step.notes, *build.options_without_effect(config, world)], world)
             state = run.restore(step)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build.evaluation(config, volume, step, run)

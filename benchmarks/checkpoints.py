@@ -27,7 +27,7 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, lis
     """Seconds of training stretches by kind, in pairs with and without a save; and a checkpoint's size in bytes."""
     world = this_machine()
     config = unet_config(options)
-    with get_loader("synthetic").build(config, world, lambda: 0) as loaders:
+    with get_loader("synthetic").build(config, world) as loaders:
         batch = next(loaders.train.epoch(0))
     step = build.step(config, world, build.model(config))
     step(*batch, LEARNING_RATE)

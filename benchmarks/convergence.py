@@ -44,7 +44,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.loaders.classification import ClassificationLoader, open_splits
 from utils.data.plan import ShufflePlan
-from utils.data.splits import with_file_values
+from utils.data.volumes import with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import common
 from utils.data.files import nyx
 from utils.data.files.snapshots import FIELDS, GAS_VELOCITY
-from utils.data.import_volume import ImportOptions, import_volume
+from utils.data.import_volume import import_volume, parse
 from utils.errors import one_line_errors
 from utils.files import copy_file
 
@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace, source: Path) -> dict[str, list[float]]
 
     def seconds(units: str) -> float:
         copy_file(source, os.devnull, "reading the snapshot into the page cache")
-        command = ImportOptions(input=str(source), output=target, density_units=units, overwrite=True)
+        command = parse([f"--input={source}", f"--output={target}", f"--density_units={units}", "--overwrite"])
         return common.seconds_of(lambda: import_volume(command), device)
 
     try:

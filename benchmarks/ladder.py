@@ -77,7 +77,7 @@ class Machine:
             self.close()  # the previous loader may fill the device
             if config.data_loader_config == "dali-lowmem":
                 make_npy(self.options.data, self.options.valid_data)
-            loaders = get_loader(config.data_loader_config).build(config, self.world, lambda: 0)
+            loaders = get_loader(config.data_loader_config).build(config, self.world)
             self._current = key, self._loaders.enter_context(loaders)
         return self._current[1]
 

@@ -31,11 +31,12 @@ from benchmarks import common
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
-from utils.convert_to_npy import convert
 from utils.data import LOADERS, Loaders, get_loader, symmetry
+from utils.data.convert_to_npy import convert
 from utils.data.loaders import dali
+from utils.data.loaders.build import crop_options
+from utils.data.loaders.crops import CropOptions
 from utils.data.plan import EpochPlan
-from utils.data.splits import CropOptions, crop_options
 from utils.errors import UserError, one_line_errors
 
 FIELDS = {"Nbody": 4, "Hydro": 5}  # channels
@@ -121,7 +122,7 @@ def loader_config(options: argparse.Namespace, name: str) -> Config:
 
 
 def build_loader(options: argparse.Namespace, name: str) -> Loaders:
-    return get_loader(name).build(loader_config(options, name), common.this_machine(), lambda: 0)
+    return get_loader(name).build(loader_config(options, name), common.this_machine())
 
 
 def train_crops(options: argparse.Namespace) -> CropOptions:

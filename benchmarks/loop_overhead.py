@@ -47,7 +47,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     world = this_machine()
     config = unet_config(options)
-    loaders = get_loader("synthetic").build(config, world, lambda: 0)
+    loaders = get_loader("synthetic").build(config, world)
     batch = next(loaders.train.epoch(0))
     network, loss = build.network(config).to(world.device), build.loss(config)
     optimizer = build_optimizer(config.optimizer, network.named_parameters(), LEARNING_RATE)

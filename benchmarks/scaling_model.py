@@ -34,7 +34,7 @@ from benchmarks.common import RESULTS, Parser, publish, read_json, settings, tab
 from networks import build_network
 from utils import build
 from utils import config as configs
-from utils.data.splits import meta_batch
+from utils.data.loaders.build import meta_batch
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 
 Layers = tuple[tuple[str, float, float], ...]  # (name, forward FLOP, backward FLOP) of one sample, in forward order

@@ -19,7 +19,7 @@ MODULES = (
     "predict",
     "evaluate",
     "export",
-    "utils.convert_to_npy",
+    "utils.data.convert_to_npy",
     "utils.simulation.simulate",
 )
 

@@ -18,7 +18,8 @@ import networks
 import train
 from utils import build, cli, data
 from utils import config as configs
-from utils.data.splits import sample_plan, split_settings
+from utils.data.loaders.build import sample_plan
+from utils.data.volumes import split_settings
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import optimizers

@@ -19,8 +19,8 @@ from reference_samples import cubes
 from trainings import assert_same_training
 
 import train
-from utils.convert_to_npy import convert
 from utils.data import Loader, symmetry
+from utils.data.convert_to_npy import convert
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import open_npy_volume
 from utils.data.loader import memory_format

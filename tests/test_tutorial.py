@@ -16,7 +16,7 @@ from processes import TOP, Completed
 from processes import run as run_script
 from steps.test_compile import why_no_compiler
 
-from utils.convert_to_npy import convert
+from utils.data.convert_to_npy import convert
 from utils.data.loaders import dali
 
 YAML = """

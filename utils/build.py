@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import ProfileConfig
-from utils.data import Loaders, get_loader
+from utils.data import Loaders, get_loader, open_loaders
 from utils.data.channels import Channel, check_physical_units, volume_channels
 from utils.data.datasets import get_dataset
 from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import check_data, open_boxes, with_file_values
+from utils.data.volumes import open_boxes, with_file_values
 from utils.distributed.devices import choose_device
 from utils.distributed.identity import digest
 from utils.distributed.launch import Launch
@@ -140,14 +140,8 @@ def model(config: Config) -> TrainingModules:
 
 def loaders(config: Config, world: World) -> Loaders:
     """The loaders of both splits for this rank. Every rank calls it, and all fail if one does."""
-
-    def training_bytes() -> int:
-        return training_memory(config, network).reserve
-
-    spec = get_loader(config.data_loader_config)
-    checked = check_data(config, spec.reads, world)
-    built = spec.build(config, world, training_bytes)
-    return replace(built, notes=(*checked.notes, *built.notes), warnings=tuple(checked.warnings))
+    keeps_volumes = get_loader(config.data_loader_config).on_device and world.device.type == "cuda"
+    return open_loaders(config, world, training_memory(config, network).reserve if keeps_volumes else 0)
 
 
 def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
@@ -242,7 +236,7 @@ def run_benchmark(
     """Measures the step and the training loader. Every rank calls it."""
     settings = read_settings(world)
     with loaders(config, world) as built, step(config, world, model(config), step_class) as train_step:
-        log_notes([*built.notes, *train_step.notes, *options_without_effect(config, world)], built.warnings, world)
+        log_notes([*train_step.notes, *options_without_effect(config, world)], world)
         measured = BenchmarkOptions(
             lr=build_schedule(config).peak,
             global_batch_size=config.global_batch_size,
@@ -253,12 +247,10 @@ def run_benchmark(
     log.info("DONE ---- rank %d", world.rank)
 
 
-def log_notes(notes: Sequence[str], warnings: Sequence[str], world: World) -> None:
+def log_notes(notes: Sequence[str], world: World) -> None:
     if world.is_root:
         for note in notes:
             log.info(note)
-        for warning in warnings:
-            log.warning(warning)
 
 
 def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:

@@ -15,7 +15,7 @@ from benchmarks.common import YAML
 from benchmarks.convergence import STUDIES, Condition, Study, Training, expand, reach, result_table, summarise
 from utils import config as configs
 from utils.cli import read_changes
-from utils.data.splits import with_file_values
+from utils.data.volumes import with_file_values
 from utils.errors import UserError
 
 CONDITIONS = tuple(Condition(name, "digits_naive", 1) for name in ("one", "two"))

@@ -21,6 +21,7 @@ from utils import config as configs
 from utils.config.sections import TransformConfig
 from utils.data.channels import volume_channels
 from utils.data.files import snapshots
+from utils.data.files.blocks import blocks
 from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
@@ -144,14 +145,13 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(ru
     assert attributes(tmp_path / "out" / "box.h5")["density_floor_of_mean"] == 1e-3
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_slabs_and_threads_do_not_change_the_result(
-    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+def test_blocks_do_not_change_the_result(
+    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(snapshot, "--density_units=other")
     expected = contents(tmp_path / "out" / "box.h5")
     monkeypatch.setattr(snapshots, "BLOCK_VALUES", 5 * 6 * 8)
-    run(snapshot, "--density_units=other", f"--threads={threads}", "--overwrite")
+    run(snapshot, "--density_units=other", "--overwrite")
     for key, values in contents(tmp_path / "out" / "box.h5").items():
         np.testing.assert_allclose(values, expected[key], atol=1e-7)  # sums of slabs round differently
 
@@ -191,7 +191,7 @@ def test_without_gas_only_the_inputs_are_written(run: Any, tmp_path: Path) -> No
     assert FieldReader(str(tmp_path / "out" / "box.h5"), "Nbody", 1, TransformConfig()).shape == SHAPE
 
 
-@pytest.mark.parametrize("unit", ["km s^-1", "[cm/s]", "KM/S", "cm s-1", "m s**-1"])
+@pytest.mark.parametrize("unit", ["km s^-1", "[cm/s]", "m s**-1"])
 def test_units_of_velocities_may_be_spelled_in_several_ways(run: Any, tmp_path: Path, unit: str) -> None:
     factor = {"k": 1.0, "c": 1e5, "m": 1e3}[unit.strip("[").lower()[0]]
     source = write_nyx(tmp_path / "snapshot.h5", FIELDS)
@@ -255,26 +255,18 @@ def cut(path: Path) -> None:
         (replaced("temperature", np.ones((12, 6, 7))), "cells, "),
         (replaced("temperature", np.ones((12, 8))), "is (12, 8), expected (X, Y, Z)"),
         (attribute("domain", "shape", [6, 12, 8]), "domain/shape is (6, 12, 8)"),
-        (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes; resample"),
-        (attribute("domain", "size", [6.0]), "expected three lengths"),
+        (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes"),
         (attribute("universe", "hubble", 67.5), "hubble is 67.5, expected 0.1 to 2"),
-        (attribute("universe", "redshift", -2.0), "redshift is -2, expected 0 to 1000"),
-        (attribute("universe", "redshift", np.nan), "redshift is nan, expected 0 to 1000"),
-        (attribute("universe", "omega_b", 0.4), "omega_b is 0.4, expected 0.0001 to 0.31"),
         (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "cell size (Mpc/h) is 500, expected"),
         (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
         (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
         (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),
-        (changed("temperature", 4.1), "a mean of 4.1 K is implausible; write temperatures in K, no logarithms"),
+        (changed("temperature", 4.1), "a mean of 4.1 K is implausible"),
         (changed(DARK, -0.5, 9, 5, 0), f"native_fields/{DARK}[9, 5, 0] is -0.5, negative"),
         (changed("baryon_density", 1e-30), "has a mean of 1e-30 although it is in units of the mean"),
         (attribute("native_fields/velocity_z", "units", "km/s"), "e+07 km/s is implausible; give its unit with --vel"),
-        (
-            attribute("native_fields/velocity_z", "units", "furlong"),
-            "velocity_z is a velocity in furlong; give --veloc",
-        ),
-        (attribute(f"native_fields/{DARK}", "units", "K"), f"{DARK} is a density in K; give --density_units"),
-        (attribute("native_fields/temperature", "units", "cm/s"), "temperature is a temperature in cm/s; correct"),
+        (attribute("native_fields/velocity_z", "units", "furlong"), "velocity_z is a velocity in furlong"),
+        (attribute(f"native_fields/{DARK}", "units", "K"), f"{DARK} is a density in K"),
         (replaced("velocity_x", None), "has no velocity_x; give all components"),
         (replaced("baryon_density", None), "has velocity_x, but no baryon_density"),
         (replaced(DARK, None), f"has no {DARK}; it has baryon_density, velocity_x"),
@@ -298,7 +290,7 @@ def test_a_file_that_contradicts_itself_is_refused_and_nothing_is_left(
         (["--split=0.9", "--gap=1"], "leaves -1 training and 11 validation planes of 12"),
         (["--density_log_scale=-1"], "density_log_scale"),
         (["--format=raw"], "is not a directory of raw files"),
-        (["--gap=0"], "'0' is not a positive integer"),
+        (["--index=1"], "--index is for npy files, not for nyx"),
     ],
 )
 def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[str], says: str) -> None:
@@ -326,31 +318,17 @@ def test_a_directory_that_does_not_match_is_refused(
     refuse(source, *flags, says=says)
 
 
-@pytest.mark.parametrize(
-    ("named", "output", "flags"),
-    [
-        ("box.h5", "box.h5", []),
-        ("box_val.h5", "box.h5", ["--split=0.3", "--gap=1"]),
-        ("link.h5", "box.h5", []),
-        ("raw", "raw/temperature.f32", ["--shape=12,6,8", "--velocity_units=km/s"]),
-    ],
-)
+@pytest.mark.parametrize("named", ["box.h5", "link.h5"])
 def test_the_input_is_not_overwritten(
-    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str, output: str, flags: list[str]
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
 ) -> None:
-    source, kept = tmp_path / named, tmp_path / {"box_val.h5": "box_val.h5"}.get(named, output)
-    if named == "raw":
-        source.mkdir()
-        for name, values in FIELDS.items():
-            values.tofile(source / f"{name}.f32")
-    else:
-        kept.write_bytes(snapshot.read_bytes())
+    box = tmp_path / "box.h5"
+    box.write_bytes(snapshot.read_bytes())
     if named == "link.h5":
-        source.symlink_to(kept)
-    content = kept.read_bytes()
+        (tmp_path / named).symlink_to(box)
     with pytest.raises(SystemExit):
-        main([f"--input={source}", f"--output={tmp_path / output}", "--overwrite", *flags])
-    assert kept.read_bytes() == content
+        main([f"--input={tmp_path / named}", f"--output={box}", "--overwrite"])
+    assert box.read_bytes() == snapshot.read_bytes()
     assert "is the input; give another --output" in capsys.readouterr().err
 
 
@@ -399,7 +377,7 @@ def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch
     for planes in (32, 256):
         source = write_nyx(tmp_path / f"{planes}.h5", physical_fields((planes, 32, 32)))
         sizes.append(source.stat().st_size)
-        flags = (source, "--density_units=other", "--overwrite", "--threads=2")
+        flags = (source, "--density_units=other", "--overwrite")
         run(*flags)  # what is imported and cached once
         tracemalloc.start()
         try:
@@ -408,6 +386,46 @@ def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch
         finally:
             tracemalloc.stop()
     assert peaks[1] - peaks[0] < 0.05 * (sizes[1] - sizes[0]), peaks  # the list of slabs grows
+
+
+@pytest.mark.parametrize("chunk", [None, (2, 3), (64, 4), (64, 5)])
+def test_blocks_hold_whole_chunks_and_few_values(chunk: tuple[int, int] | None) -> None:
+    """Also if chunks are as deep as the box. Fixed: a block then was the whole box."""
+    shape, most = (64, 32, 16), 64 * 8 * 16
+    read = np.zeros(shape)
+    for block in blocks(range(5, 60), 32, 16, chunk, most):
+        assert read[block].size <= most
+        read[block] += 1
+        for part, cells in zip(block, chunk or (1, 1), strict=True):
+            assert part.start % cells == 0 or part.start == 5
+            assert part.stop % cells == 0 or part.stop in (60, 32)
+    assert (read[5:60] == 1).all()
+    assert read.sum() == read[5:60].size
+
+
+# --- inputs that were once misread -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_density_that_float32_cannot_scale_is_refused(tmp_path: Path, refuse: Any) -> None:
+    """Fixed: its channels were infinite."""
+    source = write_nyx(tmp_path / "snapshot.h5", {DARK: 1e-40 * FIELDS[DARK].astype("f8")}, dtype="f8")
+    refuse(source, "--density_units=other", says="[0, 0, 0] is inf, not finite, as a channel; write it in other units")
+
+
+def test_attributes_may_be_arrays_of_one_element_and_a_part_of_a_box_stays_one(run: Any, tmp_path: Path) -> None:
+    """Fixed: such a velocity was refused, such a density divided by its mean; an import was always periodic."""
+    source = write_nyx(tmp_path / "snapshot.h5", {**FIELDS, DARK: 1.2 * FIELDS[DARK]})
+    run(source)
+    expected = contents(tmp_path / "out" / "box.h5")
+    with h5py.File(source, "r+") as file:
+        file.attrs["periodic"] = np.array([0])
+        for dataset in file["native_fields"].values():
+            dataset.attrs["units"] = np.array([dataset.attrs["units"]])
+    run(source, "--overwrite")
+    for name, values in contents(tmp_path / "out" / "box.h5").items():
+        np.testing.assert_array_equal(values, expected[name])
+    assert not attributes(tmp_path / "out" / "box.h5")["periodic"]
 
 
 # --- training --------------------------------------------------------------------------------------------------------

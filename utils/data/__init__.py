@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from utils.config import nearest
+from utils.config import Config, nearest
 from utils.data.loader import Batch, Loader, Loaders, LoaderSpec
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
+from utils.data.volumes import check_data
+from utils.distributed.world import World
 from utils.errors import UserError
 
-__all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader"]
+__all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader", "open_loaders"]
 
 LOADERS = {
     "lowmem": LoaderSpec(threaded.build_lowmem),
     "inmem": LoaderSpec(threaded.build_inmem),
     "dali-lowmem": LoaderSpec(dali.build, reads="npy", requires=dali.import_dali),
-    "resident": LoaderSpec(gpu_resident.build),
+    "resident": LoaderSpec(gpu_resident.build, on_device=True),
     "synthetic": LoaderSpec(synthetic.build, reads=None),
     "classification": LoaderSpec(classification.build, reads="classification"),
-    "auto": LoaderSpec(auto.build),
+    "auto": LoaderSpec(auto.build, on_device=True),
 }
 
 
@@ -27,3 +29,13 @@ def get_loader(name: str) -> LoaderSpec:
         hint = nearest(name, LOADERS) or "; choose one with --data_loader_config"
         raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
     return LOADERS[name]
+
+
+def open_loaders(config: Config, world: World, reserve: int = 0) -> Loaders:
+    """Checks the data and builds the loaders of both splits for this rank. All ranks call it, and all fail if one does.
+
+    `reserve` is the number of bytes that training needs on the device, for loaders that keep volumes there.
+    """
+    spec = get_loader(config.data_loader_config)
+    check_data(config, spec.reads, world)
+    return spec.build(config, world, reserve) if spec.on_device else spec.build(config, world)

@@ -19,10 +19,7 @@ import json
 import math
 import re
 import shlex
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,10 @@ import torch
 from utils.cli import Parser, hdf5_output, positive
 from utils.config import validate_section
 from utils.config.sections import TransformConfig
-from utils.data.channels import VELOCITY, Channel, input_channels, target_channels
+from utils.data.channels import VELOCITY, input_channels, target_channels
 from utils.data.files.attributes import CELL, FLOOR, UNIVERSE
-from utils.data.files.field_converter import Conversion, FieldChannel, Part
+from utils.data.files.blocks import catch_signals
+from utils.data.files.field_converter import FieldChannel, Part, write_volume
 from utils.data.files.hdf5 import DATASETS
 from utils.data.files.nyx import open_nyx
 from utils.data.files.snapshots import (
@@ -50,7 +48,6 @@ from utils.data.files.snapshots import (
     open_raw,
 )
 from utils.distributed.launch import Launch
-from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target, make_output_directory
@@ -69,41 +66,12 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportOptions:
-    """The command line; the flags have the same names."""
-
-    input: str
-    output: Path
-    format: str = "auto"
-    shape: Shape | None = None
-    index: int | None = None
-    density_units: str | None = None
-    velocity_units: str | None = None
-    box_size: float | None = None
-    hubble: float | None = None
-    omega_m: float | None = None
-    omega_l: float | None = None
-    omega_b: float | None = None
-    redshift: float | None = None
-    split: float | None = None
-    gap: int = GAP
-    transform: TransformConfig = field(default_factory=TransformConfig)
-    density_floor: float | None = None
-    threads: int = field(default_factory=lambda: len(usable_cpus()))
-    overwrite: bool = False
-
-    @property
-    def floor(self) -> float:
-        """The smallest density, in units of the mean: its channel is -1, unless the command line has another one."""
-        assert self.transform.density_log_scale is not None
-        return self.density_floor or math.exp(-self.transform.density_log_scale)
-
+Options = argparse.Namespace  # the command line; the attributes have the names of the flags
 
 # --- what is imported ------------------------------------------------------------------------------------------------
 
 
-def open_snapshot(options: ImportOptions) -> Snapshot:
+def open_snapshot(options: Options) -> Snapshot:
     """The input's fields; raises UserError if the files contradict themselves, each other or the options."""
     path = Path(options.input)
     if not path.exists():
@@ -111,27 +79,30 @@ def open_snapshot(options: ImportOptions) -> Snapshot:
     layout = _detect(path) if options.format == "auto" else options.format
     if layout != "nyx" and not path.is_dir():
         raise UserError(f"{path} is not a directory of {layout} files; give the directory that holds them")
-    for flag, known in (("index", "npy"), ("shape", "raw")):
-        if layout != known and getattr(options, flag) is not None:
-            raise UserError(f"--{flag} is for {known} files, not for {layout}; remove it")
-    if layout == "raw":
-        if options.shape is None:
-            raise UserError("raw files do not state their shape; give --shape X,Y,Z")
-        return open_raw(options.input, options.shape)
-    return open_npy(options.input, options.index) if layout == "npy" else open_nyx(options.input)
+    for flag, suitable in (("index", "npy"), ("shape", "raw")):
+        if layout != suitable and getattr(options, flag) is not None:
+            raise UserError(f"--{flag} is for {suitable} files, not for {layout}; remove it")
+    if layout == "nyx":
+        return open_nyx(options.input)
+    if layout == "npy":
+        return open_npy(options.input, options.index)
+    if options.shape is None:
+        raise UserError("raw files do not state their shape; give --shape X,Y,Z")
+    return open_raw(options.input, options.shape)
 
 
 def _detect(path: Path) -> str:
+    """The format of the input."""
     if not path.is_dir():
         return "nyx"
-    found = [layout for layout, ending in (("raw", "f32"), ("npy", "npy")) if any(path.glob(f"*.{ending}"))]
-    if len(found) != 1:
-        both = "both .f32 and .npy files" if found else "neither .f32 nor .npy files"
-        raise UserError(f"{path} has {both}; give another --input or --format")
-    return found[0]
+    layouts = [layout for layout, ending in (("raw", "f32"), ("npy", "npy")) if any(path.glob(f"*.{ending}"))]
+    if len(layouts) != 1:
+        contents = "both .f32 and .npy files" if layouts else "neither .f32 nor .npy files"
+        raise UserError(f"{path} has {contents}; give another --input or --format")
+    return layouts[0]
 
 
-def plan_channels(snapshot: Snapshot, options: ImportOptions) -> dict[str, list[FieldChannel]]:
+def plan_channels(snapshot: Snapshot, options: Options) -> dict[str, list[FieldChannel]]:
     """The channels of each dataset to write."""
     fields, transform = snapshot.fields, options.transform
     for vector in (DARK_MATTER_VELOCITY, GAS_VELOCITY):
@@ -144,15 +115,18 @@ def plan_channels(snapshot: Snapshot, options: ImportOptions) -> dict[str, list[
     if gas and gas[0] != GAS_DENSITY:
         raise UserError(f"{snapshot.path} has {gas[0]}, but no {GAS_DENSITY}; add it, or remove the other gas fields")
     dark = [name for name in (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY) if name in fields]
-    channels: list[tuple[str, Sequence[str], Callable[..., tuple[Channel, ...]]]]
-    channels = [(DATASETS[0], dark, input_channels), (DATASETS[1], gas, target_channels)]
+    names = {DATASETS[0]: dark, DATASETS[1]: gas}
+    channels = {
+        DATASETS[0]: input_channels(len(dark), transform, vectors_of(len(dark))),
+        DATASETS[1]: target_channels(len(gas), transform, vectors_of(len(gas))),
+    }
     return {
         dataset: [
             FieldChannel(fields[name], channel, _factor(fields[name], options), options.density_units == "mean")
-            for name, channel in zip(names, find(len(names), transform, vectors_of(len(names))), strict=True)
+            for name, channel in zip(names[dataset], channels[dataset], strict=True)
         ]
-        for dataset, names, find in channels
-        if names
+        for dataset in DATASETS
+        if names[dataset]
     }
 
 
@@ -161,7 +135,7 @@ def vectors_of(channels: int) -> list[list[int]]:
     return [list(triple) for triple in VELOCITY] if channels > 3 else []
 
 
-def _factor(field: GridField, options: ImportOptions) -> float | None:
+def _factor(field: GridField, options: Options) -> float | None:
     """The factor from a field's unit to that of its channel, None for a density in another unit than the mean."""
     given = {"density": options.density_units, "velocity": options.velocity_units}.get(field.quantity)
     unit = given or field.unit or {"density": "other", "temperature": "K"}.get(field.quantity)
@@ -185,26 +159,24 @@ def _spelled(unit: str) -> str:
     return known.get(plain, unit)
 
 
-def describe(snapshot: Snapshot, options: ImportOptions) -> tuple[float | None, dict[str, float]]:
+def describe(snapshot: Snapshot, options: Options) -> tuple[float | None, dict[str, float]]:
     """Side of a cell in Mpc/h, and the attributes of redshift and cosmology, from the files and the options."""
-    about, cell = dict(snapshot.about), snapshot.cell
+    simulation, cell, side = dict(snapshot.simulation), snapshot.cell, max(snapshot.shape)
     for flag, (key, factor) in UNIVERSE.items():
         given = getattr(options, flag)
         if given is not None:
-            _check_stated(snapshot.path, flag, about.get(key, factor * given) / factor, given)
-            about[key] = factor * given
+            _check_stated(snapshot.path, flag, simulation.get(key, factor * given) / factor, given)
+            simulation[key] = factor * given
     if options.box_size is not None:
-        stated = options.box_size if cell is None else cell * max(snapshot.shape)
-        _check_stated(snapshot.path, "box_size", stated, options.box_size)
-        cell = options.box_size / max(snapshot.shape)
-    found = {flag: about[key] / factor for flag, (key, factor) in UNIVERSE.items() if key in about}
-    found |= {} if cell is None else {CELL: cell}
-    for name, value in found.items():
+        _check_stated(snapshot.path, "box_size", options.box_size if cell is None else cell * side, options.box_size)
+        cell = options.box_size / side
+    values = {flag: simulation[key] / factor for flag, (key, factor) in UNIVERSE.items() if key in simulation}
+    values |= {} if cell is None else {CELL: cell}
+    for name, value in values.items():
         low, high = LIMITS[name]
-        high = min(high, found.get("omega_m", high)) if name == "omega_b" else high
         if not low <= value <= high:
             raise UserError(f"{snapshot.path}: {name} is {value:g}, expected {low:g} to {high:g}; correct it")
-    return cell, about
+    return cell, simulation
 
 
 def _check_stated(path: str, flag: str, stated: float, given: float) -> None:
@@ -212,10 +184,10 @@ def _check_stated(path: str, flag: str, stated: float, given: float) -> None:
         raise UserError(f"{path} states {flag} {stated:.6g}, the command line {given:.6g}; remove --{flag}")
 
 
-def plan_parts(shape: Shape, options: ImportOptions) -> list[Part]:
+def plan_planes(shape: Shape, options: Options) -> dict[Path, range]:
     """The files to write; with --split two, with a gap between them also across the periodic boundary."""
     if options.split is None:
-        return [Part(options.output, range(shape[0]))]
+        return {options.output: range(shape[0])}
     valid = round(options.split * shape[0])
     train = shape[0] - valid - 2 * options.gap
     if min(train, valid) < 1:
@@ -223,56 +195,56 @@ def plan_parts(shape: Shape, options: ImportOptions) -> list[Part]:
             f"--split {options.split:g} --gap {options.gap} leaves {train} training and {valid} validation planes of "
             f"{shape[0]}; give others"
         )
-    paths = [
-        options.output.with_name(f"{options.output.stem}_{name}{options.output.suffix}") for name in ("train", "val")
-    ]
-    start = train + options.gap
-    return [Part(paths[0], range(train)), Part(paths[1], range(start, start + valid))]
+    stem, suffix, start = options.output.stem, options.output.suffix, train + options.gap
+    return {
+        options.output.with_name(f"{stem}_train{suffix}"): range(train),
+        options.output.with_name(f"{stem}_val{suffix}"): range(start, start + valid),
+    }
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def import_volume(options: ImportOptions) -> list[str]:
+def import_volume(options: Options) -> list[str]:
     """Writes the files; returns lines for the user. Raises UserError, and leaves nothing, for contradictory input."""
     snapshot = open_snapshot(options)
     datasets = plan_channels(snapshot, options)
-    shape, (cell, about) = snapshot.shape, describe(snapshot, options)
-    parts = plan_parts(shape, options)
+    shape, (cell, simulation) = snapshot.shape, describe(snapshot, options)
+    planes = plan_planes(shape, options)
     source = Path(options.input)
     inputs = [source, *(source.iterdir() if source.is_dir() else ())]
-    for part in parts:
-        if part.path.exists() and any(part.path.samefile(each) for each in inputs if each.exists()):
-            raise UserError(f"output {part.path} is the input; give another --output")
-        check_target(part.path, options.overwrite)
+    for path in planes:
+        if path.exists() and any(path.samefile(file) for file in inputs):
+            raise UserError(f"output {path} is the input; give another --output")
+        check_target(path, options.overwrite)
     attributes = {
         "made_by": "utils.data.import_volume",
         "input": str(Path(options.input).resolve()),
         "periodic": snapshot.periodic and options.split is None,
-        **about,
+        **simulation,
         **options.transform.model_dump(),
         FLOOR: options.floor,
         "provenance": json.dumps(provenance(World(Launch("import_volume"), torch.device("cpu")))),
     }
-    about_parts = []
-    for part in parts:
-        box = {} if cell is None else {"box_size_mpc_h": cell * max(len(part.planes), *shape[1:])}
-        planes = {} if options.split is None else {"input_planes": [part.planes.start, part.planes.stop]}
-        about_parts.append({**attributes, **box, **planes})
-    conversion = Conversion(datasets, parts, shape, options.floor, options.threads)
-    make_output_directory(parts[0].path.parent, conversion.bytes)
-    conversion.write(about_parts, f"importing {options.input}")
-    unknown = [f"--{name}" for name, (key, _) in UNIVERSE.items() if key not in about]
+    parts = []
+    for path, part in planes.items():
+        box = {} if cell is None else {"box_size_mpc_h": cell * max(len(part), *shape[1:])}
+        place = {} if options.split is None else {"input_planes": [part.start, part.stop]}
+        parts.append(Part(path, part, {**attributes, **box, **place}))
+    cells = sum(len(part) for part in planes.values()) * shape[1] * shape[2]
+    make_output_directory(options.output.parent, 4 * cells * sum(map(len, datasets.values())))
+    write_volume(datasets, parts, shape, options.floor, f"importing {options.input}")
+    unknown = [f"--{name}" for name, (key, _) in UNIVERSE.items() if key not in simulation]
     unknown += ["--box_size"] if cell is None else []
-    notes = [f"note: the Lyman-alpha flux needs values that the input lacks: {', '.join(unknown)}"] if unknown else []
-    return [*notes, *_summary(parts, datasets, shape)]
+    lines = [f"note: the Lyman-alpha flux needs values that the input lacks: {', '.join(unknown)}"] if unknown else []
+    return [*lines, *_summary(parts, datasets, shape)]
 
 
 def _summary(parts: Sequence[Part], datasets: dict[str, list[FieldChannel]], shape: Shape) -> list[str]:
     """Lines about the files, and the config keys that fit them."""
-    lines = [f"{name}: {', '.join(each.channel.name for each in channels)}" for name, channels in datasets.items()]
+    lines = [f"{name}: {', '.join(item.channel.name for item in channels)}" for name, channels in datasets.items()]
     for part in parts:
-        sizes = [f"{name} {(len(each), len(part.planes), *shape[1:])}" for name, each in datasets.items()]
+        sizes = [f"{name} {part.shape(len(channels), shape)}" for name, channels in datasets.items()]
         lines.append(f"wrote {part.path}: {', '.join(sizes)}")
     if len(datasets) < len(DATASETS):
         return [*lines, f"without {GAS_DENSITY} it is an input of predict.py only"]
@@ -288,7 +260,7 @@ def _summary(parts: Sequence[Part], datasets: dict[str, list[FieldChannel]], sha
     return [*lines, "config keys for train.py:", shlex.join(flags)]
 
 
-def parse(argv: Sequence[str] | None = None) -> ImportOptions:
+def parse(argv: Sequence[str] | None = None) -> Options:
     """Reads the command line; raises UserError if it is wrong."""
     parser = Parser(__doc__)
     parser.prog = "python -m utils.data.import_volume"
@@ -312,14 +284,14 @@ def parse(argv: Sequence[str] | None = None) -> ImportOptions:
         parser.add_argument(f"--{name}", type=float, default=info.default, help=text)
     text = "densities below it, in units of the mean, are raised to it (exp(-density_log_scale), a channel of -1)"
     parser.add_argument("--density_floor", type=_positive, help=text)
-    parser.add_argument("--threads", type=positive, default=len(usable_cpus()), help="(%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    given = vars(parser.parse_args(argv))
-    transform = {name: given.pop(name) for name in TransformConfig.model_fields}
+    options = parser.parse_args(argv)
+    transform = {name: getattr(options, name) for name in TransformConfig.model_fields}
     validate_section(TransformConfig, transform, "command line")
-    return ImportOptions(
-        **{**given, "output": Path(given["output"])}, transform=TransformConfig.model_validate(transform)
-    )
+    options.transform, options.output = TransformConfig.model_validate(transform), Path(options.output)
+    # The channel of the smallest density is -1, unless the command line has another floor.
+    options.floor = options.density_floor or math.exp(-options.transform.density_log_scale)
+    return options
 
 
 TEXTS = {"hubble": "H0 / (100 km/s/Mpc)", "omega_l": "omega_lambda"}
@@ -347,6 +319,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, lambda number, _: sys.exit(128 + number))  # removes the unfinished files
+    catch_signals()
     main()

@@ -8,12 +8,6 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from utils.config import Config
-from utils.distributed.world import World
-
-# Returns the bytes that the training needs on the device. Called only if needed, because it takes seconds.
-TrainingBytes = Callable[[], int]
-
 
 class Batch(NamedTuple):
     """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
@@ -41,20 +35,10 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of both splits, as a context manager that closes them.
-
-    notes: lines for the log about how the loaders were started.
-    warnings: lines for the log about values that are unlikely.
-    """
+    """The loaders of both splits, as a context manager that closes them."""
 
     train: Loader
     valid: Loader
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def log_warnings(self, warning: Callable[[str], None]) -> None:
-        for line in self.warnings:
-            warning(line)
 
     def __enter__(self) -> Loaders:
         return self
@@ -70,15 +54,17 @@ class Loaders:
 class LoaderSpec:
     """An entry of LOADERS.
 
-    build: builds the loaders of both splits for one rank. Every rank calls it, and all fail if one does. The batch
-      sizes of the config are resolved for the world (`Config.for_world`).
+    build: build(config, world) returns the loaders of both splits for one rank. Every rank calls it, and all fail if
+      one does. The batch sizes of the config are resolved for the world (`Config.for_world`).
     reads: the kind of files that the loader reads, None if it reads none.
     requires: raises UserError with the install command if a package that the loader needs is missing.
+    on_device: `build` has a third argument, the number of bytes that training needs on the device.
     """
 
-    build: Callable[[Config, World, TrainingBytes], Loaders]
+    build: Callable[..., Loaders]
     reads: Literal["hdf5", "npy", "classification"] | None = "hdf5"
     requires: Callable[[], object] | None = None
+    on_device: bool = False
 
 
 def memory_format(channels_last: bool) -> torch.memory_format:

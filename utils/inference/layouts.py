@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,27 +26,6 @@ NYX_FIELDS = {
 }
 
 
-class Layout(Protocol):
-    """The datasets of a predicted file."""
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Options of the layout, as JSON values; an unfinished file with other ones is not resumed."""
-        ...
-
-    def datasets(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """Shape of each dataset for a box of `shape` cells."""
-        ...
-
-    def attributes(self) -> dict[str, dict[str, Any]]:
-        """Attributes of each dataset and group by its name, and of the file under ""."""
-        ...
-
-    def values(self, slab: Slab) -> dict[str, np.ndarray]:
-        """The slab's planes of each dataset, on the host."""
-        ...
-
-
 @dataclass(frozen=True)
 class VolumeLayout:
     """The layout of the training data: `Hydro`, and physical values next to it if `physical`."""
@@ -56,19 +35,23 @@ class VolumeLayout:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """Options of the layout, as JSON values; an unfinished file with other ones is not resumed."""
         return {"physical": self.physical}
 
     def datasets(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+        """Shape of each dataset for a box of `shape` cells."""
         return dict.fromkeys([OUTPUT, PHYSICAL] if self.physical else [OUTPUT], (len(self.channels), *shape))
 
     def attributes(self) -> dict[str, dict[str, Any]]:
+        """Attributes of each dataset and group by its name, and of the file under ""."""
         names = [channel.name for channel in self.channels]
-        about = {OUTPUT: {"channels": names, "transform": [channel.formula() for channel in self.channels]}}
+        attributes = {OUTPUT: {"channels": names, "transform": [channel.formula() for channel in self.channels]}}
         if self.physical:
-            about[PHYSICAL] = {"channels": names, "units": [channel.unit or "unknown" for channel in self.channels]}
-        return about
+            attributes[PHYSICAL] = {"channels": names, "units": [str(channel.unit) for channel in self.channels]}
+        return attributes
 
     def values(self, slab: Slab) -> dict[str, np.ndarray]:
+        """The slab's planes of each dataset, on the host."""
         predicted = slab.predicted.cpu().numpy()
         if not self.physical:
             return {OUTPUT: predicted}
@@ -108,6 +91,9 @@ class NyxLayout:
             f"{nyx.NATIVE}/{name}": nyx.from_physical(name, channel.to_physical(values))
             for name, channel, values in fields
         }
+
+
+Layout = VolumeLayout | NyxLayout  # both have the same members
 
 
 def choose_layout(

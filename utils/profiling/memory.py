@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data.splits import meta_batch
+from utils.data.loaders.build import meta_batch
 from utils.errors import LocalError
 from utils.files import GIB
 from utils.optim.optimizers import state_bytes

@@ -17,11 +17,12 @@ from utils.data.channels import volume_channels
 from utils.data.files.hdf5 import Volume, cells_text, check_cache
 from utils.data.files.page_cache import memory_limit
 from utils.data.files.shared_memory import check_fits, free_shared_memory
-from utils.data.files.values import check_all, check_samples
+from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.loaders import auto, gpu_resident
+from utils.data.loaders.build import meta_batch
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.splits import conversions, meta_batch, of_both_splits, open_split, open_split_npy, with_file_values
+from utils.data.volumes import conversions, of_both_splits, open_split, open_split_npy, with_file_values
 from utils.distributed.devices import choose_device, uses_gpus
 from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
@@ -98,7 +99,7 @@ def _report(
         yield from _run_directory(request, lambda: build_step(transformed))
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
-        choice = auto.choose(config, world, lambda: memory.reserve)
+        choice = auto.choose(config, world, memory.reserve)
         yield f"data_loader_config auto: {choice.name} on this machine, {choice.reason}"
     yield from _data(config, memory, ranks)
     if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
@@ -215,7 +216,8 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
                 yield f"{WARNING}{error}, unless it exists on the nodes of the run"
         if config.data_loader_config in ("inmem", "resident"):
             _check_room(config, of_both_splits(volumes), memory, ranks)
-        yield from (f"{WARNING}{line}" for line in check_samples(volumes, config.allow_physical_values)[0])
+        check_samples(of_both_splits(volumes), config.allow_physical_values)
+        yield from (f"{WARNING}{line}" for line in check_distinct(volumes))
         for split, each in volumes.items():
             for volume in each:
                 yield from _volume(volume, split)
@@ -228,7 +230,7 @@ def _check_room(config: Config, volumes: list[Volume], memory: TrainingMemory, r
         check_fits(volumes, free_shared_memory(world))
     elif config.data_loader_config == "resident" and torch.cuda.is_available():
         world = World(Launch("preflight"), choose_device(config.device, 0))
-        gpu_resident.check_memory(config, world, volumes, lambda: memory.reserve)
+        gpu_resident.check_memory(config, world, volumes, memory.reserve)
 
 
 def _volume(volume: Volume, split: str) -> Iterator[str]:

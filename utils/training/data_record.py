@@ -13,7 +13,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.datasets import cifar, get_dataset
 from utils.data.plan import SPLITS
-from utils.data.splits import split_settings
+from utils.data.volumes import split_settings
 from utils.files import MIB, open_regular
 
 DIGEST = "sha256_of_samples"

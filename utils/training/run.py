@@ -33,7 +33,8 @@ from typing import Any
 from utils import config as configs
 from utils.cli import Options
 from utils.config import Config
-from utils.data.splits import training_simulation
+from utils.data import get_loader
+from utils.data.volumes import training_simulation
 from utils.distributed.devices import uses_gpus
 from utils.distributed.launch import lasting_jobs, restarted
 from utils.distributed.locks import LockedFile, is_locked, open_locked
@@ -319,7 +320,8 @@ class Run:
             log.info("The summary of this run is missing: writing it now, without training")
         logged = LoggedRun(directory, start.resumed or Resumed(-1), self.config.model_dump(), record)
         self.logger = RunLogger(logged, build_loggers(self.config.loggers, logged))
-        self.checkpointer = AsyncCheckpointer(directory / FOLDER, self.config, training_simulation(self.config))
+        simulation = training_simulation(self.config, get_loader(self.config.data_loader_config).reads)
+        self.checkpointer = AsyncCheckpointer(directory / FOLDER, self.config, simulation)
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
         """Writes both files; returns a line for each data file that differs from that of the run that resumes."""

@@ -10,6 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from nyx_files import DARK_MATTER, physical_fields, write_nyx
 from trainings import YAML
 
 from utils import config as configs
@@ -18,10 +19,11 @@ from utils.data.files.attributes import (
     cell_size,
     common_simulation,
     file_transform,
+    files_without_transform,
     simulation_of,
-    warnings_of_unstated,
 )
-from utils.data.splits import with_file_values
+from utils.data.files.hdf5 import FieldReader
+from utils.data.volumes import with_file_values
 from utils.errors import UserError
 from utils.simulation import gas
 
@@ -74,8 +76,9 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
 
 def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
     line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used"
-    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
-    assert warnings_of_unstated({"a.h5": OTHER, "b.h5": OTHER}) == warnings_of_unstated({"a.h5": {}, "b.h5": {}}) == []
+    assert files_without_transform({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
+    for files in ({"a.h5": OTHER, "b.h5": OTHER}, {"a.h5": {}, "b.h5": {}}):
+        assert files_without_transform(files) == []
 
 
 def test_arrays_of_one_element_and_bytes_are_read_as_their_value() -> None:
@@ -129,3 +132,18 @@ def test_a_training_has_the_transform_of_its_files(files: dict[str, str], tmp_pa
         with_file_values(config, "hdf5")
     elsewhere = configs.load(YAML, "test", {"train_path": "/nowhere.h5", "val_path": "/nowhere.h5"})
     assert with_file_values(elsewhere, "hdf5") == elsewhere, "a loader of .npy files needs no HDF5 files"
+
+
+def test_groups_of_nyx_stand_in_for_attributes_of_a_volume(tmp_path: Path) -> None:
+    """Other programs write channels next to the groups `domain` and `universe`."""
+    shape = (12, 6, 8)
+    path = write_nyx(tmp_path / "normalized.h5", {DARK_MATTER: physical_fields(shape)[DARK_MATTER]})
+    with h5py.File(path, "r+") as file:
+        file["Nbody"] = np.zeros((4, *shape), np.float32)
+        file.attrs["redshift"] = 2.0
+    reader = FieldReader(str(path), "Nbody", 4, TransformConfig())
+    assert reader.cell == 0.5
+    assert (reader.simulation["cosmology_H0"], reader.simulation["redshift"]) == (67.5, 2.0)
+    with h5py.File(path, "r+") as file:
+        file["domain"].attrs["shape"] = [24, 6, 8]
+    assert FieldReader(str(path), "Nbody", 4, TransformConfig()).cell is None, "of another grid"

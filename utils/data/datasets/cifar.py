@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from pathlib import Path
 
@@ -45,14 +44,12 @@ def read(directory: Path) -> dict[str, ClassificationData]:
 
 def _unpack(archive: Path, names: list[str]) -> dict[str, bytes]:
     contents = {}
-    with reading(archive), tarfile.open(fileobj=io.BytesIO(read_file(archive)), mode="r:") as tar:
-        # A sparse member may declare any size.
-        members = {member.name: member for member in tar if member.isreg() and not member.issparse()}
+    with reading(archive), tarfile.open(archive) as tar:
+        members = {member.name: tar.extractfile(member) for member in tar if member.isreg()}
         for name in names:
-            if name not in members:
+            content = members.get(name)
+            if content is None:
                 raise UserError(f"{archive} does not contain {name}; {DOWNLOAD_AGAIN}")
-            content = tar.extractfile(members[name])
-            assert content is not None  # it is a regular file
             contents[name] = content.read()
     return contents
 

@@ -12,14 +12,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 from utils.errors import UserError, os_reason
 
-# Five times the largest unpacked file: a larger one is damaged, or made to exhaust the memory.
-LARGEST_BYTES = 2**30
 DOWNLOAD_AGAIN = "download it again"
 SKIP_VERIFICATION = "dataset.verify=false accepts other files of the same format"
 
@@ -72,21 +69,9 @@ def verify(path: Path, checksum: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """The file's content, unpacked if its name ends in .gz; raises UserError if it is damaged or too large."""
+    """The file's content, unpacked if its name ends in .gz; raises UserError if it is damaged."""
     with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        return read_bounded(file, path)
-
-
-def read_bounded(stream: IO[bytes] | gzip.GzipFile, file: Path | str) -> bytes:
-    """Reads the stream to its end; raises UserError after LARGEST_BYTES."""
-    data = stream.read(LARGEST_BYTES + 1)
-    if len(data) > LARGEST_BYTES:
-        raise too_large(file)
-    return data
-
-
-def too_large(file: Path | str) -> UserError:
-    return UserError(f"{file} unpacks to more than {LARGEST_BYTES} bytes, and no data set does; {DOWNLOAD_AGAIN}")
+        return file.read()
 
 
 def check_labels(labels: np.ndarray, samples: int, classes: int, file: str, samples_file: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, ClassVar
+from typing import Any
 
 
 class _ObjectDtype:
@@ -53,14 +53,7 @@ ALLOWED = {
 }
 
 
-class _Unpickler(pickle._Unpickler):
-    """Python's implementation, because the C one allocates whatever size a few bytes of a pickle declare.
-
-    Python's does so for one opcode, which numpy does not need.
-    """
-
-    dispatch: ClassVar = {key: load for key, load in pickle._Unpickler.dispatch.items() if key != pickle.BYTEARRAY8[0]}
-
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"its pickle names {module}.{name}")
@@ -75,6 +68,6 @@ def unpickle_object_array(data: bytes) -> list[Any]:
         raise ValueError(str(error)) from None
     except Exception:  # a damaged pickle may raise anything, says the documentation of UnpicklingError
         raise ValueError("its pickle is damaged") from None
-    if type(result) is not _ObjectArray or not hasattr(result, "items"):
+    if not isinstance(result, _ObjectArray):
         raise ValueError(f"its pickle holds a {type(result).__name__}")
     return result.items

@@ -65,7 +65,7 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
 
-def warnings_of_unstated(files: Mapping[str, Attributes]) -> list[str]:
+def files_without_transform(files: Mapping[str, Attributes]) -> list[str]:
     """A line for each file that states no transform although another one does."""
     stating = {path for path, attributes in files.items() if TransformConfig.model_fields.keys() & set(attributes)}
     return [

@@ -34,9 +34,7 @@ class StoredField:
         self.chunks = None if dataset.chunks is None else self._with_channels_first(dataset.chunks)
         order = " with the channels last" if channels_last else ""
         # Differences from the format that is read without a conversion, for the log.
-        is_float32 = dataset.dtype == FLOAT32
-        self.conversion = "" if is_float32 and not order else f"{_type_name(dataset.dtype)}{order}"
-        self.change = "axes reordered" if is_float32 else "converted to float32"
+        self.conversion = "" if dataset.dtype == FLOAT32 and not order else f"{_type_name(dataset.dtype)}{order}"
 
     def __getitem__(self, key: tuple[Any, ...]) -> np.ndarray:
         channels, *cells = key

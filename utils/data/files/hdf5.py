@@ -23,9 +23,8 @@ from utils.config.sections import TransformConfig
 from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
 from utils.data.files.fields import Remedies, checked_field
 from utils.data.files.page_cache import read_ahead
-from utils.data.files.size_check import SizeCheck
 from utils.errors import UserError, os_errors_for_users, os_reason
-from utils.files import atomic_write, copy_file, open_regular
+from utils.files import atomic_write, copy_file
 
 DATASETS = ("Nbody", "Hydro")
 RECREATE, GIVE_ANOTHER = "copy or recreate it", "give another path"
@@ -118,12 +117,10 @@ class FieldReader:
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
-        self.conversion = f"{field.conversion}: {field.change}" if field.conversion else ""
-        self._size_check = SizeCheck((field.path,))
+        self.conversion = f"{field.conversion}: converted" if field.conversion else ""
 
     def planes(self, start: int, stop: int) -> np.ndarray:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
-        self._size_check.check()
         with reading(self.path):
             values = np.asarray(self.values[:, start:stop])
         place = nonfinite_place(values)
@@ -134,7 +131,8 @@ class FieldReader:
         raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
 
     def close(self) -> None:
-        self._size_check.close()
+        """Closes the file."""
+        del self.values
 
 
 def open_volume(
@@ -142,13 +140,12 @@ def open_volume(
     channels: tuple[int, int],
     transform: TransformConfig | None = None,
     names: tuple[str, str] = DATASETS,
-    missing: str = GIVE_ANOTHER,
-    other: str = GIVE_ANOTHER,
+    remedy: str = GIVE_ANOTHER,
 ) -> Volume:
-    """Opens a volume; raises UserError if it does not match the arguments, see `open_file` for the remedies."""
+    """Opens a volume; raises UserError if it does not match the arguments, with this remedy if there is no file."""
     path = str(path)
     with reading(path):
-        file = open_file(path, missing, other)
+        file = open_file(path, remedy)
         renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
         stored = [
             checked_field(file, path, name, count, Remedies(renamed, f"set {counts} to {{}}"))
@@ -160,30 +157,24 @@ def open_volume(
         cell = cell_size(attributes, max(stored[0].shape[1:]), path)
         simulation = simulation_of(attributes, cell)
         periodic = bool(attributes.get("periodic", True))
-        fields = [each.mapped() for each in stored]
-    shapes = [each.shape for each in stored]
+        fields = [field.mapped() for field in stored]
+    shapes = [field.shape for field in stored]
     if shapes[0][1:] != shapes[1][1:]:
         raise UserError(f"{path}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal")
-    files = tuple(dict.fromkeys(each.path for each in stored))
-    conversions = [each.conversion for each in stored]
-    conversion = ", ".join(f"{name} is {how}" for name, how in zip(names, conversions, strict=True) if how)
-    if conversion and conversions[0] == conversions[1]:
-        conversion = f"{names[0]} and {names[1]} are {conversions[0]}"
-    if conversion:
-        conversion += f": {max(each.change for each in stored if each.conversion)}"  # rather converted than reordered
+    files = tuple(dict.fromkeys(field.path for field in stored))
+    conversions = [
+        f"{name} is {field.conversion}" for name, field in zip(names, stored, strict=True) if field.conversion
+    ]
+    conversion = f"{' and '.join(conversions)}: converted" if conversions else ""
     return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation, periodic)
 
 
-def open_file(path: str, missing: str = GIVE_ANOTHER, other: str = GIVE_ANOTHER) -> h5py.File:
-    """Opens an HDF5 file for reading.
-
-    Raises UserError if that fails, with the remedy `missing` if there is no file and `other` if it is not a file.
-    """
-    with os_errors_for_users(f"cannot read {path}", other):
-        try:
-            open_regular(path).close()  # HDF5 would wait forever for the writer of a pipe
-        except FileNotFoundError:
-            raise UserError(f"no such file: {path}; {missing}") from None
+def open_file(path: str, remedy: str = GIVE_ANOTHER) -> h5py.File:
+    """Opens an HDF5 file for reading; raises UserError if that fails, with this remedy if there is no such file."""
+    if not os.path.exists(path):
+        raise UserError(f"no such file: {path}; {remedy}")
+    if not os.path.isfile(path):
+        raise UserError(f"cannot read {path}: it is not a regular file; {remedy}")
     with reading(path):
         return h5py.File(path, "r")
 

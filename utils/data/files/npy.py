@@ -6,17 +6,15 @@ Rows of a crop are C times as long as in the HDF5 file, so that a crop from an u
 from __future__ import annotations
 
 import os
-import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from utils.data.files.hdf5 import DATASETS, Volume
-from utils.errors import UserError, os_errors_for_users
-from utils.files import open_regular
+from utils.errors import UserError
 
-FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/convert_to_npy.py writes them
+FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/data/convert_to_npy.py writes them
 
 
 @dataclass(frozen=True)
@@ -51,50 +49,36 @@ def open_npy_volume(
     `keys` are the config's names of the paths, `source` is the HDF5 file from which they are converted, and `names` are
     its datasets.
     """
-    command = f"python -m utils.convert_to_npy -i {source}"
+    command = f"python -m utils.data.convert_to_npy -i {source} --overwrite"
     if names != DATASETS:
         command += f" -d {names[0]} -l {names[1]}"
-    opened: list[np.ndarray] = []
+    arrays: list[np.ndarray] = []
     grid = volume.shape if volume else None  # that of the inputs is also expected for the targets
     for path, key, field, count in zip(paths, keys, FIELDS, channels, strict=True):
-        converted = Path(source).with_name(f"{Path(source).stem}_{field}.npy")
+        remedy = f"create {Path(source).with_name(f'{Path(source).stem}_{field}.npy')} with {command}, and set {key}"
         if path is None:
-            raise UserError(
-                f"{key} is not set, but the data loader reads it; create {converted} with {command}, then set {key} to "
-                f"it, or use --data_loader_config=lowmem"
-            )
-        if os.path.abspath(path) == os.path.abspath(converted):
-            create, recreate = f"create it with {command}, or set {key}", f"recreate it with {command} --overwrite"
-        else:
-            create = recreate = f"create {converted} with {command}, then set {key} to it"
-        opened.append(_open(path, grid, count, create, recreate))
-        grid = grid or opened[0].shape[:-1]
-    if volume is not None:
-        for array, field, path in zip(opened, (volume.inputs, volume.targets), paths, strict=True):
-            if not _same_values(array, field):
-                raise UserError(
-                    f"{path} does not match {volume.path}: other values; recreate it with {command} --overwrite"
-                )
-    return NpyVolume((str(paths[0]), str(paths[1])), (opened[0], opened[1]))
+            raise UserError(f"{key} is not set; {remedy}, or use --data_loader_config=lowmem")
+        arrays.append(_open(path, grid, count, remedy))
+        grid = grid or arrays[0].shape[:-1]
+        if volume is not None and not _same_values(arrays[-1], (volume.inputs, volume.targets)[len(arrays) - 1]):
+            raise UserError(f"{path} does not match {volume.path}: other values; {remedy}")
+    return NpyVolume((str(paths[0]), str(paths[1])), (arrays[0], arrays[1]))
 
 
-def _open(path: str, grid: tuple[int, ...] | None, channels: int, create: str, recreate: str) -> np.ndarray:
-    """Maps a file with this grid, or with any; `create` and `recreate` are the remedies for no file and a wrong one."""
-    with os_errors_for_users(f"cannot read {path}", recreate):
-        try:
-            open_regular(path).close()  # numpy would wait forever for the writer of a pipe
-            array = np.lib.format.open_memmap(path, mode="r")
-        except FileNotFoundError:
-            raise UserError(f"no such file: {path}; {create}") from None
-        except (ValueError, SyntaxError, RecursionError, tokenize.TokenError) as error:  # of the text in the header
-            reason = "the file is truncated" if "mmap length" in str(error) else "it is not a .npy file"
-            raise UserError(f"cannot read {path}: {reason}; {recreate}") from None
-    fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels) and 0 not in array.shape
+def _open(path: str, grid: tuple[int, ...] | None, channels: int, remedy: str) -> np.ndarray:
+    """Maps a file with this grid, or with any."""
+    if not os.path.isfile(path):
+        raise UserError(f"no such file: {path}; {remedy}")
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}; {remedy}") from None
+    fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels)
     if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
         order = "C" if array.flags.c_contiguous else "Fortran"
         shape = ", ".join(map(str, (*(grid or "XYZ"), channels)))
         raise UserError(
-            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {recreate}"
+            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {remedy}"
         )
     return np.asarray(array)
 

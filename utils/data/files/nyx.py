@@ -8,10 +8,7 @@ omega_m, omega_l, omega_b and redshift.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -20,7 +17,7 @@ import numpy as np
 from utils.data.files.attributes import UNIVERSE, scalar, universe_of
 from utils.data.files.fields import NATIVE
 from utils.data.files.hdf5 import open_file, reading
-from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of, read_stored
+from utils.data.files.snapshots import FIELDS, UNITS, GridField, Shape, Snapshot, quantity_of
 from utils.errors import UserError
 
 FORMAT = "nyx-lyaf"
@@ -32,33 +29,24 @@ def open_nyx(path: str) -> Snapshot:
     """The fields of a snapshot; raises UserError if it contradicts itself."""
     file = open_file(path)
     with reading(path):
-        group = file.get(NATIVE)
-        if not isinstance(group, h5py.Group):
+        if NATIVE not in file:
             raise UserError(
                 f"{path} has no group {NATIVE}; it contains {', '.join(file) or 'nothing'}; give another file"
             )
+        group = file[NATIVE]
         fields = {name: _field(path, name, group[name]) for name in FIELDS if name in group}
         domain, universe = (dict(file[name].attrs) if name in file else {} for name in ("domain", "universe"))
-        snapshot = Snapshot(path, fields)
-        cell = _cell(path, domain, snapshot.shape) if fields else None
+        cell = _cell(path, domain, Snapshot(path, fields).shape) if fields else None
         periodic = bool(scalar(file.attrs.get("periodic", True)))  # predict.py writes it
         return Snapshot(path, fields, cell, periodic, universe_of(universe, path))
 
 
-def _field(path: str, field: str, dataset: Any) -> GridField:
+def _field(path: str, field: str, dataset: h5py.Dataset) -> GridField:
     name, quantity = f"{path}: {NATIVE}/{field}", quantity_of(field)
-    if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in "fiu" or 0 in (dataset.shape or (0,)):
-        raise UserError(f"{name} does not hold real numbers; give another file")
-    if len(dataset.shape) != 3:
-        raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z); give another file")
+    if len(dataset.shape) != 3 or dataset.dtype.kind not in "fiu":
+        raise UserError(f"{name} is {dataset.shape}, expected (X, Y, Z) of real numbers; give another file")
     unit = str(scalar(dataset.attrs.get("units", DEFAULT_UNITS[quantity]))).strip().strip("()")
-    offset, native = dataset.id.get_offset(), h5py.h5t.py_create(dataset.dtype).equal(dataset.id.get_type())
-    if offset is None or not native or dataset.is_virtual or dataset.external:
-        chunk = dataset.chunks[:2] if dataset.chunks else None
-        return GridField(name, quantity, dataset.shape, dataset.__getitem__, unit, chunk)
-    stored = Path(dataset.file.filename)  # a dataset may be a link into another file
-    read = partial(read_stored, stored, dataset.dtype, offset, dataset.shape)
-    return GridField(name, quantity, dataset.shape, read, unit)
+    return GridField(name, quantity, dataset, unit)
 
 
 def _cell(path: str, domain: Mapping[str, Any], shape: Shape) -> float | None:
@@ -69,14 +57,12 @@ def _cell(path: str, domain: Mapping[str, Any], shape: Shape) -> float | None:
     if "size" not in domain:
         return None
     sizes = np.ravel(domain["size"]).astype(float).tolist()
-    if len(sizes) != 3 or not all(0 < size < math.inf for size in sizes):
+    if len(sizes) != 3:
         raise UserError(f"{path}: domain/size is {sizes}, expected three lengths in Mpc/h; correct the attribute")
     cells = [size / count for size, count in zip(sizes, shape, strict=True)]
     if max(cells) > min(cells) * (1 + CELL_TOLERANCE):
-        raise UserError(
-            f"{path}: cells of {' × '.join(f'{cell:.6g}' for cell in cells)} Mpc/h (domain/size over domain/shape) are "
-            f"not cubes; resample the fields"
-        )
+        sides = " × ".join(f"{cell:.6g}" for cell in cells)
+        raise UserError(f"{path}: cells of {sides} Mpc/h (domain/size over domain/shape) are not cubes; resample them")
     return cells[0]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import re
@@ -23,33 +24,35 @@ from utils.distributed.world import World
 from utils.errors import os_errors_for_users
 from utils.files import GIB, MIB, copy_file
 
+log = logging.getLogger(__name__)
+
 MADV_WILLNEED = 3
 MADV_POPULATE_READ = 22  # since Linux 5.14; older kernels refuse it
 
 
-def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: World) -> str:
+def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: World) -> None:
     """Reads the files into the page cache, once per node, unless they do not fit in memory together.
 
     Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
-    Returns a line for the log on the first rank of each node, and an empty string on other ranks.
     """
-    paths, note = list(dict.fromkeys(paths)), ""  # the training and the validation may read the same file
+    paths = list(dict.fromkeys(paths))  # training and validation may read the same file
     with world.raise_together(), os_errors_for_users(f"cannot read {', '.join(paths)}"):
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
         if world.is_node_leader:
             names = f"{', '.join(os.path.basename(path) for path in paths)}: {_text(size)}"
             if size > available:
-                note = f"{names} do not fit in the {_text(available)} of available memory; crops are read from disk"
+                room = f"{_text(available)} of available memory"
+                log.info("%s do not fit in the %s; crops are read from disk", names, room)
             else:
                 started = time.perf_counter()
                 for path in paths:
                     copy_file(path, os.devnull, f"reading {os.path.basename(path)} into the page cache")
                 seconds = time.perf_counter() - started
-                note = f"{names} read into the page cache in {seconds:.2f} s ({size / 1e9 / seconds:.1f} GB/s)"
+                speed = f"{size / 1e9 / seconds:.1f} GB/s"
+                log.info("%s read into the page cache in %.2f s (%s)", names, seconds, speed)
     if size <= available:
         for array in arrays:  # otherwise the first epoch would take a page fault for every few pages
             _advise(array, MADV_POPULATE_READ)
-    return note
 
 
 def read_ahead(array: np.ndarray) -> None:

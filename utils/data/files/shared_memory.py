@@ -12,7 +12,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import numpy as np
 
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import available_memory
-from utils.data.files.size_check import SizeCheck
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
@@ -93,11 +91,7 @@ def _map_shared_memory(volume: Volume, world: World) -> list[np.ndarray]:
 
 def _fill(volume: Volume, fields: Sequence[np.ndarray]) -> None:
     name = f"reading {os.path.basename(volume.path)} into memory"
-    with (
-        closing(SizeCheck(volume.files)) as size_check,
-        Progress(name, len(volume.slab_locations()), "slabs") as progress,
-    ):
+    with Progress(name, len(volume.slab_locations()), "slabs") as progress:
         for number, channel, x, values in volume.slabs():
-            size_check.check()
             fields[number][channel, x : x + len(values)] = values
             progress.advance()

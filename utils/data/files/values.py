@@ -56,39 +56,41 @@ class ChannelValues:
         return ""
 
 
-def check_samples(volumes: Mapping[str, Sequence[Volume]], allow_physical: bool) -> tuple[list[str], list[str]]:
-    """Warnings about training and validation volumes together, and about single channels, from samples.
+def check_samples(volumes: Sequence[Volume], allow_physical: bool) -> list[str]:
+    """Warnings about single channels, from samples.
 
     Raises UserError for NaN and infinite values, for physical values, unless they are allowed, and for a dataset with
     the same value everywhere.
     """
-    samples: dict[str, list[tuple[str, list[np.ndarray]]]] = {}
-    together, warnings = [], []
-    for split, each in volumes.items():
-        samples[split] = [(volume.path, _finite_samples(volume)) for volume in each]
-        for volume, (path, values) in zip(each, samples[split], strict=True):
-            for name, channels in zip(volume.names, values, strict=True):
-                warnings += _check_values(path, name, channels, allow_physical)
-    for pairs, fault in (
-        (itertools.product(*samples.values()), VALIDATES_TRAINING),
-        (itertools.combinations(samples["train"], 2), LISTED_TWICE),
-    ):
-        for (path, one), (other, two) in pairs:
-            if all(np.array_equal(*fields) for fields in zip(one, two, strict=True)):
-                together.append(f"{' and '.join(dict.fromkeys((path, other)))}: {fault}")
-    return together, warnings
+    samples = [(volume, _samples(volume)) for volume in volumes]
+    for volume, fields in samples:
+        for name, values in zip(volume.names, fields, strict=True):
+            if (place := nonfinite_place(values)) is not None:
+                channel, row, z = place
+                cell = (channel, *_places(volume.shape)[row], z)
+                raise _nonfinite(volume.path, name, cell, values[place])
+    return [
+        line
+        for volume, fields in samples
+        for name, values in zip(volume.names, fields, strict=True)
+        for line in _check_values(volume.path, name, values, allow_physical)
+    ]
 
 
-def _finite_samples(volume: Volume) -> list[np.ndarray]:
-    """A sample of each field; UserError for NaN and infinite values."""
-    samples = []
-    for name, field in zip(volume.names, (volume.inputs, volume.targets), strict=True):
-        samples.append(_sample(volume.path, field))
-        place = nonfinite_place(samples[-1])
-        if place is not None:
-            channel, row, z = place
-            raise _nonfinite(volume.path, name, (channel, *_places(field.shape[1:])[row], z), samples[-1][place])
-    return samples
+def check_distinct(volumes: Mapping[str, Sequence[Volume]]) -> list[str]:
+    """Warnings about volumes of training and validation that are the same, from samples."""
+    samples = {split: [(volume.path, _samples(volume)) for volume in opened] for split, opened in volumes.items()}
+    pairs = [(pair, VALIDATES_TRAINING) for pair in itertools.product(samples["train"], samples["valid"])]
+    pairs += [(pair, LISTED_TWICE) for pair in itertools.combinations(samples["train"], 2)]
+    return [
+        f"{' and '.join(dict.fromkeys((first[0], second[0])))}: {fault}"
+        for (first, second), fault in pairs
+        if all(map(np.array_equal, first[1], second[1]))
+    ]
+
+
+def _samples(volume: Volume) -> list[np.ndarray]:
+    return [_sample(volume.path, field) for field in (volume.inputs, volume.targets)]
 
 
 def check_sample(path: str, name: str, field: Any, allow_physical: bool) -> list[str]:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 from utils.config import Config
 from utils.data.files.shared_memory import free_shared_memory
-from utils.data.loader import Loaders, TrainingBytes
+from utils.data.loader import Loaders
 from utils.data.loaders import dali, gpu_resident, threaded
 from utils.data.plan import SPLITS
-from utils.data.splits import of_both_splits, open_split, open_split_npy
+from utils.data.volumes import of_both_splits, open_split, open_split_npy
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import GIB
 
-CANDIDATES = {
-    "resident": gpu_resident.build,
-    "dali-lowmem": dali.build,
-    "inmem": threaded.build_inmem,
-    "lowmem": threaded.build_lowmem,
-}
+log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
@@ -33,29 +28,31 @@ class Choice(NamedTuple):
     reason: str
 
 
-def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
-    choice = choose(config, world, training_bytes)
+def build(config: Config, world: World, reserve: int = 0) -> Loaders:
+    choice = choose(config, world, reserve)
     no_float16: str | None = None
     try:
-        loaders = _build(choice, config, world, training_bytes)
+        return _build(choice, config, world, reserve)
     except UserError as error:
         if choice.resident_dtype == config.resident_dtype:
             raise
-        no_float16 = str(error)  # values beyond the type's range; the error's frames still hold device memory
-    if no_float16 is not None:
-        choice = choose(config, world, training_bytes, no_float16)
-        loaders = _build(choice, config, world, training_bytes)
+        no_float16 = str(error)  # values beyond the type's range
+    # Outside of `except`, because the error's frames hold device memory.
+    return _build(choose(config, world, reserve, no_float16), config, world, reserve)
+
+
+def _build(choice: Choice, config: Config, world: World, reserve: int) -> Loaders:
     unused = "" if choice.name == "resident" else gpu_resident.unused_options(config)
-    note = f"data_loader_config auto: {choice.name}, {choice.reason}{unused}"
-    return replace(loaders, notes=(note, *loaders.notes))
+    log.info("data_loader_config auto: %s, %s%s", choice.name, choice.reason, unused)
+    if choice.name == "resident":
+        stored = config.model_copy(update={"resident_dtype": choice.resident_dtype})
+        return gpu_resident.build(stored, world, reserve)
+    if choice.name == "dali-lowmem":
+        return dali.build(config, world)
+    return (threaded.build_inmem if choice.name == "inmem" else threaded.build_lowmem)(config, world)
 
 
-def _build(choice: Choice, config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
-    config = config.model_copy(update={"resident_dtype": choice.resident_dtype})
-    return CANDIDATES[choice.name](config, world, training_bytes)
-
-
-def choose(config: Config, world: World, training_bytes: TrainingBytes, no_float16: str | None = None) -> Choice:
+def choose(config: Config, world: World, reserve: int, no_float16: str | None = None) -> Choice:
     """The same choice on every rank. `no_float16` is a reason for not storing the volumes in that type.
 
     On a GPU nothing is faster than the device's own memory. If that is too small, DALI augments crops on the GPU and
@@ -64,36 +61,34 @@ def choose(config: Config, world: World, training_bytes: TrainingBytes, no_float
     into memory first.
 
     With mixed precision the volumes may be stored as float16: the network's inputs are rounded to fewer bits anyway,
-    and targets in ±1 change by 8e-5 on average, a sixtieth of the original's final loss. A deterministic training must
-    not depend on the device's memory.
+    and targets in ±1 change by 8e-5 on average, a sixtieth of the final loss of the tutorial's recipe. A deterministic
+    run must not depend on the device's memory.
     """
     with world.raise_together():
-        both = of_both_splits({split: open_split(config, split) for split in SPLITS})
-    own, reasons = config.resident_dtype, list[str]()
+        volumes = of_both_splits({split: open_split(config, split) for split in SPLITS})
+    configured, reasons = config.resident_dtype, list[str]()
     if world.device.type == "cuda":
-        reserve = functools.cache(training_bytes)
         may_round = config.enable_amp and not config.deterministic and no_float16 is None
-        for dtype in dict.fromkeys([own, "float16" if may_round else own]):
+        for dtype in dict.fromkeys([configured, "float16" if may_round else configured]):
             stored = config.model_copy(update={"resident_dtype": dtype})
-            fault = _fault(world, functools.partial(gpu_resident.check_memory, stored, world, both, reserve))
+            fault = _fault(world, functools.partial(gpu_resident.check_memory, stored, world, volumes, reserve))
             if fault is None:
                 reasons.append(f"the volumes fit into device memory as {dtype} alongside the training")
                 return Choice("resident", dtype, "; ".join(reasons))
             reasons.append(fault)
-        if no_float16 is not None:
-            reasons.append(no_float16)
+        reasons += [no_float16] if no_float16 is not None else []
         fault = _fault(world, lambda: _check_dali(config))
         if fault is None:
             reasons.append("NVIDIA DALI is installed and the .npy files exist")
-            return Choice("dali-lowmem", own, "; ".join(reasons))
+            return Choice("dali-lowmem", configured, "; ".join(reasons))
         reasons.append(fault)
-    if all(volume.mapped for volume in both):
-        return Choice("lowmem", own, "; ".join([*reasons, "the files are contiguous and mapped"]))
-    size = sum(volume.bytes for volume in both)
+    if all(volume.mapped for volume in volumes):
+        return Choice("lowmem", configured, "; ".join([*reasons, "the files are contiguous and mapped"]))
+    size = sum(volume.bytes for volume in volumes)
     free = min(world.gather_json(free_shared_memory(world)))
     room = f"as float32 they are {size / GIB:.2f} GiB, memory has room for {free / GIB:.2f} GiB"
     reasons.append(f"the files are chunked or must be converted; {room}")
-    return Choice("inmem" if size <= free else "lowmem", own, "; ".join(reasons))
+    return Choice("inmem" if size <= free else "lowmem", configured, "; ".join(reasons))
 
 
 def _check_dali(config: Config) -> None:

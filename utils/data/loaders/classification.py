@@ -5,6 +5,7 @@ Only the epoch's order is copied from the host to the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from functools import partial
 
@@ -12,22 +13,25 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
-from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
+from utils.data.loader import Batch, Loader, Loaders
+from utils.data.loaders.build import build_splits
 from utils.data.plan import ShufflePlan, rank_batches
-from utils.data.splits import build_splits, split_settings
+from utils.data.volumes import split_settings
 from utils.distributed.world import World
 from utils.errors import UserError
 
+log = logging.getLogger(__name__)
 
-def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+
+def build(config: Config, world: World) -> Loaders:
     with world.raise_together():
         dataset, splits = open_splits(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
     assert config.local_batch_size is not None
     make = partial(ClassificationLoader, batch_size=config.local_batch_size, scale=dataset.scale, world=world)
     counts = ", ".join(f"{len(data.labels)} {split}" for split, data in splits.items())
-    note = f"{config.dataset.name}: {counts} samples"
-    return build_splits(lambda split: make(splits[split], plans[split]), world, note)
+    log.info("%s: %s samples", config.dataset.name, counts)
+    return build_splits(lambda split: make(splits[split], plans[split]), world)
 
 
 def open_splits(config: Config) -> tuple[Dataset, dict[str, ClassificationData]]:

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from utils.data.files.hdf5 import Volume
-from utils.data.files.size_check import SizeCheck
 from utils.data.loader import Batch
 from utils.data.loaders.crops import CropOptions
 from utils.data.plan import EpochPlan
@@ -36,7 +35,6 @@ class CropReader:
         self._plan, self._buffers, self._copy = options.plan, buffers, copy
         self._paths = [volume.path for volume in volumes]
         self._arrays = [[part.numpy() for part in buffer] for buffer in buffers]
-        self._size_check = SizeCheck(path for volume in volumes for path in volume.files)
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="loader") if options.threads > 0 else None
 
     def read(self, epoch: int, first_batch: int) -> Generator[tuple[EpochPlan, Batch], None, None]:
@@ -46,7 +44,6 @@ class CropReader:
         order = iter(range(first_batch, len(self.batches)))
         try:
             while True:
-                self._size_check.check()
                 while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
                     pending.append(self._start(plan.rows(self.batches[number]), number % len(self._buffers)))
                 if not pending:
@@ -65,7 +62,6 @@ class CropReader:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._size_check.close()
 
     def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
         """Starts to read a batch into buffer `number`; without threads, reads it."""

@@ -6,24 +6,23 @@ The host reads no data; only the epoch's plan is copied to the device. Without C
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 from collections.abc import Generator, Sequence
-from contextlib import closing
-from dataclasses import replace
 
 import torch
 
 from utils.config import Config
 from utils.data.files.hdf5 import Volume, request_read_ahead
-from utils.data.files.size_check import SizeCheck
-from utils.data.loader import Batch, Loader, Loaders, TrainingBytes
+from utils.data.loader import Batch, Loader, Loaders
+from utils.data.loaders.build import build_crop_loaders, load_volumes
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills
 from utils.data.loaders.threaded import build_inmem
 from utils.data.plan import EpochPlan
-from utils.data.splits import build_crop_loaders, load_volumes, of_both_splits, open_volumes
+from utils.data.volumes import of_both_splits, open_volumes
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import GIB
@@ -31,19 +30,20 @@ from utils.progress import Progress
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
+log = logging.getLogger(__name__)
 
-def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+
+def build(config: Config, world: World, reserve: int = 0) -> Loaders:
     if world.device.type != "cuda":
-        loaders = build_inmem(config, world, training_bytes)
-        note = f"data_loader_config resident: without a GPU it is inmem{unused_options(config)}"
-        return replace(loaders, notes=(note, *loaders.notes))
+        log.info("data_loader_config resident: without a GPU it is inmem%s", unused_options(config))
+        return build_inmem(config, world)
     volumes = open_volumes(config, world)
     with world.raise_together():
-        check_memory(config, world, of_both_splits(volumes), training_bytes)
+        check_memory(config, world, of_both_splits(volumes), reserve)
     dtype = getattr(torch, config.resident_dtype)
     place = f"the memory of {world.device}, as {config.resident_dtype}"
-    loaded, note = load_volumes(volumes, lambda each: load_resident(each, world, dtype), place)
-    return build_crop_loaders(config, world, loaded, GpuResidentLoader, note)
+    loaded = load_volumes(volumes, lambda split: load_resident(split, world, dtype), place)
+    return build_crop_loaders(config, world, loaded, GpuResidentLoader)
 
 
 def unused_options(config: Config) -> str:
@@ -95,10 +95,10 @@ class GpuResidentLoader(Loader):
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def check_memory(config: Config, world: World, volumes: Sequence[Volume], training_bytes: TrainingBytes) -> None:
-    """Raises UserError if the volumes do not fit into the device's free memory alongside the training."""
+def check_memory(config: Config, world: World, volumes: Sequence[Volume], reserve: int) -> None:
+    """Raises UserError if the volumes do not fit into the device's free memory next to `reserve` bytes."""
     size, (free, _) = sum(volume.bytes for volume in volumes), torch.cuda.mem_get_info(world.device)
-    check_fits(size, getattr(torch, config.resident_dtype), free, training_bytes())
+    check_fits(size, getattr(torch, config.resident_dtype), free, reserve)
 
 
 def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
@@ -163,15 +163,14 @@ def _load(volume: Volume, fields: Sequence[torch.Tensor], world: World) -> None:
         # Reading through pinned memory is twice as fast as through pageable memory.
         thickness = slabs[0][2].stop if reads else 0
         staging = torch.empty((thickness, *volume.shape[1:]), pin_memory=on_gpu)
-        size_check = SizeCheck(volume.files if reads else ())
-    with world.raise_together(), closing(size_check):
+    with world.raise_together():
         failure: Exception | None = None
         name = f"reading {os.path.basename(volume.path)} into {'device ' if on_gpu else ''}memory"
         with Progress(name, len(slabs), "slabs") as progress:
             for number, channel, planes in slabs:
                 part = fields[number][channel, planes]
                 if reads and failure is None:
-                    failure = _read_slab(volume, (number, channel, planes), staging, size_check, part)
+                    failure = _read_slab(volume, (number, channel, planes), staging, part)
                 # Even after a failure, or the other ranks would wait forever; all ranks learn of it at the end.
                 world.broadcast_on_node(part)
                 if on_gpu:
@@ -183,13 +182,12 @@ def _load(volume: Volume, fields: Sequence[torch.Tensor], world: World) -> None:
 
 
 def _read_slab(
-    volume: Volume, slab: tuple[int, int, slice], staging: torch.Tensor, size_check: SizeCheck, part: torch.Tensor
+    volume: Volume, slab: tuple[int, int, slice], staging: torch.Tensor, part: torch.Tensor
 ) -> Exception | None:
     """Reads a slab through `staging` into `part` on the device; returns the error if that fails."""
     number, channel, planes = slab
     field = (volume.inputs, volume.targets)[number]
     try:
-        size_check.check()
         with os_errors_for_users(f"cannot read {volume.path}", "copy or recreate it"):
             request_read_ahead(field, channel, planes)
             staging[: len(part)].numpy()[...] = field[channel, planes]

@@ -10,13 +10,14 @@ from collections.abc import Generator
 import torch
 
 from utils.config import Config
-from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
+from utils.data.loader import Batch, Loader, Loaders, memory_format
+from utils.data.loaders.build import build_splits, crop_options
 from utils.data.loaders.crops import CropOptions
-from utils.data.splits import build_splits, channel_counts, crop_options
+from utils.data.volumes import channel_counts
 from utils.distributed.world import World
 
 
-def build(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+def build(config: Config, world: World) -> Loaders:
     channels, boxes = channel_counts(config), [(config.data_size,) * 3]
     return build_splits(lambda split: SyntheticLoader(channels, crop_options(config, world, split, boxes)), world)
 

@@ -12,29 +12,30 @@ from utils.config import Config
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import warm_page_cache
 from utils.data.files.shared_memory import check_room, share_volume
-from utils.data.loader import Batch, Loader, Loaders, TrainingBytes, memory_format
+from utils.data.loader import Batch, Loader, Loaders, memory_format
+from utils.data.loaders.build import build_crop_loaders, load_volumes
 from utils.data.loaders.crop_reader import BATCHES_AHEAD, CropReader
 from utils.data.loaders.crops import CropCopier, CropOptions
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
-from utils.data.splits import build_crop_loaders, load_volumes, of_both_splits, open_volumes
+from utils.data.volumes import of_both_splits, open_volumes
 from utils.distributed.world import World
 
 
-def build_lowmem(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+def build_lowmem(config: Config, world: World) -> Loaders:
     """Crops from the files, which are mapped if they are contiguous."""
     volumes = open_volumes(config, world)
     both = of_both_splits(volumes)
     mapped = [field for volume in both if volume.mapped for field in (volume.inputs, volume.targets)]
-    note = warm_page_cache([path for volume in both for path in volume.files], mapped, world)
-    return build_crop_loaders(config, world, volumes, ThreadedCropLoader, note)
+    warm_page_cache([path for volume in both for path in volume.files], mapped, world)
+    return build_crop_loaders(config, world, volumes, ThreadedCropLoader)
 
 
-def build_inmem(config: Config, world: World, training_bytes: TrainingBytes) -> Loaders:
+def build_inmem(config: Config, world: World) -> Loaders:
     """Crops from one copy in the node's memory."""
     opened = open_volumes(config, world)
     check_room(of_both_splits(opened), world)
-    volumes, note = load_volumes(opened, lambda each: [share_volume(volume, world) for volume in each], "memory")
-    return build_crop_loaders(config, world, volumes, ThreadedCropLoader, note)
+    volumes = load_volumes(opened, lambda split: [share_volume(volume, world) for volume in split], "memory")
+    return build_crop_loaders(config, world, volumes, ThreadedCropLoader)
 
 
 class ThreadedCropLoader(Loader):

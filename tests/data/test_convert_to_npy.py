@@ -1,0 +1,109 @@
+"""The converter: `.npy` files equal to the HDF5 fields, bounded memory, atomic writes, errors in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from processes import GENEROUS
+
+from utils.data import convert_to_npy
+from utils.data.convert_to_npy import convert, main
+
+VolumeFile = Callable[..., Path]
+TOP = Path(__file__).resolve().parents[2]
+STORAGES = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True, "compression": "gzip"}]
+
+
+def assert_copies(source: Path, copies: Sequence[Path], names: tuple[str, str] = ("Nbody", "Hydro")) -> None:
+    """DALI and numpy's mapping expect float32 in C order, [L, L, L, C]."""
+    with h5py.File(source) as file:
+        for name, copy in zip(names, copies, strict=True):
+            values = np.load(copy, mmap_mode="r")
+            assert (values.dtype, values.flags.c_contiguous) == (np.dtype("<f4"), True)
+            np.testing.assert_array_equal(values, np.moveaxis(file[name][...], 0, -1))
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["contiguous", "chunked", "compressed"])
+def test_copies_hold_the_fields_with_channels_last_for_any_buffer(
+    volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one row, of several rows or planes, and of the whole volume, with remainders at the edges."""
+    source = volume_file(tmp_path / "train.h5", box=12, **storage)
+    for buffer_bytes in (1, 12 * 4 * 4 * 7, 12 * 4 * 5 * 12 * 5, 10**6):
+        monkeypatch.setattr(convert_to_npy, "BUFFER_BYTES", buffer_bytes)
+        copies = convert(source, overwrite=True)
+        assert copies == [tmp_path / "train_data.npy", tmp_path / "train_label.npy"]
+        assert_copies(source, copies)
+
+
+@pytest.mark.parametrize("storage", [{}, {"chunks": (1, 32, 4, 4)}], ids=["contiguous", "deep chunks"])
+def test_memory_is_bounded_by_the_buffers(
+    volume_file: VolumeFile, tmp_path: Path, storage: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of 64 KiB for a volume of 1.2 MB; h5py and Python need little in addition."""
+    source = volume_file(tmp_path / "train.h5", box=32, **storage)
+    monkeypatch.setattr(convert_to_npy, "BUFFER_BYTES", 2**16)
+    tracemalloc.start()
+    try:
+        convert(source)
+        assert tracemalloc.get_traced_memory()[1] < 2 * 2**16 + 2**17
+    finally:
+        tracemalloc.stop()
+
+
+def test_faults_end_in_one_line_and_leave_existing_files_alone(
+    volume_file: VolumeFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second dataset is damaged: the first file is complete by then, and must not appear without the other."""
+    source = volume_file(tmp_path / "train.h5", chunks=(1, 8, 8, 8), compression="gzip")
+    with h5py.File(source, "r+") as file:
+        file["flat"], file["small"] = np.zeros((6, 6, 6), np.float32), np.zeros((5, 8, 8, 8), np.float32)
+        place = file["Hydro"].id.get_chunk_info(7)
+    damaged = tmp_path / "damaged.h5"
+    damaged.write_bytes(source.read_bytes())
+    with open(damaged, "r+b") as raw:
+        raw.seek(place.byte_offset)
+        raw.write(b"\xff" * place.size)
+    (tmp_path / "train_data.npy").write_text("earlier")
+    before = sorted(os.listdir(tmp_path))
+    for flags, message in (
+        (["-i", str(tmp_path / "none.h5")], "no such file"),
+        (["-i", str(source), "-d", "flat"], "expected (channels, X, Y, Z)"),
+        (["-i", str(source), "-l", "small"], "grids must be equal"),
+        (["-i", str(source)], "train_data.npy exists; give --overwrite"),
+        (["-i", str(damaged)], "cannot read /Hydro"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(flags)
+        err = capsys.readouterr().err
+        assert (caught.value.code, err.count("\n"), message in err) == (2, 1, True), err
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "train_data.npy").read_text() == "earlier"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_canceled_command_leaves_nothing_partial(
+    volume_file: VolumeFile, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The signal arrives in a callback. A fixed bug: Python ignores an exception there, so the command continued."""
+    source = volume_file(tmp_path / "train.h5")
+    script = (
+        "import runpy, signal, weakref\n"
+        "from utils import progress\n"
+        "class Referenced: pass\n"
+        f"progress.Progress.advance = lambda *_: weakref.finalize(Referenced(), signal.raise_signal, {int(number)})\n"
+        "runpy.run_module('utils.data.convert_to_npy', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", script, "-i", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, timeout=GENEROUS)
+    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert os.listdir(tmp_path / "out") == []
