@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from utils import build, cli
 from utils import config as configs
 from utils.config import Config
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.profiling.benchmark import read_settings
-from utils.profiling.memory import out_of_memory_for_users
+from utils.evaluation.callback import evaluation_volume
+from utils.profiling import preflight
+from utils.profiling.benchmark import Benchmark, read_settings
 from utils.profiling.profiler import build_profiler
 from utils.runs import summary
 from utils.runs.directory import describe_config, open_run
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)
         if options.preflight is not None:
-            build.run_preflight(options, config, step_class)
+            preflight.run(options, config, step_class)
             return
         signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
         run_identity, nccl = build.identity(config, options), not config.noddp
@@ -47,7 +49,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     notes = build.backends(config, world.device)
     model = build.model(config)
     benchmark = read_settings(world) if config.enable_benchy else None
-    volume = build.evaluation_volume(config, world)
+    volume = evaluation_volume(config, world)
     with build.claim_directory(config, options, world) as chosen:
         path, start = chosen.path, build.start(config, options, chosen, world)
         profiler = build_profiler(config, world, path)
@@ -67,7 +69,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
                     logger.info(line)
                 loaders.log_warnings(logger.warning)
                 if benchmark is not None:
-                    build.benchmark(config, step, loaders, world, logger, benchmark).run()
+                    Benchmark(config, step, loaders.train, world, logger, benchmark).run()
                 else:
                     summary.check_checkpoints(path, start, world, config.checkpoint.keep_last)
                     callbacks = build.callbacks(config, volume, step, world, path, logger, profiler)

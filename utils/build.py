@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,51 +15,38 @@ from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialise
 from networks.norms import ghost_batch
-from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from networks.tail import NetworkWithFusedTail
 from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import ProfileConfig
 from utils.data import Loaders, get_loader
-from utils.data.channels import Channel, check_physical_units, volume_channels
 from utils.data.datasets import get_dataset
-from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulation
-from utils.data.files.hdf5 import FieldReader, Volume
-from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
-from utils.distributed.devices import choose_device
+from utils.data.files.hdf5 import Volume
+from utils.data.splits import check_data, training_simulation, with_file_values
 from utils.distributed.identity import digest
-from utils.distributed.launch import Launch, lasting_jobs
+from utils.distributed.launch import lasting_jobs
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
-from utils.errors import UserError, value_errors_for_users
-from utils.evaluation.callback import build_evaluation, evaluation_grid
-from utils.inference.export import ExportedNetwork
-from utils.inference.options import InferenceOptions
-from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
-from utils.inference.window_grid import build_window_grid
+from utils.errors import value_errors_for_users
+from utils.evaluation.callback import VolumeEvaluation
+from utils.lyman_alpha.forest import flux_of_volume
 from utils.optim.optimizers import build_optimizer, describe_optimizer
 from utils.optim.schedules import build_schedule
-from utils.profiling import preflight
-from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings
 from utils.profiling.memory import training_memory
-from utils.profiling.profiler import Profiler
 from utils.runs.choice import LOCK, Choice, Request, choose
 from utils.runs.directory import RunDirectory, run_directory
 from utils.runs.logger import Logger
 from utils.steps.backends import backends as backends
-from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions, weights_difference
-from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation
-from utils.training.checkpoint import FOLDER, read_weights
-from utils.training.checkpoint import resolve_weights as resolve_weights
+from utils.steps.eager import Combine, EagerStep, Metric, NetworkWithLoss, StepOptions
+from utils.training.callbacks import Callbacks, Evaluation, NullEvaluation, Profiler
+from utils.training.checkpoint import FOLDER
 from utils.training.checkpointer import build_checkpointer
 from utils.training.loggers import check_loggers
 from utils.training.options import TrainerOptions
 from utils.training.resume import Start, find_start
 from utils.training.state import TrainState
 from utils.training.trainer import Trainer
-
-DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
 
 
 def identity(config: Config, options: cli.Options) -> dict[str, str]:
@@ -262,126 +249,6 @@ def callbacks(
     checkpointer = build_checkpointer(directory / FOLDER, *about, config.checkpoint.keep_last, world, directory / LOCK)
     evaluation: Evaluation = NullEvaluation()
     if volume:
-        evaluation = build_evaluation(config, volume, train_step.predict, world, directory, logger)
+        flux = flux_of_volume(volume, config, world, logger.info)
+        evaluation = VolumeEvaluation(config, volume, train_step.predict, world, directory, logger, flux)
     return Callbacks(logger, checkpointer, profiler, evaluation)
-
-
-def evaluation_volume(config: Config, world: World) -> Volume | None:
-    """The validation volume that evaluation.every_epochs asks for; UserError if it cannot be evaluated.
-
-    Called before anything is written: a training must not begin if its evaluations are bound to fail.
-    """
-    if not config.evaluation.every_epochs:
-        return None
-    with world.raise_together():
-        (volume,) = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
-        evaluation_grid(config, volume)
-    return volume
-
-
-def benchmark(
-    config: Config, train_step: EagerStep, data_loaders: Loaders, world: World, logger: Logger, settings: Settings
-) -> Benchmark:
-    """The benchmark of the step and the training loader."""
-    options = BenchmarkOptions(
-        lr=build_schedule(config).peak,
-        global_batch_size=config.global_batch_size,
-        dtype=getattr(torch, config.precision) if config.enable_amp else torch.float32,
-        exchanges_gradients=world.size > 1 and not config.noddp,
-    )
-    return Benchmark(train_step, data_loaders.train, world, logger, settings, options)
-
-
-def run_preflight(options: cli.Options, config: Config, step_class: type[EagerStep]) -> None:
-    """Runs --preflight on the first rank."""
-    alone = World(Launch("preflight"), torch.device("cpu"))
-
-    def check(config: Config) -> None:
-        if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
-            ranks = config.global_batch_size // (config.local_batch_size or 1)
-            world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
-            step_class.check(world, step_options(config))
-        loss(config)
-        evaluation_volume(config, alone)
-        check_loggers(config.loggers, alone)
-
-    preflight.run(options, config, network, check, lambda config: step(config, alone, model(config)))
-
-
-# --- trained networks ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrainedNetwork:
-    """A network read from a checkpoint, in evaluation mode, with the config that made it."""
-
-    network: nn.Module
-    config: Config
-    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
-    simulation: Simulation  # of the training data
-
-    @property
-    def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        """Input and target channels."""
-        return volume_channels(self.config)
-
-
-def load_trained(checkpoint: str | Path, device: torch.device) -> TrainedNetwork:
-    """The network of a weights.pt, of a checkpoint's directory, or of a run's best checkpoint; UserError for others."""
-    content = read_weights(Path(checkpoint))
-    if "config" not in content:
-        raise UserError(f"{checkpoint} has no config of its network; give weights that train.py has written")
-    config = configs.validate(content["config"], str(checkpoint))
-    if config.is_classification:
-        raise UserError(f"{checkpoint} holds a classifier ({config.network.name}); give one trained on volumes")
-    # Options that change how a layer computes, but not what: a prediction needs none of them.
-    plain = {
-        "fused_pointwise": False,
-        "network": config.network.model_copy(update={"space_to_depth": []}),
-        "accumulation_steps": 1,
-        "local_batch_size": ghost_batch(config.network.norm) or 1,
-    }
-    with value_errors_for_users():
-        module = network(config.model_copy(update=plain))
-    try:
-        module.load_state_dict(content["network"])
-    except (RuntimeError, TypeError, AttributeError) as error:
-        reason = weights_difference(module, content["network"]) or " ".join(str(error).split())
-        raise UserError(f"{checkpoint} does not match the network in its config: {reason}") from None
-    record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
-    return TrainedNetwork(module.to(device).eval(), config, record, content.get("simulation", {}))
-
-
-def predictor(
-    trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
-) -> SlidingWindowPredictor:
-    """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
-    config = trained.config
-    window, divisor = options.window or config.data_size, 2**config.scales
-    if world.is_root:
-        warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
-    if window % divisor:
-        raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
-    grid = build_window_grid(volume.shape, window, options.overlap, periodic=options.wraps(volume.attributes))
-    batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
-    channel_counts = (config.N_in_channels, config.N_out_channels)
-    predict = forward_pass(trained.network, options.precision, world.device)
-    return SlidingWindowPredictor(predict, volume.planes, grid, channel_counts, batch_size, world)
-
-
-def exported_network(trained: TrainedNetwork, units: str) -> ExportedNetwork:
-    """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
-    inputs, targets = trained.channels
-    physical = units == "physical"
-    if physical:
-        check_physical_units((*inputs, *targets), "give --units channel")
-    floor = trained.simulation.get(FLOOR)  # of the training data, as predict.py's inputs have it
-    if not isinstance(floor, float) or not 0 < floor < 1:
-        floor = DENSITY_FLOOR
-    return ExportedNetwork(
-        module=PhysicalNetwork(trained.network, inputs, targets, floor).eval() if physical else trained.network,
-        inputs=inputs,
-        targets=targets,
-        divisor=2**trained.config.scales,
-        density_floor=floor if physical else None,
-    )

@@ -19,7 +19,8 @@ from sample_results import sample_results
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation import figures, report, training_figures
-from utils.evaluation.results import FOLDER, Results, load, path_of_step, save
+from utils.evaluation.results import Results, load, save
+from utils.training.evaluations import FOLDER, path_of_step
 
 VOID = {"meta", "img"}
 PICTURES = dict.fromkeys(["slices", "spectra", "distributions"], b"PNG")

@@ -14,12 +14,12 @@ from sample_results import SIMULATION
 from scipy.ndimage import gaussian_filter
 from volume_files import smooth_field
 
+from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from utils.lyman_alpha.forest import FluxStatistics, Sightlines, smooth
@@ -42,11 +42,10 @@ def volume(**changes: Any) -> Volume:
 
 
 def setup(inputs: int = 4, vectors: Any = VECTORS, notes: list[str] | None = None, **options: Any) -> FluxSetup | None:
-    channels = input_channels(inputs, TRANSFORM, vectors), GAS
     volumes = volume(**{name: options.pop(name) for name in [*options] if name in ("shape", "cell", "simulation")})
-    return FluxSetup.of(
-        volumes, channels, (vectors, VECTORS), FluxOptions(**options), [].append if notes is None else notes.append
-    )
+    triples = {"inputs": [[*triple] for triple in vectors], "targets": [[*triple] for triple in VECTORS]}
+    config = Config(N_in_channels=inputs, transform=TRANSFORM, vector_channels=triples, evaluation=options)
+    return FluxSetup.of(volumes, config, [].append if notes is None else notes.append)
 
 
 def fields(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -369,9 +368,8 @@ def test_unknown_units_and_the_switch_skip_the_flux(monkeypatch: pytest.MonkeyPa
     notes: list[str] = []
     assert setup(notes=notes, flux=False) is None
     assert not notes
-    unknown = target_channels(5, TransformConfig(temperature_log10_scale=None))
-    channels = (DARK_MATTER, unknown)
-    assert FluxSetup.of(volume(), channels, (VECTORS, VECTORS), FluxOptions(), notes.append) is None
+    unknown = Config(transform=TransformConfig(temperature_log10_scale=None))
+    assert FluxSetup.of(volume(), unknown, notes.append) is None
     assert "lacks density, velocity or temperature in physical units" in notes[0]
     high = {**SIMULATION, "redshift": 6.0}
     assert setup(simulation=high, mean_flux=0.1) is not None, "a given mean flux needs no fit"

@@ -26,11 +26,12 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
+from utils.inference.trained_network import TrainedNetwork
 from utils.provenance import read_provenance
 from utils.runs import summary
 from utils.runs.directory import _earlier
 from utils.runs.logger import LoggedRun, Resumed, RunLogger, read_records
-from utils.training import checkpoint, resume
+from utils.training import checkpoint, evaluations, resume
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -199,7 +200,7 @@ def test_config(run: Path, count: int) -> None:
 @few_or_many
 def test_evaluation(run: Path, count: int, caplog: pytest.LogCaptureFixture) -> None:
     """The archive has checksums: no damage of its bytes may change a result."""
-    path = results.path_of_step(run / results.FOLDER, STEP)
+    path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
     content, whole = path.read_bytes(), results.load(path)
     arrays = dict(np.load(path))
     for found in outcomes(path, bytewise(content, count, 10), lambda: results.load(path)):
@@ -245,8 +246,8 @@ def test_weights_without_digests(run: Path, tmp_path: Path, count: int) -> None:
     path = tmp_path / "weights.pt"
     content = checkpoint.weights_file(run).read_bytes()
 
-    def read() -> build.TrainedNetwork:
-        return build.load_trained(path, torch.device("cpu"))
+    def read() -> TrainedNetwork:
+        return TrainedNetwork.load(path, torch.device("cpu"))
 
     outcomes(path, [content], read)
     outcomes(path, bytewise(content, count, 13), read)
@@ -271,7 +272,7 @@ def test_checkpoint_with_a_value_of_another_type(run: Path, data_flags: list[str
 
     found = outcome(resume_training)
     assert isinstance(found, UserError) or key in ("optimizer", "scaler", "random", "config", "state")
-    outcome(lambda: build.load_trained(run, torch.device("cpu")))
+    outcome(lambda: TrainedNetwork.load(run, torch.device("cpu")))
 
 
 def test_link_to_the_best_checkpoint(run: Path) -> None:

@@ -18,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.config import Config
+from utils.data.files.hdf5 import FieldReader, Volume
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import PREDICTION, TARGET, Flux, FluxField
+from utils.evaluation.volume import NewFlux
 from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
 from utils.lyman_alpha.setup import FluxSetup
 
@@ -60,6 +63,14 @@ class Sightlines:
         for place, x in enumerate(self.rows):
             if start <= x < start + fields.shape[1]:
                 yield place, fields[:, x - start].movedim(self.axis, -1)[:, self.columns]
+
+
+def flux_of_volume(
+    volume: Volume | FieldReader, config: Config, world: World, note: Callable[[str], object]
+) -> NewFlux | None:
+    """Makes the statistics of each evaluation of a volume; None, and on rank 0 a line for `note`, if there are none."""
+    setup = FluxSetup.of(volume, config, note if world.is_root else lambda line: None)
+    return functools.partial(FluxStatistics, setup, world) if setup else None
 
 
 class FluxStatistics:

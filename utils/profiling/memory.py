@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,11 @@ from torch import nn
 
 from utils.config import Config
 from utils.data.splits import meta_batch
-from utils.errors import LocalError
 from utils.files import GIB
 from utils.optim.optimizers import state_bytes
 
 # A loader fills one batch while another is in use; on a GPU, kernels may still read a third.
 BATCHES = 3
-TRAINING_REMEDY = (
-    "lower local_batch_size, raise accumulation_steps, or, if the loader is resident, use --data_loader_config=lowmem"
-)
 
 
 @dataclass(frozen=True)
@@ -74,18 +69,3 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(inputs)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
-
-
-@contextlib.contextmanager
-def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
-    """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0].strip()
-        raise LocalError(f"no device memory left ({reason}); {remedy}") from error
-    except (MemoryError, RuntimeError) as error:  # of numpy, and of torch on the CPU
-        _, _, reason = str(error).partition("DefaultCPUAllocator: ")
-        if not reason and not isinstance(error, MemoryError):
-            raise
-        raise LocalError(f"no memory left ({(reason or str(error)).split('. ')[0].strip()}); {remedy}") from error

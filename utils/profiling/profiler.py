@@ -11,7 +11,7 @@ import gzip
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from utils.errors import UserError
 from utils.files import atomic_write
 from utils.steps import annotate
 from utils.steps.annotate import Range
+from utils.training.callbacks import Profiler
 
 log = logging.getLogger(__name__)
 
@@ -90,22 +91,6 @@ class TorchProfiler:
             table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
 
 
-class Profiler(Protocol):
-    """Profiles some steps of a training. The methods do nothing unless they are overridden."""
-
-    def before_step(self, step: int) -> None:
-        """Called before each step with its number, counted from 0."""
-        return None
-
-    def close(self) -> None:
-        """Called after the last step."""
-        return None
-
-
-class NullProfiler(Profiler):
-    """Profiles nothing."""
-
-
 class WindowProfiler(Profiler):
     """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the training."""
 
@@ -147,12 +132,12 @@ class WindowProfiler(Profiler):
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
-    """The profiler of this rank, a NullProfiler if it is not to be profiled.
+    """The profiler of this rank, which does nothing if it is not to be profiled.
 
     Raises UserError, on every rank, if the config asks for an impossible profile.
     """
     if not config.enable_manual_profiling:
-        return NullProfiler()
+        return Profiler()
     options, on_gpu = config.profile, world.device.type == "cuda"
     with_nsys = options.profiler == "nsys" or (options.profiler == "auto" and on_gpu)
     if with_nsys and not on_gpu:
@@ -161,7 +146,7 @@ def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
         )
     first = _first_step(config)
     if options.ranks == "root" and not world.is_root:
-        return NullProfiler()
+        return Profiler()
     rank = world.rank if options.ranks == "all" else None
     tool = Nsys() if with_nsys else TorchProfiler(directory, on_gpu, rank)
     return WindowProfiler(first, options.steps, tool, world.device)

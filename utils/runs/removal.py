@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import os_errors_for_users
-from utils.evaluation import results
 from utils.files import recover
-from utils.training import checkpoint
+from utils.training import checkpoint, evaluations
 
-FOLDERS = (checkpoint.FOLDER, "logs", results.FOLDER, "wandb")
+FOLDERS = (checkpoint.FOLDER, "logs", evaluations.FOLDER, "wandb")
 RECORDS = (
     "metrics.jsonl",
     "logs/events.out.tfevents.*",
     "out.log",
-    f"{results.FOLDER}/step_*.npz",
+    f"{evaluations.FOLDER}/{evaluations.FILES}",
     "report.html",
     "loss_curves.png",
     "slices.png",

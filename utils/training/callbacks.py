@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from utils.profiling.profiler import NullProfiler, Profiler
 from utils.runs.logger import Logger, NullLogger
 from utils.training.checkpointer import Checkpointer, NullCheckpointer
 
@@ -34,11 +33,21 @@ class NullEvaluation:
         return {}
 
 
+class Profiler:
+    """Profiles nothing; the profilers of utils/profiling derive from it."""
+
+    def before_step(self, step: int) -> None:
+        """Called before each step with its number, counted from 0."""
+
+    def close(self) -> None:
+        """Called after the last step."""
+
+
 @dataclass(frozen=True)
 class Callbacks:
     """The objects that log, save, profile and evaluate a training. The defaults do nothing."""
 
     logger: Logger = field(default_factory=NullLogger)
     checkpointer: Checkpointer = field(default_factory=NullCheckpointer)
-    profiler: Profiler = field(default_factory=NullProfiler)
+    profiler: Profiler = field(default_factory=Profiler)
     evaluation: Evaluation = field(default_factory=NullEvaluation)
