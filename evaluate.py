@@ -10,7 +10,6 @@ evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -32,8 +31,6 @@ from utils.lyman_alpha.options import add_flux_options, take_flux_options
 from utils.provenance import provenance
 from utils.runs.logger import configure_logging
 from utils.training.checkpoint import resolve_weights
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +68,13 @@ def evaluate(options: Options, world: World) -> None:
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
     is_periodic = fields.periodic and not options.not_periodic
-    metadata: dict[str, Any] = {"input": options.input} | ({} if is_periodic else {"note": NOT_PERIODIC})
+    source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
-        metadata |= {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-    else:
-        metadata["prediction"] = options.prediction
+        source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
+    metadata = {"input": options.input, **({} if is_periodic else {"note": NOT_PERIODIC}), **source}
     with closing(fields):
         slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        new_flux = flux_of_volume(fields.inputs, fields.config, world, log.warning)
-        results = fields.evaluate(slabs, metadata, world, new_flux)
-    for line in results.lines():
-        log.info(line)
+        results = fields.evaluate(slabs, metadata, world, flux_of_volume(fields.inputs, fields.config, world))
     fields.log_warnings(is_periodic, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 

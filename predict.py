@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils import cli
-from utils import config as configs
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
@@ -68,9 +67,7 @@ def predict(options: Options, world: World, signals: Signals) -> None:
         layout = choose_layout(options.format, options.physical, trained.channels, source)
         predictor = build_predictor(trained, source, options, world)
     attributes = {
-        **{key: value for key, value in config.transform.model_dump().items() if value is not None},
-        **{f"checkpoint_{key}": value for key, value in trained.record.items()},
-        "config": configs.to_yaml(config, "trained"),
+        **trained.attributes(),
         "provenance": json.dumps(provenance(world)),
     }
     with closing(source):

@@ -17,9 +17,7 @@ from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.evaluation.callback import evaluation_volume
-from utils.profiling import preflight
-from utils.profiling.benchmark import Benchmark, read_settings
+from utils.profiling import benchmark, preflight
 from utils.profiling.profiler import build_profiler
 from utils.runs import summary
 from utils.runs.directory import describe_config, open_run
@@ -48,8 +46,8 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
     step_class.check(world, build.step_options(config))
     notes = build.backends(config, world.device)
     model = build.model(config)
-    benchmark = read_settings(world) if config.enable_benchy else None
-    volume = evaluation_volume(config, world)
+    settings = benchmark.read_settings(world) if config.enable_benchy else None
+    volume = build.evaluation_volume(config, world)
     with build.claim_directory(config, options, world) as chosen:
         path, start = chosen.path, build.start(config, options, chosen, world)
         profiler = build_profiler(config, world, path)
@@ -61,15 +59,15 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
                 return
             notes += [*loaders.notes, *step.notes, *build.options_without_effect(config, world)]
             notes.append(describe_config(config, options.config, options.overrides))
-            if benchmark is None:
+            if settings is None:
                 notes.insert(0, f"Run directory: {chosen}")
                 notes += summary.begin_run(path, chosen.resume, start, world)
             with open_run(config, options.config, chosen, world, start.resumed) as logger:
                 for line in notes:
                     logger.info(line)
                 loaders.log_warnings(logger.warning)
-                if benchmark is not None:
-                    Benchmark(config, step, loaders.train, world, logger, benchmark).run()
+                if settings is not None:
+                    benchmark.Benchmark(config, step, loaders.train, world, logger, settings).run()
                 else:
                     summary.check_checkpoints(path, start, world, config.checkpoint.keep_last)
                     callbacks = build.callbacks(config, volume, step, world, path, logger, profiler)

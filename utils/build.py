@@ -30,6 +30,7 @@ from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import value_errors_for_users
 from utils.evaluation.callback import VolumeEvaluation
+from utils.evaluation.callback import evaluation_volume as evaluation_volume
 from utils.lyman_alpha.forest import flux_of_volume
 from utils.optim.optimizers import build_optimizer, describe_optimizer
 from utils.optim.schedules import build_schedule

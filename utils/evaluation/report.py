@@ -53,10 +53,12 @@ def check_directory(output: Path, overwrite: bool) -> None:
 
 
 def write_report(output: Path, found: Results, provenance: Mapping[str, Any], world: World) -> None:
-    """Writes the files of REPORT_FILES that the results have data for, atomically, on rank 0. Every rank calls it."""
+    """Writes the files of REPORT_FILES that the results have data for, and logs the main results, on rank 0."""
     with world.raise_together():
         if not world.is_root:
             return
+        for line in found.lines():
+            log.info(line)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(found).items()}
         with (
             os_errors_for_users(f"cannot write {output}", "give another --output"),

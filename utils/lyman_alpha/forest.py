@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -32,6 +33,8 @@ TRUNCATE = 4.0  # standard deviations at which the smoothing ends
 VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
 
 Progress = Callable[[], object]
+
+log = logging.getLogger(__name__)
 
 
 class Sightlines:
@@ -66,7 +69,7 @@ class Sightlines:
 
 
 def flux_of_volume(
-    volume: Volume | FieldReader, config: Config, world: World, note: Callable[[str], object]
+    volume: Volume | FieldReader, config: Config, world: World, note: Callable[[str], object] = log.warning
 ) -> NewFlux | None:
     """Makes the statistics of each evaluation of a volume; None, and on rank 0 a line for `note`, if there are none."""
     setup = FluxSetup.of(volume, config, note if world.is_root else lambda line: None)
