@@ -161,7 +161,9 @@ def test_lowest_modules_import_only_each_other(module: str) -> None:
     [
         ("utils.data", ["utils.steps", "utils.training", "utils.build"]),
         ("utils.steps", ["utils.data", "utils.training", "utils.build"]),
-        ("utils.training", ["utils.build"]),
+        ("utils.training", ["utils.build", "utils.inference", "utils.evaluation", "utils.profiling"]),
+        ("utils.inference", ["utils.evaluation", "utils.lyman_alpha", "utils.profiling"]),
+        ("utils.evaluation", ["utils.lyman_alpha", "utils.profiling"]),
     ],
 )
 def test_packages_do_not_import_packages_above_them(package: str, others: list[str]) -> None:
