@@ -13,27 +13,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from utils import build, cli
+from utils import cli
+from utils.config.sections import EvaluationConfig
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
-from utils.evaluation.options import FluxOptions, add_flux_options
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
+from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
-from utils.profiling.memory import out_of_memory_for_users
+from utils.lyman_alpha.forest import flux_of_volume
+from utils.lyman_alpha.options import add_flux_options, take_flux_options
 from utils.provenance import provenance
+from utils.training.checkpoint import resolve_weights
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(InferenceOptions, FluxOptions):
+class Options(InferenceOptions):
     """The command line; the flags have the same names."""
 
     input: str
@@ -42,6 +46,7 @@ class Options(InferenceOptions, FluxOptions):
     prediction: str | None = None
     target: str | None = None
     overwrite: bool = False
+    flux: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,23 +63,21 @@ def evaluate(options: Options, world: World) -> None:
     """Evaluates a checkpoint's network or a predicted file, and writes the report. Every rank calls it."""
     with world.raise_together():
         report.check_directory(Path(options.output), options.overwrite)
-    weights = build.resolve_weights(options.checkpoint, world) if options.checkpoint else None
+    weights = resolve_weights(options.checkpoint, world) if options.checkpoint else None
     with world.raise_together():
-        trained = build.load_trained(weights, world.device) if weights else None
+        trained = TrainedNetwork.load(weights, world.device) if weights else None
         config = trained.config if trained else config_of_files(options.input, options.prediction)
+        config = config.model_copy(update={"evaluation": options.flux})
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
-        predictor = build.predictor(trained, fields.inputs, options, world) if trained else None
+        predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
     is_periodic = fields.periodic and not options.not_periodic
-    metadata: dict[str, Any] = {"input": options.input} | ({} if is_periodic else {"note": NOT_PERIODIC})
+    source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
-        metadata |= {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-    else:
-        metadata["prediction"] = options.prediction
+        source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
+    metadata = {"input": options.input, **({} if is_periodic else {"note": NOT_PERIODIC}), **source}
     with closing(fields):
         slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        results = fields.evaluate(slabs, config, options, metadata, world)
-    for line in results.lines():
-        log.info(line)
+        results = fields.evaluate(slabs, metadata, world, flux_of_volume(fields.inputs, fields.config, world))
     fields.log_warnings(is_periodic, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 
@@ -91,7 +94,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)
     add_flux_options(parser)
-    return Options(**vars(parser.parse_args(argv)))
+    arguments = vars(parser.parse_args(argv))
+    return Options(flux=take_flux_options(arguments), **arguments)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,14 @@ from pathlib import Path
 
 import torch
 
-from utils import build, cli
+from utils import cli
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
-from utils.inference.export import finite_record
+from utils.inference.export import ExportedNetwork, finite_record
+from utils.inference.trained_network import TrainedNetwork
 from utils.provenance import provenance
 from utils.training.checkpoint import digest, weights_file
 
@@ -64,8 +65,8 @@ def export(options: Options) -> None:
     if not target.parent.is_dir():
         raise UserError(f"directory {target.parent} does not exist; create it, or give another --output")
     weights = weights_file(Path(options.checkpoint))  # once: a training that still runs may move its best checkpoint
-    trained = build.load_trained(weights, cpu)
-    exported = build.exported_network(trained, options.units)
+    trained = TrainedNetwork.load(weights, cpu)
+    exported = ExportedNetwork.of(trained, options.units)
     record = provenance(World(Launch("export"), cpu))
     metadata = {
         **exported.describe(target.name),

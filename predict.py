@@ -14,9 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils import build, cli
-from utils import config as configs
+from utils import cli
 from utils.data.files.hdf5 import FieldReader
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
@@ -25,9 +25,10 @@ from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import PredictionFile
+from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
-from utils.profiling.memory import out_of_memory_for_users
 from utils.provenance import provenance
+from utils.training.checkpoint import resolve_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +57,17 @@ def predict(options: Options, world: World, signals: Signals) -> None:
     """Predicts the gas of the input and writes it. Every rank calls it."""
     with world.raise_together():
         check_target(Path(options.output), options.overwrite)
-    weights = build.resolve_weights(options.checkpoint, world)
+    weights = resolve_weights(options.checkpoint, world)
     with world.raise_together():
-        trained = build.load_trained(weights, world.device)
+        trained = TrainedNetwork.load(weights, world.device)
         config = trained.config
         source = FieldReader(options.input, config.dataset_names[0], config.N_in_channels, config.transform)
         if Path(options.output).exists() and Path(options.output).samefile(options.input):
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)
-        predictor = build.predictor(trained, source, options, world)
+        predictor = build_predictor(trained, source, options, world)
     attributes = {
-        **{key: value for key, value in config.transform.model_dump().items() if value is not None},
-        **{f"checkpoint_{key}": value for key, value in trained.record.items()},
-        "config": configs.to_yaml(config, "trained"),
+        **trained.attributes(),
         "provenance": json.dumps(provenance(world)),
     }
     with closing(source):

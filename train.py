@@ -8,21 +8,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from utils import build, cli
+from utils import cli
 from utils import config as configs
 from utils.config import Config
 from utils.config.describe import describe_config
+from utils.data import open_loaders, resolve_config
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.evaluation.end_of_run import compare_and_draw
+from utils.evaluation.callback import evaluation_volume
+from utils.evaluation.run_report import report_on_run
 from utils.log import configure_logging
-from utils.profiling.memory import out_of_memory_for_users
+from utils.lyman_alpha.during_training import build_evaluation
+from utils.profiling import benchmark, preflight
+from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler
+from utils.steps import build
+from utils.steps.backends import backends
 from utils.steps.eager import EagerStep
 from utils.training.callbacks import Callbacks
-from utils.training.run import Run, run_request
+from utils.training.run import Run, identity, run_request
 from utils.training.trainer import Trainer
 
 log = logging.getLogger("utils.training")
@@ -34,38 +41,39 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)
         if options.preflight is not None:
-            build.run_preflight(options, config, step_class)
+            preflight.run(options, config, step_class)
             return
         signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
-        run_identity, nccl = build.identity(config, options), not config.noddp
-        with signals, connect(config.device, config.timeouts, run_identity, nccl=nccl) as world:
+        nccl = not config.noddp
+        with signals, connect(config.device, config.timeouts, identity(config, options), nccl=nccl) as world:
             configure_logging(world.rank)
             with out_of_memory_for_users():
-                config = build.resolve(config, world)
-                step_class.check(world, build.step_options(config))
+                config = resolve_config(config, world)
                 log.info(describe_config(config, options.config, options.overrides))
-                build.log_notes(build.backends(config, world.device), world)
-                run = build.run_benchmark if config.enable_benchy else train
-                run(options, config, world, step_class, signals)
+                step_class.check(world, build.step_options(config))
+                for line in backends(config, world.device):
+                    log.info(line)
+                if config.enable_benchy:
+                    benchmark.run(config, world, step_class)
+                else:
+                    run(options, config, world, step_class, signals)
+                log.info("DONE ---- rank %d", world.rank)
 
 
-def train(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
+def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
-    model, volume = build.model(config), build.evaluation_volume(config, world)
+    modules, volume = build.model(config), evaluation_volume(config, world)
     with Run.open(run_request(config, options, world), world) as run:
-        if reason := run.nothing_to_do:
-            log.info("Run directory: %s", run.directory)
-            log.warning(reason)
-            log.info("DONE ---- rank %d", world.rank)
+        if run.has_nothing_to_do():
             return
-        with build.loaders(config, world) as loaders, build.step(config, world, model, step_class) as step:
-            build.log_notes([*step.notes, *build.options_without_effect(config, world)], world)
+        reserve = reserved_bytes(config, world)
+        with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
             state = run.restore(step)
             profiler = build_profiler(config, world, run.directory)
-            evaluation = build.evaluation(config, volume, step, run)
+            evaluation = build_evaluation(config, volume, step, run)
             callbacks = Callbacks(run.logger, run.checkpointer, profiler, evaluation, signals)
             result = Trainer(config, step, loaders, world, state, callbacks).fit()
-            run.finish(result, *compare_and_draw(config, step, loaders, run, result))
+            run.finish(result, report_on_run(config, step, loaders.valid, run, result.steps))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from benchmarks.common import Parser, publish, settings, summary, synchronize, this_machine
 from benchmarks.loop_overhead import LEARNING_RATE, unet_config
-from utils import build
 from utils.config import Config
 from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
+from utils.steps import build
 from utils.training.checkpointer import AsyncCheckpointer
 from utils.training.state import TrainState
 

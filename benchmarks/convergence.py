@@ -37,7 +37,6 @@ from utils.training.directory import run_directory
 from benchmarks import common
 from benchmarks.processes import failure_of, launcher
 from networks.metrics import accuracy
-from utils import build
 from utils import config as configs
 from utils.cli import positive, read_changes
 from utils.config import Config
@@ -50,6 +49,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.progress import format_duration
 from utils.provenance import read_provenance
+from utils.steps import build
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 from utils.training.loggers.base import read_records

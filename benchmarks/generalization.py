@@ -24,23 +24,25 @@ import torch
 import yaml
 
 from benchmarks import common, convergence
-from utils import build
 from utils.cli import positive, read_changes
+from utils.config.sections import EvaluationConfig
 from utils.data import Batch, Loader
 from utils.errors import UserError, one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
-from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, PREDICTION, Results
 from utils.evaluation.volume import VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions
+from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.lyman_alpha.forest import flux_of_volume
+from utils.steps import build
 from utils.training.checkpoint import FOLDER, step_directory
 
 PLAN = Path(__file__).with_name("generalization.yaml")
 BASELINES = ("best constant per channel", "copying density and velocities")
 NETWORK, REFERENCE, MIXTURE = "network", "trained on the condition", "trained on the mixture"
 OTHERS = (REFERENCE, MIXTURE, *BASELINES)
-FLUX = FluxOptions(sightlines=4096)
+FLUX = EvaluationConfig(sightlines=4096)
 SCALARS = ("L1", "R2 gas density", "R2 temperature")
 WAVENUMBERS = (1.0, 2.0)  # h/Mpc; all cells resolve them
 FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for the largest cells
@@ -131,11 +133,13 @@ class Study:
         if path.exists() and path.stat().st_mtime > max(each.stat().st_mtime for each in (checkpoint, box)):
             with contextlib.suppress(UserError):  # of an older version
                 return results.load(path)
-        trained = build.load_trained(checkpoint, self._world.device)
-        with closing(VolumeFields.open(str(box), None, None, trained.config)) as fields:
-            predictor = build.predictor(trained, fields.inputs, InferenceOptions(), self._world)
+        trained = TrainedNetwork.load(checkpoint, self._world.device)
+        config = trained.config.model_copy(update={"evaluation": FLUX})
+        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+            predictor = build_predictor(trained, fields.inputs, InferenceOptions(), self._world)
             slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
-            found = fields.evaluate(slabs, trained.config, FLUX, {"input": str(box)}, self._world)
+            new_flux = flux_of_volume(fields.inputs, fields.config, self._world, print)
+            found = fields.evaluate(slabs, {"input": str(box)}, self._world, new_flux)
         results.save(found, path)
         return found
 
@@ -158,7 +162,7 @@ class Study:
 
     def _baselines(self, box: Path) -> dict[str, float]:
         (checkpoint,) = self.networks([self.trained], 1).values()
-        config = build.load_trained(checkpoint, self._world.device).config
+        config = TrainedNetwork.load(checkpoint, self._world.device).config
         with closing(VolumeFields.open(str(box), None, None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = (torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target))

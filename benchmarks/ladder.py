@@ -32,7 +32,6 @@ from benchmarks.convolutions import scales
 from benchmarks.ladder_report import LOSS_STEPS, draw, markdown
 from benchmarks.loaders import make_file, make_npy, volume_keys
 from benchmarks.rungs import CPU_RUNGS, Changes, Entry, Rung, predicted, state_of
-from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.data import Batch, Loaders, get_loader
@@ -40,6 +39,8 @@ from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.provenance import device_name
+from utils.steps import build
+from utils.steps.backends import backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
@@ -123,7 +124,7 @@ class Built:
 def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     """Builds the training, and warms it up on the first samples of the first epoch."""
     config, device = machine.config(changes), machine.world.device
-    build.backends(config, device)
+    backends(config, device)
     loaders = machine.loaders(config)
     step = build.step(config, machine.world, build.model(config), GraphStep if graph else EagerStep)
     batches = common.endless(loaders.train)

@@ -14,12 +14,12 @@ import statistics
 import torch
 
 from benchmarks.common import YAML, Parser, interleaved, publish, seconds_of, settings, summary, this_machine
-from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.optim.optimizers import build_optimizer
+from utils.steps import build
 from utils.training.callbacks import Callbacks
 from utils.training.state import TrainState
 from utils.training.trainer import Trainer

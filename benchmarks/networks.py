@@ -33,12 +33,12 @@ from networks import NETWORKS
 from networks.fused import NEGATIVE_SLOPE
 from networks.layers import ConvTranspose3d
 from networks.unet import UNet
-from utils import build
 from utils import config as configs
 from utils.cli import positive
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training.loggers.base import read_records
 

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import common, traffic
-from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import OptimizerConfig
 from utils.errors import one_line_errors
 from utils.optim.adam import is_weight
 from utils.optim.soap import Preconditioning, Ranks, outer_product, rotate
+from utils.steps import build
 from utils.steps.flops import training_flops
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

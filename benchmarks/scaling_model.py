@@ -32,10 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import RESULTS, Parser, publish, read_json, settings, table
 from networks import build_network
-from utils import build
 from utils import config as configs
 from utils.data.loaders.build import meta_batch
 from utils.errors import UserError, one_line_errors, value_errors_for_users
+from utils.steps import build
 
 Layers = tuple[tuple[str, float, float], ...]  # (name, forward FLOP, backward FLOP) of one sample, in forward order
 Gradients = tuple[tuple[str, int], ...]  # (layer, bytes) in the order of the backward pass

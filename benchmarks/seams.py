@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import Parser, save, settings
-from utils import build, cli
+from utils import cli
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -30,9 +31,10 @@ from utils.errors import one_line_errors
 from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields, predicted_slabs
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.log import configure_logging
-from utils.profiling.memory import out_of_memory_for_users
+from utils.training.checkpoint import resolve_weights
 
 NEAR_CELLS = 2  # a cell closer than this to a window's face counts as near it
 
@@ -95,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Predicts the volume with each grid."""
     world = World(Launch("benchmark"), choose_device(options.device, 0))
-    trained = build.load_trained(build.resolve_weights(options.checkpoint, world), world.device)
+    trained = TrainedNetwork.load(resolve_weights(options.checkpoint, world), world.device)
     inference = {field.name: getattr(options, field.name) for field in dataclasses.fields(InferenceOptions)}
     rows: list[dict[str, Any]] = []
     with closing(VolumeFields.open(options.input, options.target, None, trained.config)) as fields:
-        first = build.predictor(trained, fields.inputs, InferenceOptions(**inference), world)
+        first = build_predictor(trained, fields.inputs, InferenceOptions(**inference), world)
         reference = np.empty((first.channels[1], *first.grid.shape), np.float32)
         for variant in variants(first.grid, periodic=not options.not_periodic):
             errors = seam_error(variant, first, fields.target.planes, reference, is_first=not rows).results()

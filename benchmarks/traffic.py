@@ -29,7 +29,6 @@ from torch.optim import nadam
 from benchmarks import common
 from benchmarks.rungs import GPU_RUNGS
 from benchmarks.traffic_trace import PHASES, Count, Trace, size
-from utils import build
 from utils import config as configs
 from utils.cli import read_changes
 from utils.config import Config
@@ -38,7 +37,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
 from utils.optim.soap import Soap
-from utils.steps import annotate
+from utils.steps import annotate, build
 from utils.steps.eager import EagerStep
 
 CPU = torch.device("cpu")

@@ -24,12 +24,12 @@ from benchmarks import common  # noqa: E402
 from benchmarks.rungs import GPU_RUNGS  # noqa: E402
 from benchmarks.traffic import batch_of, fake_gpu, phases  # noqa: E402
 from benchmarks.traffic_trace import Trace  # noqa: E402
-from utils import build  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
 from utils.inference.sliding_window import forward_pass  # noqa: E402
 from utils.optim import soap  # noqa: E402
+from utils.steps import build  # noqa: E402
 from utils.steps.graph import GraphStep  # noqa: E402
 
 GPU, LR = torch.device("cuda", 0), 1e-4

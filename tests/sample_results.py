@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from volume_files import smooth_field
 
+from utils.config import Config
 from utils.config.sections import TransformConfig
 from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.setup import FluxSetup
+from utils.lyman_alpha.forest import flux_of_volume
 
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {
@@ -54,9 +53,9 @@ def sample_results(
     results = statistics.results(metadata)
     if not flux:
         return results
-    volume, vectors = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION), ((1, 2, 3),)
-    setup = FluxSetup.of(volume, (sources, targets), (vectors, vectors), FluxOptions(), print)
-    assert setup is not None
-    forest = FluxStatistics(setup, world)
+    volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
+    new_flux = flux_of_volume(volume, Config(N_in_channels=channels[0], N_out_channels=channels[1]), world, print)
+    assert new_flux is not None
+    forest = new_flux(None)
     forest.add(0, *fields)
-    return dataclasses.replace(results, flux=forest.results())
+    return dataclasses.replace(results, flux=forest.results(lambda: None))

@@ -25,11 +25,12 @@ from processes import TOP, rank_variables
 
 import train
 from networks import build_network
-from utils import build, cli, data, errors
+from utils import cli, data, errors
 from utils.config import Config, load
 from utils.data.files.values import _places
 from utils.data.loaders.build import sample_plan
 from utils.optim.schedules import build_schedule
+from utils.steps import build
 from utils.training.checkpoint import load_newest, read_weights
 from utils.training.checkpointer import AsyncCheckpointer
 from utils.training.state import TrainState

@@ -12,12 +12,13 @@ from dataset_files import write, write_idx
 from processes import run_ranks
 
 import train
-from utils import build, cli
+from utils import cli
 from utils import config as configs
 from utils.data.loaders.classification import open_splits
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.evaluation.baselines import class_frequency_loss
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, load_newest
 from utils.training.loggers.base import read_records

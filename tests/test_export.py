@@ -17,12 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from disks import small_disk
 from torch import nn
 
 import export
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
-from utils import build
 from utils import config as configs
 from utils.config import Config
 from utils.config.sections import TransformConfig
@@ -30,6 +28,7 @@ from utils.data.channels import input_channels, target_channels
 from utils.data.files.attributes import file_transform, simulation_of
 from utils.inference.export import METADATA, ExportedNetwork, finite_record, load_program
 from utils.simulation import gas
+from utils.steps import build
 from utils.training import checkpoint
 
 SMALL = {"network": {"width": 4, "scales": 2}, "data_size": 8, "box_size": [16, 16]}
@@ -348,12 +347,3 @@ def test_a_file_that_computes_something_else_is_not_written(
     network.get_parameter("last.bias").data[4] = math.nan
     run = save(tmp_path / "run", config_of(), network)
     refuse([f"--checkpoint={run}", *flags], "max relative difference from the network is nan")
-
-
-def test_a_full_disk_is_a_one_line_error(
-    refuse: Callable[..., None], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exported = (files / "gas.pt2").read_bytes()
-    monkeypatch.setattr(ExportedNetwork, "_pack", lambda *_: exported)
-    with small_disk(tmp_path / "disk", "20k") as disk:
-        refuse([f"--checkpoint={files / 'run'}", f"--output={disk / 'gas.pt2'}"], "No space left on device; free some")

@@ -16,13 +16,14 @@ from trainings import TOP, YAML, metrics
 
 import networks
 import train
-from utils import build, cli, data
+from utils import cli, data
 from utils import config as configs
 from utils.data.loaders.build import sample_plan
 from utils.data.volumes import split_settings
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import optimizers
+from utils.steps import build
 
 PAGE = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
 

@@ -22,7 +22,6 @@ from volume_files import smooth_field, write_volume
 
 import predict
 import train
-from utils import build
 from utils.config.sections import TransformConfig
 from utils.data import import_volume
 from utils.data.channels import target_channels
@@ -33,6 +32,7 @@ from utils.distributed.signals import NullSignals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.inference.sliding_window import SlidingWindowPredictor
+from utils.inference.trained_network import TrainedNetwork
 from utils.inference.window_grid import build_window_grid
 from utils.training.checkpoint import BEST, FOLDER, WEIGHTS, digest, read_weights
 
@@ -126,7 +126,7 @@ def log_of(stderr: str) -> str:
 
 def expected_hydro(run: Path, nbody: Path, window: int = 8, overlap: int = 4, periodic: bool = True) -> np.ndarray:
     """The sliding-window prediction without the command; tests/inference/test_sliding_window.py tests it."""
-    network = build.load_trained(run, torch.device("cpu")).network
+    network = TrainedNetwork.load(run, torch.device("cpu")).network
     field = contents(nbody)["Nbody"]
     grid = build_window_grid(field.shape[1:], window, overlap, periodic)  # type: ignore[arg-type]
     world = World(Launch("test"), torch.device("cpu"))
@@ -381,15 +381,15 @@ def test_one_checkpoint_is_used_throughout_even_if_a_training_moves_best(
     copy = tmp_path / "run"
     shutil.copytree(run, copy, symlinks=True)
     best = copy / FOLDER / BEST
-    first, load = best.resolve(), build.load_trained
+    first, load = best.resolve(), TrainedNetwork.load
 
-    def load_and_move(checkpoint: Path, device: torch.device) -> build.TrainedNetwork:
+    def load_and_move(checkpoint: Path, device: torch.device) -> TrainedNetwork:
         trained = load(checkpoint, device)
         best.unlink()
         best.symlink_to("step_99999999")
         return trained
 
-    monkeypatch.setattr(build, "load_trained", load_and_move)
+    monkeypatch.setattr(TrainedNetwork, "load", load_and_move)
     predict.main(command_line(copy, nbody, tmp_path / "hydro.h5", "--window=16"))
     with h5py.File(tmp_path / "hydro.h5") as file:
         assert file.attrs["checkpoint"] == str(first / WEIGHTS)

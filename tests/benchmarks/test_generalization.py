@@ -19,8 +19,8 @@ pytest.importorskip("colossus", reason="colossus, which simulations need, is not
 from benchmarks import generalization, processes
 from benchmarks.convergence import Training
 from benchmarks.generalization import MIXTURE, NETWORK, REFERENCE
+from utils.config.sections import EvaluationConfig
 from utils.evaluation import results
-from utils.evaluation.options import FluxOptions
 from utils.simulation import simulate
 
 PLAN = """
@@ -63,7 +63,7 @@ def study(
     (tmp_path / "boxes").mkdir()
     (tmp_path / "plan.yaml").write_text(PLAN)
     monkeypatch.setattr(generalization, "PLAN", tmp_path / "plan.yaml")
-    monkeypatch.setattr(generalization, "FLUX", FluxOptions(sightlines=4))
+    monkeypatch.setattr(generalization, "FLUX", EvaluationConfig(sightlines=4))
     monkeypatch.setattr(simulate, "main", write_box)
     monkeypatch.setattr(processes, "run_group", run_forked)
     return run

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from benchmarks.optimizer_cost import QR, measure, soap_operations
-from utils import build
 from utils import config as configs
 from utils.config.sections import OptimizerConfig
 from utils.optim.adam import is_weight
+from utils.steps import build
 from utils.steps.flops import training_flops
 
 SHIPPED = "config/UNet.yaml"

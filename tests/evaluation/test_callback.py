@@ -15,20 +15,21 @@ import torch
 from matplotlib.figure import Figure
 from processes import wait_until
 from sample_results import SIMULATION, sample_results
+from utils.runs.logger import read_records
 
 import train
 from utils.distributed.launch import Launch
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.evaluation import figures
-from utils.evaluation.results import FOLDER, Flux, load_history
+from utils.evaluation.results import Flux, load_history
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_slabs
 from utils.inference.sliding_window import Slab
 from utils.lyman_alpha import forest
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.training.checkpoint import read_weights
-from utils.training.loggers.base import read_records
+from utils.training.evaluations import FOLDER
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 

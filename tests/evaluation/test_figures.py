@@ -6,12 +6,10 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from disks import fill, small_disk
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 from sample_results import sample_results
@@ -229,18 +227,6 @@ def test_evaluation_curves_show_errors_and_correlations(history: list[Results]) 
             np.testing.assert_allclose(lines[name], [each.spectra[name].correlation[shell] for each in history])
 
 
-def test_one_bad_evaluation_does_not_flatten_the_curves(history: list[Results]) -> None:
-    """An R² of -300 in the first epoch is cut off; if all are that bad, they are shown."""
-    far = replace(history[0], r2=np.full(5, -300.0))
-    low, high = training_figures.evaluation_curves([far, *history[1:]]).axes[1].get_ylim()
-    assert low == -0.5
-    assert high > 0.9
-    low, high = training_figures.evaluation_curves([far, replace(far, metadata={"epoch": 2})]).axes[1].get_ylim()
-    assert low < -300 < high
-    lost = replace(far, l1=np.full(5, np.nan), r2=np.full(5, np.nan))
-    FigureCanvasAgg(training_figures.evaluation_curves([lost])).draw()
-
-
 def test_loss_curves_show_losses_and_metrics() -> None:
     records = [
         {"step": 0, "Loss/train": 2.0, "Loss/valid": 2.1},
@@ -272,17 +258,3 @@ def test_every_figure_becomes_a_png(draw: Callable[[Any], Any], monkeypatch: pyt
     picture = Image.open(io.BytesIO(figures.encode_png(figure)))
     assert picture.format == "PNG"
     assert len(np.unique(np.asarray(picture.convert("L")))) > 10, "an empty picture"
-
-
-def test_a_full_disk_leaves_no_truncated_picture(tmp_path: Path) -> None:
-    """The run that is resumed later shows the earlier picture, or none."""
-    with small_disk(tmp_path / "disk", "300k") as disk:
-        (disk / "metrics.jsonl").write_text('{"step": 1, "Loss/valid": 0.5}\n')
-        for before in (set(), {"loss_curves.png"}):
-            filler = fill(disk)
-            with pytest.raises(OSError, match="No space left on device"):
-                training_figures.write_loss_curves(disk, "l1")
-            filler.unlink()
-            assert {path.name for path in disk.iterdir()} == {"metrics.jsonl", *before}
-            training_figures.write_loss_curves(disk, "l1")
-            assert Image.open(disk / "loss_curves.png").size > (100, 100)

@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from sample_results import sample_results
 
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation import figures, report, training_figures
-from utils.evaluation.results import FOLDER, Results, load, path_of_step, save
+from utils.evaluation import figures, report
+from utils.evaluation.results import Results, load
 
 VOID = {"meta", "img"}
 PICTURES = dict.fromkeys(["slices", "spectra", "distributions"], b"PNG")
@@ -205,19 +204,3 @@ def test_markup_is_escaped_and_unknown_or_non_finite_values_are_stated() -> None
     assert "".join(parsed.all("title")) == f"Evaluation: epoch {hostile}"
     rows = [row for row in parsed.rows if len(row) == 5 and row[0].startswith("channel ")]
     assert [row[2:] for row in rows] == [["0.5000", "unknown", "unknown"], ["non-finite", "unknown", "unknown"]]
-
-
-def test_a_failed_drawing_keeps_the_older_page_of_a_run(
-    history: list[Results], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no curves")
-
-    path = tmp_path / "report.html"
-    path.write_text("old")
-    save(history[-1], path_of_step(tmp_path / FOLDER, 300))
-    monkeypatch.setattr(training_figures, "evaluation_curves", broken)
-    with pytest.raises(RuntimeError, match="no curves"):
-        report.write_run_report(tmp_path)
-    assert path.read_text() == "old"
-    assert sorted(each.name for each in tmp_path.iterdir()) == [FOLDER, "report.html"]

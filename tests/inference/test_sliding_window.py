@@ -129,17 +129,6 @@ def test_each_cell_is_the_weighted_mean_of_its_windows_for_any_batch_size(period
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=f"{batch_size} windows per forward pass")
 
 
-def test_moving_a_periodic_volume_moves_its_prediction() -> None:
-    network, field = small_unet(), random_field((16, 24, 8))
-    usual = predict_volume(build_predictor(field, 8, 4, predict=network))
-    for shift in ((4, 0, 0), (0, 4, 8), (12, -4, 4)):
-        expected, moved = (np.roll(values, shift, axis=(1, 2, 3)) for values in (usual, field))
-        found = predict_volume(build_predictor(moved, 8, 4, predict=network))
-        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=str(shift))
-        faces = predict_volume(build_predictor(moved, 8, 4, periodic=False, predict=network))
-        assert np.abs(faces - expected).max() > 1e-2, "a volume that is not periodic has faces"
-
-
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 

@@ -89,13 +89,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, rtol: float, atol:
     np.testing.assert_allclose(found.cpu(), expected.cpu(), rtol=rtol, atol=atol)
 
 
-def one_absorber(cells: int, place: int, density: float, temperature: float) -> list[np.ndarray]:
-    """A single cell that is not empty."""
-    fields = [np.zeros((1, cells)), np.zeros((1, cells)), np.full((1, cells), temperature)]
-    fields[0][0, place] = density
-    return fields
-
-
 # --- gas -------------------------------------------------------------------------------------------------------------
 
 
@@ -160,22 +153,6 @@ def test_optical_depth_equals_the_sum_over_all_cells_and_pixels(cell: float, dev
 
 
 @DEVICES
-@pytest.mark.parametrize("temperature", [1e3, 1e4, 1e6])
-def test_one_absorber_keeps_its_column_and_has_the_width_of_its_temperature(temperature: float, device: str) -> None:
-    cells, place, width = 512, 200, UNIVERSE.pixel_width(FINE)
-    fields = one_absorber(cells, place, 3.0, temperature)
-    found = optical_depth(*tensors(fields, device), UNIVERSE, FINE)[0].cpu().double().numpy()
-    hydrogen, hubble = hydrogen_and_hubble(UNIVERSE)
-    column = 3 * hydrogen * reference_fraction(3.0, temperature, UNIVERSE)
-    assert found.sum() == pytest.approx(STRENGTH * column / hubble, rel=1e-5)
-    velocities = width * (np.arange(cells) - place)
-    mean = (found * velocities).sum() / found.sum()
-    variance = (found * (velocities - mean) ** 2).sum() / found.sum()
-    assert mean == pytest.approx(0, abs=1e-3)
-    assert math.sqrt(2 * (variance - width**2 / 12)) == pytest.approx(doppler(temperature), rel=2e-5)
-
-
-@DEVICES
 def test_a_velocity_moves_lines_by_v_over_h_around_the_periodic_line(device: str) -> None:
     density, _, temperature = random_fields(2, 64, hottest=1e5)
     still = optical_depth(*tensors([density, 0 * density, temperature], device), UNIVERSE, FINE)
@@ -183,14 +160,6 @@ def test_a_velocity_moves_lines_by_v_over_h_around_the_periodic_line(device: str
     for pixels in (5, -7, 64, 1000):
         moving = optical_depth(*tensors([density, 0 * density + pixels * width, temperature], device), UNIVERSE, FINE)
         assert_close(moving, still.roll(pixels, 1), rtol=1e-4, atol=1e-5)
-
-
-@DEVICES
-def test_lines_are_periodic(device: str) -> None:
-    fields = tensors(random_fields(4, 64), device)
-    tau = optical_depth(*fields, UNIVERSE, FINE)
-    rolled = optical_depth(*(field.roll(23, 1) for field in fields), UNIVERSE, FINE)
-    assert_close(rolled, tau.roll(23, 1), rtol=1e-5, atol=1e-6)
 
 
 def test_groups_and_blocks_do_not_change_the_optical_depth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,11 @@ from networks.losses import L1Loss
 from networks.space_to_depth import dense_weight
 from networks.tail import NetworkWithFusedTail
 from networks.unet import UNet
-from utils import build
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
+from utils.steps import build
 from utils.steps.eager import NetworkWithLoss
 
 CHANNELS_LAST = torch.channels_last_3d

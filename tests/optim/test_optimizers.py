@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from utils import build
 from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
+from utils.steps import build
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 LR = 0.01

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from utils.build import network as build_model
 from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
 from utils.optim.soap import Preconditioning, Ranks, Soap, outer_product, rotate
 from utils.profiling.memory import training_memory
+from utils.steps.build import network as build_model
 
 SMALL = {"network": NetworkConfig(width=4, scales=2)}
 LR, YES, NO = 0.01, torch.tensor(True), torch.tensor(False)

@@ -14,14 +14,15 @@ from processes import run_ranks
 from reference_samples import cubes
 from torch import nn
 
+from utils.config import Config
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
-from utils.training.loggers.base import NullLogger
+from utils.profiling import benchmark
+from utils.profiling.benchmark import Benchmark, Settings, read_settings
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -69,8 +70,10 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict
     loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
     settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
-    options = BenchmarkOptions(1e-3, 4 * world.size, exchanges_gradients=exchanges, peak_seconds=0.01)
-    Benchmark(step, loader, world, logger, settings, options).run()
+    config = Config(global_batch_size=4 * world.size, noddp=not exchanges)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "PEAK_SECONDS", 0.01)
+        Benchmark(config, step, loader, world, logger, settings).run()
     return logger.lines, step.calls
 
 

@@ -51,6 +51,7 @@ def test_valid_config_passes_and_its_properties_are_printed(preflight, tmp_path:
         "steps: 8 per epoch × 2 epochs = 16\n",
         f"network: unet, {parameters:,} parameters, accepts samples of shape 4 × 8 × 8 × 8\n",
         "memory per rank: about ",
+        "one step with 1 sample on cpu: loss 0.",
         "learning rate: shape cosine, scaling none, no warm-up, peak 2.000e-03; step 0: 2.000e-03",
         "step 15: 0.000e+00",
         f"run directory: {tmp_path / 'runs' / 'test' / '1ranks' / '00'} is new",
@@ -214,6 +215,7 @@ def test_run_that_does_not_fit_the_memory_is_refused(
 def test_ranks_that_do_not_fit_one_machine_together_get_a_warning(preflight, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("utils.profiling.preflight.memory_limit", lambda: 3 * 10**6)
     assert "all checks passed" in preflight()[1]
+    assert "one step with 1 sample on cpu: loss " in preflight()[1]
     assert "8 ranks on one such machine do not fit" in preflight("8", "--local_batch_size=8")[1]
 
 

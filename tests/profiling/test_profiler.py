@@ -25,13 +25,12 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.profiler import (
     Nsys,
-    NullProfiler,
-    Profiler,
     TorchProfiler,
     WindowProfiler,
     build_profiler,
 )
 from utils.steps.annotate import annotate
+from utils.training.callbacks import Profiler
 
 TOP = Path(__file__).parent.parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -145,7 +144,7 @@ def test_default_window_is_thirty_steps_from_the_sixth_step_of_the_second_epoch(
 
 def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_profile(tmp_path) -> None:
     assert isinstance(built(tmp_path, rank=0), WindowProfiler)
-    assert isinstance(built(tmp_path, rank=1), NullProfiler)
+    assert type(built(tmp_path, rank=1)) is Profiler
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but .* runs on cpu; use --profiler=torch"),
@@ -167,29 +166,20 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("length", [1, 100], ids=["at the end of the trace", "within the trace"])
-def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog, length) -> None:
+def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog) -> None:
     """torch.profiler raises no error if the disk is full, and leaves an incomplete trace."""
     (tmp_path / "trace.json.gz").write_text("an earlier trace")
-    profiler = window(tmp_path, 0, length)
-    for step in range(length):
+    profiler = window(tmp_path, 0, 3)
+    for step in range(3):
         profiler.before_step(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
     with full_disk():
-        profiler.before_step(length)
+        profiler.before_step(3)
     (line,) = caplog.messages
     assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: ")
     assert line.endswith("; training continues without it")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
     assert (tmp_path / "trace.json.gz").read_text() == "an earlier trace"
-
-
-def test_profile_that_cannot_be_written_is_reported_as_a_warning(tmp_path, caplog) -> None:
-    (tmp_path / "trace.json.gz").mkdir()
-    steps_annotated(window(tmp_path, 0, 1), 2)
-    (line,) = caplog.messages
-    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: Is a directory; training continues")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
 def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:

@@ -20,14 +20,13 @@ from torch import nn
 
 import train
 from networks import build_loss
-from utils import build
 from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
-from utils.steps import eager, graph
+from utils.steps import build, eager, graph
 from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 

@@ -17,7 +17,6 @@ from benchmarks.rungs import GPU_RUNGS
 from benchmarks.traffic import batch_of, fake_gpu
 from benchmarks.traffic_trace import HostWaits, Trace
 from networks import LOSSES
-from utils import build
 from utils import config as configs
 from utils.config import Config, yaml_files
 from utils.data.datasets import get_dataset
@@ -26,6 +25,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
+from utils.steps import build
 from utils.steps.eager import EagerStep
 
 FOLDER = Path(__file__).parents[2] / "config"

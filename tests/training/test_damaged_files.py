@@ -21,13 +21,14 @@ from trainings import NoWaiting, assert_equal
 from utils.training.directory import _earlier
 
 import train
-from utils import build
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import report, results, training_figures
+from utils.inference.trained_network import TrainedNetwork
 from utils.provenance import read_provenance
+from utils.steps import build
 from utils.training import checkpoint, resume, summary
 from utils.training.loggers.base import LoggedRun, Resumed, RunLogger, read_records
 
@@ -198,7 +199,7 @@ def test_config(run: Path, count: int) -> None:
 @few_or_many
 def test_evaluation(run: Path, count: int, caplog: pytest.LogCaptureFixture) -> None:
     """The archive has checksums: no damage of its bytes may change a result."""
-    path = results.path_of_step(run / results.FOLDER, STEP)
+    path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
     content, whole = path.read_bytes(), results.load(path)
     arrays = dict(np.load(path))
     for found in outcomes(path, bytewise(content, count, 10), lambda: results.load(path)):
@@ -244,8 +245,8 @@ def test_weights_without_digests(run: Path, tmp_path: Path, count: int) -> None:
     path = tmp_path / "weights.pt"
     content = checkpoint.weights_file(run).read_bytes()
 
-    def read() -> build.TrainedNetwork:
-        return build.load_trained(path, torch.device("cpu"))
+    def read() -> TrainedNetwork:
+        return TrainedNetwork.load(path, torch.device("cpu"))
 
     outcomes(path, [content], read)
     outcomes(path, bytewise(content, count, 13), read)
@@ -270,7 +271,7 @@ def test_checkpoint_with_a_value_of_another_type(run: Path, data_flags: list[str
 
     found = outcome(resume_training)
     assert isinstance(found, UserError) or key in ("optimizer", "scaler", "random", "config", "state")
-    outcome(lambda: build.load_trained(run, torch.device("cpu")))
+    outcome(lambda: TrainedNetwork.load(run, torch.device("cpu")))
 
 
 def test_link_to_the_best_checkpoint(run: Path) -> None:

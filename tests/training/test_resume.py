@@ -24,13 +24,14 @@ from processes import GENEROUS, run_ranks
 from trainings import STEPS, YAML, NoWaiting, assert_equal, assert_same_training, curves, directory, last, metrics
 
 import train
-from utils import build, cli
+from utils import cli
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpointer, summary
 from utils.training.checkpoint import (

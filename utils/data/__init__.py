@@ -5,11 +5,11 @@ from __future__ import annotations
 from utils.config import Config, nearest
 from utils.data.loader import Batch, Loader, Loaders, LoaderSpec
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
-from utils.data.volumes import check_data
+from utils.data.volumes import check_data, with_file_values
 from utils.distributed.world import World
 from utils.errors import UserError
 
-__all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader", "open_loaders"]
+__all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader", "open_loaders", "resolve_config"]
 
 LOADERS = {
     "lowmem": LoaderSpec(threaded.build_lowmem),
@@ -29,6 +29,12 @@ def get_loader(name: str) -> LoaderSpec:
         hint = nearest(name, LOADERS) or "; choose one with --data_loader_config"
         raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
     return LOADERS[name]
+
+
+def resolve_config(config: Config, world: World) -> Config:
+    """The config with the batch sizes of this world and the transform of its files. Every rank calls it."""
+    with world.raise_together():
+        return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
 
 
 def open_loaders(config: Config, world: World, reserve: int = 0) -> Loaders:

@@ -5,28 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.config import Config
-from utils.data.channels import volume_channels
+from utils.data import get_loader
 from utils.data.files.hdf5 import Volume, reading
+from utils.data.files.size_check import SizeCheck
+from utils.data.volumes import open_boxes
+from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import results
-from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import Flux, Results
-from utils.evaluation.statistics import VolumeStatistics
-from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
+from utils.evaluation.statistics import volume_statistics
+from utils.evaluation.volume import NOT_PERIODIC, NewFlux, evaluate_slabs
 from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.setup import FluxSetup
-from utils.profiling.memory import out_of_memory_for_users
-from utils.training import tags
+from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
 from utils.training.loggers.base import Logger
 
@@ -39,59 +37,68 @@ MEMORY_REMEDY = (
 
 
 class VolumeEvaluation(Evaluation):
-    """Evaluates the validation volume every `every_epochs` epochs and after the last; saves the results in `folder`."""
+    """Evaluates the validation volume every `evaluation.every_epochs` epochs and after the last; saves the results."""
 
     def __init__(
         self,
-        predictor: SlidingWindowPredictor,
-        target: ReadPlanes,
-        new_statistics: Callable[[], VolumeStatistics],
-        flux: FluxSetup | None,
-        *,
-        every_epochs: int,
-        folder: Path,
+        config: Config,
+        volume: Volume,
+        predict: Predict,
+        world: World,
+        directory: Path,
         logger: Logger,
-        metadata: dict[str, Any],
+        new_flux: NewFlux | None = None,
     ) -> None:
-        """`target(start, stop)` returns planes [C, stop - start, Y, Z] of the true fields; `flux` None: no flux."""
-        self._predictor, self._target, self._new_statistics, self._flux = predictor, target, new_statistics, flux
-        self._known: Flux | None = None  # of the last evaluation
-        self._every_epochs = every_epochs
-        self._folder, self._logger, self._metadata = folder, logger, metadata
+        """`directory` is the run's; `new_flux` None: without the flux."""
+        assert config.local_batch_size is not None
+        grid = evaluation_grid(config, volume)
+        # No more cells at once than in training.
+        batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
+        read, self._target = _plane_readers(volume)
+        channels = config.N_in_channels, config.N_out_channels
+        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, world)
+        self._config, self._volume, self._logger = config, volume, logger
+        self._new_flux = new_flux
+        self._flux: Flux | None = None  # of the last evaluation
+        self._folder = directory / evaluations.FOLDER
+        self._metadata = {"input": volume.path, "run": str(directory)}
+        if not volume.periodic:
+            self._metadata["note"] = NOT_PERIODIC
 
     def after_epoch(
         self, epoch: int, step: int, is_last: bool, stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
         """Scalars of the evaluation after an epoch, none if it is not due; every rank calls it."""
-        if epoch % self._every_epochs and not is_last:
+        if epoch % self._config.evaluation.every_epochs and not is_last:
             return {}
         started = time.perf_counter()
-        predictor, statistics = self._predictor, self._new_statistics()
+        predictor, world = self._predictor, self._predictor.world
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": predictor.grid.describe()}
         with out_of_memory_for_users(MEMORY_REMEDY):
-            flux = FluxStatistics(self._flux, predictor.world, self._known) if self._flux else None
+            statistics = volume_statistics(self._config, self._volume, world)
+            flux = self._new_flux(self._flux) if self._new_flux else None
             found = evaluate_slabs(
-                predictor.slabs(), self._target, statistics, metadata, predictor.world, stop_if_requested, flux
+                predictor.slabs(), self._target, statistics, metadata, world, stop_if_requested, flux
             )
-        self._known = found.flux
-        if predictor.world.is_root:
-            from utils.evaluation import figures  # matplotlib takes time to import
-
-            self._save(found, step)
-            for name, figure in figures.draw_all(found).items():
-                self._logger.figure(tags.evaluation(name), figure, step)
+        self._flux = found.flux
+        if world.is_root:
+            self._save_and_draw(found, step)
         seconds = time.perf_counter() - started
         log.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
         for line in found.lines():
             log.info(f"  {line}")
         return found.scalars()
 
-    def _save(self, found: Results, step: int) -> None:
-        """Saves the results; a full disk does not stop the training."""
+    def _save_and_draw(self, found: Results, step: int) -> None:
+        """Saves and draws the results; a full disk does not stop the training."""
         try:
-            results.save(found, results.path_of_step(self._folder, step))
+            results.save(found, evaluations.path_of_step(self._folder, step))
         except OSError as error:
-            log.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
+            log.warning("Cannot save the evaluation in %s: %s", self._folder, error.strerror or error)
+        from utils.evaluation import figures  # matplotlib takes time to import
+
+        for name, figure in figures.draw_all(found).items():
+            self._logger.figure(tags.evaluation(name), figure, step)
 
 
 def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
@@ -104,36 +111,26 @@ def evaluation_grid(config: Config, volume: Volume) -> WindowGrid:
         raise UserError(f"evaluation.window, evaluation.overlap: {error}") from None
 
 
-def build_evaluation(
-    config: Config, volume: Volume, predict: Predict, world: World, directory: Path, logger: Logger
-) -> VolumeEvaluation:
-    """Predictions of the whole validation volume, and their statistics."""
-    assert config.local_batch_size is not None
-    grid = evaluation_grid(config, volume)
-    inputs, targets = volume_channels(config)
-    # No more cells at once than in training.
-    batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
-    read, target = _plane_readers(volume)
-    vectors = config.vector_channels
-    options = FluxOptions(**{field.name: getattr(config.evaluation, field.name) for field in fields(FluxOptions)})
-    flux = FluxSetup.of(volume, (inputs, targets), (vectors.inputs, vectors.targets), options, log.info)
-    return VolumeEvaluation(
-        SlidingWindowPredictor(predict, read, grid, (len(inputs), len(targets)), batch_size, world),
-        target,
-        lambda: VolumeStatistics(targets, inputs, grid.shape, volume.cell, world, vectors.targets),
-        flux,
-        every_epochs=config.evaluation.every_epochs,
-        folder=directory / results.FOLDER,
-        logger=logger,
-        metadata={"input": volume.path, "run": str(directory)} | ({} if volume.periodic else {"note": NOT_PERIODIC}),
-    )
+def evaluation_volume(config: Config, world: World) -> Volume | None:
+    """The validation volume that evaluation.every_epochs asks for; UserError if it cannot be evaluated.
+
+    Called before anything is written: a run must not begin if its evaluations are bound to fail.
+    """
+    if not config.evaluation.every_epochs:
+        return None
+    with world.raise_together():
+        (volume,) = open_boxes(config, "valid", get_loader(config.data_loader_config).reads)
+        evaluation_grid(config, volume)
+    return volume
 
 
 def _plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
-    """Readers of planes along x of a volume's inputs and targets."""
+    """Readers of planes along x of a volume's inputs and targets; LocalError if a file has become shorter."""
+    size_check = SizeCheck(volume.files)
 
     def reader(field: Any) -> ReadPlanes:
         def planes(start: int, stop: int) -> np.ndarray:
+            size_check.check()
             with reading(volume.path):
                 return np.asarray(field[:, start:stop])
 

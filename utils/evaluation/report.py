@@ -20,6 +20,7 @@ from utils.evaluation import figures, results, training_figures
 from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
 from utils.files import atomic_directory, atomic_write
 from utils.provenance import read_provenance
+from utils.training import evaluations
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
@@ -52,10 +53,12 @@ def check_directory(output: Path, overwrite: bool) -> None:
 
 
 def write_report(output: Path, found: Results, provenance: Mapping[str, Any], world: World) -> None:
-    """Writes the files of REPORT_FILES that the results have data for, atomically, on rank 0. Every rank calls it."""
+    """Writes the files of REPORT_FILES that the results have data for, and logs the main results, on rank 0."""
     with world.raise_together():
         if not world.is_root:
             return
+        for line in found.lines():
+            log.info(line)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(found).items()}
         with (
             os_errors_for_users(f"cannot write {output}", "give another --output"),
@@ -71,7 +74,7 @@ def write_report(output: Path, found: Results, provenance: Mapping[str, Any], wo
 
 def write_run_report(run: Path) -> list[Path]:
     """Writes report.html into a run directory that has evaluations; returns the files written."""
-    history = results.load_history(run / results.FOLDER)
+    history = results.load_history(run / evaluations.FOLDER)
     if not history:
         return []
     drawn = figures.draw_all(history[-1]) | {"evaluation_curves": training_figures.evaluation_curves(history)}

@@ -13,10 +13,9 @@ import numpy as np
 
 from utils.data.channels import Channel
 from utils.errors import UserError
-from utils.files import atomic_write, open_regular, recover
-from utils.training import tags
+from utils.files import atomic_write, open_regular
+from utils.training import evaluations, tags
 
-FOLDER = "evaluation"  # in a run directory: one file per evaluation during training
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 TARGET, PREDICTION = "target", "prediction"  # names of fields of the flux, and of its baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without
@@ -253,10 +252,9 @@ def load(path: Path) -> Results:
             values[name] = {key: kind(**parts) for key, parts in values[name].items()}
         if values["phase_diagram"] is not None:
             values["phase_diagram"] = PhaseDiagram(**values["phase_diagram"])
-        if values.get("flux") is not None:  # files of earlier versions have none
+        if values["flux"] is not None:
             fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
-            axis_k = np.tile(values["flux"]["k"], (3, 1))  # the files of earlier versions lack it
-            values["flux"] = Flux(**{"axis_k": axis_k, **values["flux"], "fields": fields})
+            values["flux"] = Flux(**{**values["flux"], "fields": fields})
         found = Results(**values)
         found.scalars(), found.lines()  # fail if a value is of another type or shape
         return found
@@ -270,25 +268,12 @@ def load(path: Path) -> Results:
 # --- the evaluations of a run ----------------------------------------------------------------------------------------
 
 
-def path_of_step(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}.npz"
-
-
 def load_history(folder: Path) -> list[Results]:
     """All evaluations in a folder, ordered by step; damaged files are skipped with a warning."""
     history = []
-    for path in sorted(folder.glob("step_*.npz")):
+    for path in sorted(folder.glob(evaluations.FILES)):
         try:
             history.append(load(path))
         except UserError as error:
             log.warning("An evaluation is missing in the report: %s", error)
     return history
-
-
-def remove_after(folder: Path, step: int) -> None:
-    """Removes the evaluations after the step at which a training resumes; -1 removes all of them."""
-    if folder.is_dir():
-        recover(folder)
-    for path in folder.glob("step_*.npz"):
-        if path.stem[5:].isdigit() and int(path.stem[5:]) > step:
-            path.unlink(missing_ok=True)

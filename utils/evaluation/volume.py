@@ -8,32 +8,41 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from utils.config import Config
-from utils.config.sections import TransformConfig
-from utils.data.channels import INPUTS, TARGETS, VELOCITY, Channel, volume_channels
+from utils.data.channels import INPUTS, TARGETS, VELOCITY
 from utils.data.files.attributes import file_transform
 from utils.data.files.fields import checked_field
 from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.options import FluxOptions
-from utils.evaluation.results import Results
-from utils.evaluation.statistics import VolumeStatistics
+from utils.evaluation.results import Flux, Results
+from utils.evaluation.statistics import VolumeStatistics, volume_statistics
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
-from utils.lyman_alpha.forest import FluxStatistics
-from utils.lyman_alpha.setup import FluxSetup
 from utils.progress import Progress
 
 log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
+
+
+class FluxMeasurement(Protocol):
+    """The Lyman-alpha flux of a volume, added up like VolumeStatistics; `utils.lyman_alpha` computes it."""
+
+    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None: ...
+
+    def results(self, progress: Callable[[], object]) -> Flux: ...
+
+
+# Starts the measurement of one evaluation; the argument is the flux of an earlier evaluation of the same volume.
+NewFlux = Callable[[Flux | None], FluxMeasurement]
 
 
 def evaluate_slabs(
@@ -43,7 +52,7 @@ def evaluate_slabs(
     metadata: Mapping[str, Any],
     world: World,
     stop_if_requested: Callable[[], object] = lambda: None,
-    flux: FluxStatistics | None = None,
+    flux: FluxMeasurement | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
@@ -53,8 +62,8 @@ def evaluate_slabs(
         with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
         true = torch.from_numpy(planes).to(world.device)
-        for each in (statistics, flux) if flux else (statistics,):
-            each.add(slab.start, slab.inputs, slab.predicted, true)
+        for part in (statistics, flux) if flux else (statistics,):
+            part.add(slab.start, slab.inputs, slab.predicted, true)
             stop_if_requested()
 
     def progress() -> None:
@@ -93,7 +102,7 @@ class VolumeFields:
     inputs: FieldReader
     target: FieldReader
     prediction: FieldReader | None
-    transform: TransformConfig  # of the channels of all files
+    config: Config  # with the transform of the channels of all files
     warnings: Sequence[str] = ()  # about unlikely values
 
     @classmethod
@@ -109,17 +118,17 @@ class VolumeFields:
             FieldReader(inputs, config.dataset_names[0], config.N_in_channels, config.transform),
             FieldReader(target or inputs, config.dataset_names[1], config.N_out_channels, config.transform),
             FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
-            config.transform,
+            config,
         )
         shape = fields.inputs.shape
-        for other in fields.all()[1:]:
-            if other.shape != shape:
-                raise UserError(f"{OUTPUT} of {other.path} has {other.shape} cells, but {INPUT} of {inputs} {shape}")
-        attributes = {each.path: each.attributes for each in fields.all()}
-        transform = file_transform(config.transform, attributes)
+        for output in fields.all()[1:]:
+            if output.shape != shape:
+                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {inputs} {shape}")
+        transform = file_transform(config.transform, {field.path: field.attributes for field in fields.all()})
         physical = config.allow_physical_values or prediction is not None
-        checked = (check_sample(each.path, each.name, each.values, physical) for each in fields.all())
-        return replace(fields, transform=transform, warnings=list(itertools.chain.from_iterable(checked)))
+        checked = (check_sample(field.path, field.name, field.values, physical) for field in fields.all())
+        config = config.model_copy(update={"transform": transform})
+        return replace(fields, config=config, warnings=list(itertools.chain.from_iterable(checked)))
 
     def all(self) -> list[FieldReader]:
         return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
@@ -129,24 +138,12 @@ class VolumeFields:
         """False if one of the files says that it is not."""
         return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
 
-    def statistics(self, config: Config, world: World) -> VolumeStatistics:
-        """Empty statistics for this volume."""
-        inputs, targets = self._channels(config)
-        vectors = config.vector_channels.targets
-        return VolumeStatistics(targets, inputs, self.inputs.shape, self.inputs.cell, world, vectors)
-
-    def _channels(self, config: Config) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
-        """Input and target channels."""
-        return volume_channels(config.model_copy(update={"transform": self.transform}))
-
     def evaluate(
-        self, slabs: Iterable[Slab], config: Config, options: FluxOptions, metadata: Mapping[str, Any], world: World
+        self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World, new_flux: NewFlux | None = None
     ) -> Results:
-        """Evaluates the predicted slabs; every rank calls it."""
-        vectors = config.vector_channels.inputs, config.vector_channels.targets
-        note = log.warning if world.is_root else log.debug
-        setup = FluxSetup.of(self.inputs, self._channels(config), vectors, options, note)
-        flux, statistics = FluxStatistics(setup, world) if setup else None, self.statistics(config, world)
+        """Evaluates the predicted slabs; every rank calls it. `new_flux` None: without the flux."""
+        statistics = volume_statistics(self.config, self.inputs, world)
+        flux = new_flux(None) if new_flux else None
         return evaluate_slabs(slabs, self.target.planes, statistics, metadata, world, flux=flux)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from utils.data.channels import Channel
+from networks.physical import DENSITY_FLOOR, PhysicalNetwork
+from utils.data.channels import Channel, check_physical_units
+from utils.data.files.attributes import FLOOR
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write
+from utils.inference.trained_network import TrainedNetwork
 
 METADATA = "metadata.json"
 FORMAT = 1  # of inputs, outputs and metadata: raise it if programs that use older files would fail or go wrong
@@ -35,6 +38,20 @@ class ExportedNetwork:
     targets: Sequence[Channel]
     divisor: int  # X, Y and Z are multiples of it
     density_floor: float | None  # smallest density that the transform accepts; None: channels, without transforms
+
+    @classmethod
+    def of(cls, trained: TrainedNetwork, units: str) -> ExportedNetwork:
+        """The network to export in `units` "physical" or "channel"; UserError if the physical values are unknown."""
+        inputs, targets = trained.channels
+        divisor = 2**trained.config.scales
+        if units == "channel":
+            return cls(module=trained.network, inputs=inputs, targets=targets, divisor=divisor, density_floor=None)
+        check_physical_units((*inputs, *targets), "give --units channel")
+        floor = trained.simulation.get(FLOOR)  # of the training data, as predict.py's inputs have it
+        if not isinstance(floor, float) or not 0 < floor < 1:
+            floor = DENSITY_FLOOR
+        module = PhysicalNetwork(trained.network, inputs, targets, floor).eval()
+        return cls(module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor)
 
     @property
     def has_physical_units(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,9 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.config import Config
+from utils.data.files.hdf5 import FieldReader, Volume
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import PREDICTION, TARGET, Flux, FluxField
+from utils.evaluation.volume import NewFlux
 from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
 from utils.lyman_alpha.setup import FluxSetup
 
@@ -29,6 +33,8 @@ TRUNCATE = 4.0  # standard deviations at which the smoothing ends
 VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
 
 Progress = Callable[[], object]
+
+log = logging.getLogger(__name__)
 
 
 class Sightlines:
@@ -60,6 +66,14 @@ class Sightlines:
         for place, x in enumerate(self.rows):
             if start <= x < start + fields.shape[1]:
                 yield place, fields[:, x - start].movedim(self.axis, -1)[:, self.columns]
+
+
+def flux_of_volume(
+    volume: Volume | FieldReader, config: Config, world: World, note: Callable[[str], object] = log.warning
+) -> NewFlux | None:
+    """Makes the statistics of each evaluation of a volume; None, and on rank 0 a line for `note`, if there are none."""
+    setup = FluxSetup.of(volume, config, note if world.is_root else lambda line: None)
+    return functools.partial(FluxStatistics, setup, world) if setup else None
 
 
 class FluxStatistics:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
+from utils.config import Config
+from utils.config.sections import EvaluationConfig
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.errors import UserError
-from utils.evaluation.options import FluxOptions
 from utils.evaluation.results import FGPA, REAL_FGPA
 from utils.lyman_alpha.flux import STATED, Universe, published_mean_flux
 
@@ -40,24 +41,15 @@ class FluxSetup:
     target_channels: Channels
     gas: Field
     dark: Field | None  # None if the unit of the input's density is unknown
-    options: FluxOptions
+    options: EvaluationConfig
 
     @classmethod
-    def of(
-        cls,
-        volume: Volume | FieldReader,
-        channels: tuple[Channels, Channels],
-        vectors: tuple[Vectors, Vectors],
-        options: FluxOptions,
-        note: Callable[[str], object],
-    ) -> FluxSetup | None:
-        """None if the flux is switched off, or if something is missing, which one line passed to `note` says.
-
-        `channels` are those of the input and of the target, `vectors` their triples of vector components.
-        """
+    def of(cls, volume: Volume | FieldReader, config: Config, note: Callable[[str], object]) -> FluxSetup | None:
+        """None if the flux is switched off, or if something is missing, which one line passed to `note` reports."""
+        options, (inputs, targets) = config.evaluation, volume_channels(config)
         if not options.flux:
             return None
-        dark, gas = (_find(*each) for each in zip(channels, vectors, strict=True))
+        dark, gas = _find(inputs, config.vector_channels.inputs), _find(targets, config.vector_channels.targets)
         universe, cell = Universe.of(volume.simulation), volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]
         unstated += ["box_size_mpc_h"] if cell is None else []
@@ -77,7 +69,7 @@ class FluxSetup:
         if reasons or universe is None or cell is None or gas is None or mean_flux is None:
             note(f"Lyman-alpha flux skipped: {'; '.join(reasons)}")
             return None
-        return cls(volume.shape, cell, universe, mean_flux, *channels, gas, dark, options)
+        return cls(volume.shape, cell, universe, mean_flux, inputs, targets, gas, dark, options)
 
     @property
     def smoothing(self) -> float:

@@ -8,34 +8,38 @@ The settings are in benchy-conf.yaml, or in the file named by the environment va
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import statistics
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
-from utils.config import parse_value, validate_section
+from utils.config import Config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.data import Batch, Loader
+from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, read_text
+from utils.optim.schedules import build_schedule
+from utils.profiling.memory import reserved_bytes
 from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
 from utils.progress import Progress
 from utils.provenance import provenance
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
+PEAK_SECONDS = 1.0  # duration of the measurement of the matmul peak
 
 
 class Trials(Section):
@@ -56,17 +60,6 @@ class Settings(Section):
     SYNTHETIC: Trials = Trials()
     FULL: Trials = Trials()
     output: str = "benchy.json"
-
-
-@dataclass(frozen=True)
-class BenchmarkOptions:
-    """The properties of the run that the benchmark needs."""
-
-    lr: float
-    global_batch_size: int
-    dtype: torch.dtype = torch.float32  # type of the step's matrix products
-    exchanges_gradients: bool = False
-    peak_seconds: float = 1.0  # duration of the measurement of the matmul peak
 
 
 def read_settings(world: World) -> Settings:
@@ -92,40 +85,35 @@ def read_settings(world: World) -> Settings:
 class Benchmark:
     """Measures the step and the loader of a training run. All ranks take part."""
 
-    def __init__(
-        self,
-        step: EagerStep,
-        loader: Loader,
-        world: World,
-        settings: Settings,
-        options: BenchmarkOptions,
-    ) -> None:
+    def __init__(self, config: Config, step: EagerStep, loader: Loader, world: World, settings: Settings) -> None:
         self._step, self._loader, self._world = step, loader, world
-        self._settings, self._options = settings, options
+        self._settings, self._batch_size, self._lr = settings, config.global_batch_size, build_schedule(config).peak
+        self._dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32  # of matrix products
+        self._exchanges_gradients = world.size > 1 and not config.noddp
 
     def run(self) -> dict[str, Any]:
         """Runs all trials, logs the summary lines and writes the JSON file on rank 0; returns its content."""
         peak = self._measure_peak()
-        endless = self._endless()
-        fixed = Batch(*(part.clone() for part in next(endless)))
-        settings, lr = self._settings, self._options.lr
+        batches = self._batches()
+        fixed = Batch(*(part.clone() for part in next(batches)))
+        settings, lr = self._settings, self._lr
         plan: Plan = {
-            "IO": (settings.IO, lambda: next(endless)),
+            "IO": (settings.IO, lambda: next(batches)),
             "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, lr)),
-            "FULL": (settings.FULL, lambda: self._step(*next(endless), lr)),
+            "FULL": (settings.FULL, lambda: self._step(*next(batches), lr)),
         }
-        if self._options.exchanges_gradients:  # last, because the ranks' parameters differ afterwards
+        if self._exchanges_gradients:  # last, because the ranks' parameters differ afterwards
             plan["NO-COMM"] = plan["SYNTHETIC"]
         results: dict[str, Any] = {
             "provenance": provenance(self._world),
             "unit": "samples/s",
-            "global_batch_size": self._options.global_batch_size,
+            "global_batch_size": self._batch_size,
             "ranks": self._world.size,
             "flops_per_sample": training_flops(self._step.network, fixed.inputs),
             "matmul_peak": peak,
         }
         results |= self._measure(plan, results["flops_per_sample"], peak["TFLOP/s"])
-        endless.close()
+        batches.close()
         if "NO-COMM" in plan:
             results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
         self._log(results, list(plan))
@@ -167,22 +155,20 @@ class Benchmark:
             action()
         synchronize(self._world.device)
         seconds = torch.tensor(time.perf_counter() - started, device=self._world.device)
-        return batches * self._options.global_batch_size / float(self._world.gather(seconds).max())
+        return batches * self._batch_size / float(self._world.gather(seconds).max())
 
-    def _endless(self) -> Generator[Batch, None, None]:
-        epoch = 0
-        while True:
+    def _batches(self) -> Generator[Batch, None, None]:
+        """The batches of one epoch after another, without end."""
+        for epoch in itertools.count():
             yield from self._loader.epoch(epoch)
-            epoch += 1
 
     def _measure_peak(self) -> dict[str, Any]:
         """TFLOP/s of a matrix product, measured on all ranks at the same time, and the mean over the ranks."""
         self._world.barrier()
-        dtype = self._options.dtype
         # The best of many trials: other programs on the machine only slow it down.
-        best = max(matmul_tflops(self._world.device, dtype, self._options.peak_seconds))
+        best = max(matmul_tflops(self._world.device, self._dtype, PEAK_SECONDS))
         peaks = self._world.gather_json(best)
-        name = str(dtype).removeprefix("torch.")
+        name = str(self._dtype).removeprefix("torch.")
         if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
             name = "float32 as TF32"
         mean = statistics.fmean(peaks)
@@ -215,3 +201,10 @@ class Benchmark:
                 ):
                     partial.write_text(json.dumps(results, indent=2) + "\n")
         log.info(f"Benchmark results: {path}")
+
+
+def run(config: Config, world: World, step_class: type[EagerStep]) -> None:
+    """Measures the step and the training loader. Every rank calls it."""
+    settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
+    with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
+        Benchmark(config, step, loaders.train, world, settings).run()

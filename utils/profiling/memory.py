@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +9,15 @@ import torch
 from torch import nn
 
 from utils.config import Config
+from utils.data import get_loader
 from utils.data.loaders.build import meta_batch
-from utils.errors import LocalError
+from utils.distributed.world import World
 from utils.files import GIB
 from utils.optim.optimizers import state_bytes
+from utils.steps import build
 
 # A loader fills one batch while another is in use; on a GPU, kernels may still read a third.
 BATCHES = 3
-TRAINING_REMEDY = (
-    "lower local_batch_size, raise accumulation_steps, or, if the loader is resident, use --data_loader_config=lowmem"
-)
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,17 @@ class TrainingMemory:
         return self.total + self.total // 5 + GIB
 
 
-def training_memory(config: Config, build_network: Callable[[Config], nn.Module]) -> TrainingMemory:
+def reserved_bytes(config: Config, world: World) -> int:
+    """Device memory that a loader which keeps volumes there must leave free; 0 for other loaders and on a CPU."""
+    keeps_volumes = get_loader(config.data_loader_config).on_device and world.device.type == "cuda"
+    return training_memory(config).reserve if keeps_volumes else 0
+
+
+def training_memory(config: Config) -> TrainingMemory:
     """The memory of a training with this config, whose batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
     with torch.device("meta"):
-        network = build_network(config)
+        network = build.network(config)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     micro_batch = meta_batch(config, config.local_batch_size // config.accumulation_steps)
     activations = activation_bytes(network, micro_batch[0])
@@ -74,18 +77,3 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(inputs)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
-
-
-@contextlib.contextmanager
-def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
-    """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).split(". ")[0].strip()
-        raise LocalError(f"no device memory left ({reason}); {remedy}") from error
-    except (MemoryError, RuntimeError) as error:  # of numpy, and of torch on the CPU
-        _, _, reason = str(error).partition("DefaultCPUAllocator: ")
-        if not reason and not isinstance(error, MemoryError):
-            raise
-        raise LocalError(f"no memory left ({(reason or str(error)).split('. ')[0].strip()}); {remedy}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
 
+from networks.norms import ghost_batch
 from utils import cli
 from utils import config as configs
 from utils.config import Config
@@ -28,84 +29,111 @@ from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
+from utils.evaluation.callback import evaluation_volume
 from utils.files import GIB, atomic_write, check_target
-from utils.optim.optimizers import build_optimizer
 from utils.optim.schedules import StepSchedule, build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
+from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.loggers import check_loggers
 from utils.training.resume import find_start
 from utils.training.run import LOCK, Request, choose, is_free, run_directory
 
 WARNING = "warning: "
 OTHER_BATCH = "lower local_batch_size or raise accumulation_steps"
 MOST_DIFFERENCES = 15
+ALONE = World(Launch("preflight"), torch.device("cpu"))
 
 
-def run(
-    options: cli.Options,
-    config: Config,
-    build_network: Callable[[Config], nn.Module],
-    check: Callable[[Config], object],
-    build_step: Callable[[Config], EagerStep],
-) -> None:
-    """Prints the findings on the first rank; raises UserError at the first fault.
-
-    `check` raises UserError or ValueError for faults that this module cannot find. All functions receive the config
-    with the batch sizes of the number of ranks.
-    """
+def run(options: cli.Options, config: Config, step_class: type[EagerStep] = EagerStep) -> None:
+    """Prints the findings on the first rank; raises UserError at the first fault."""
     launch = read_launch()
     if launch.rank > 0:
         return
     ranks = options.preflight or launch.world_size
     config = config.for_world(ranks)
     with value_errors_for_users():
-        check(config)
+        if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
+            world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
+            step_class.check(world, build.step_options(config))
+        build.loss(config)
+        evaluation_volume(config, ALONE)
+        check_loggers(config.loggers, ALONE)
         warnings = 0
-        for line in _report(options, config, ranks, build_network, build_step):
+        for line in _report(options, config, ranks):
             print(f"preflight: {line}", flush=True)
             warnings += line.startswith(WARNING)
     print(f"preflight: no errors; warnings: {warnings}" if warnings else "preflight: all checks passed")
 
 
-def _report(
-    options: cli.Options,
-    config: Config,
-    ranks: int,
-    build_network: Callable[[Config], nn.Module],
-    build_step: Callable[[Config], EagerStep],
-) -> Iterator[str]:
+def _report(options: cli.Options, config: Config, ranks: int) -> Iterator[str]:
     transformed = with_file_values(config, get_loader(config.data_loader_config).reads)
     yield f"ranks {ranks} × local batch {config.local_batch_size} = global batch {config.global_batch_size}" + (
         f", in {config.accumulation_steps} micro-batches" if config.accumulation_steps > 1 else ""
     )
     yield f"steps: {config.steps_per_epoch} per epoch × {config.num_epochs} epochs = {config.total_steps}"
-    memory = training_memory(config, build_network)
+    memory = training_memory(config)
     shape = " × ".join(map(str, meta_batch(config, 1)[0].shape[1:]))
     yield f"network: {config.network.name}, {memory.parameters:,} parameters, accepts samples of shape {shape}"
-    build_optimizer(config.optimizer, [("weight", nn.Parameter(torch.zeros(1)))], config.lr_schedule.start_lr)
     if config.enable_benchy:
-        read_settings(World(Launch("preflight"), torch.device("cpu")))
+        read_settings(ALONE)
     yield from _memory(memory, config.device, ranks)
     yield _learning_rate(config)
     if options.plot is not None:
         yield _plot_learning_rate(config, options.config, Path(options.plot))
+    yield _one_step(transformed)
     if not config.enable_benchy:
         directory = run_directory(config, options.config, options.run_num, ranks)
         jobs, restarted = map(tuple, lasting_jobs())
         request = Request(transformed, options.config, directory, options.resume, options.init_from, jobs, restarted)
-        yield from _run_directory(request, lambda: build_step(transformed))
+        yield from _run_directory(request)
     if config.data_loader_config == "auto":
         world = World(Launch("preflight"), choose_device(config.device, 0))
         choice = auto.choose(config, world, memory.reserve)
         yield f"data_loader_config auto: {choice.name} on this machine, {choice.reason}"
     yield from _data(config, memory, ranks)
     if get_loader(config.data_loader_config).reads in ("hdf5", "npy"):
-        yield f"channels: {'; '.join(dict.fromkeys(each.formula() for each in volume_channels(transformed)[1]))}"
+        formulas = dict.fromkeys(channel.formula() for channel in volume_channels(transformed)[1])
+        yield f"channels: {'; '.join(formulas)}"
     if "base" in configs.read_file(options.yaml_config):
         yield from _differences(configs.load(options.yaml_config, "base"), config, options.overrides)
+
+
+def _one_step(config: Config) -> str:
+    """Trains one step on the smallest batch that the network accepts, of random values, if memory allows.
+
+    On this machine's GPU if the run uses GPUs; else on the CPU, without compilation, which would take minutes.
+    """
+    # Batch norm needs two values per channel, which one sample may not have at the bottleneck.
+    samples = ghost_batch(config.network.norm) or (1 if config.network.norm in ("none", "group") else 2)
+    changes = {"local_batch_size": samples, "accumulation_steps": 1, "enable_jit": False}
+    config = config.model_copy(update=changes)
+    needed = training_memory(config).total
+    on_gpu = uses_gpus(config.device) and torch.cuda.is_available()
+    world = World(Launch("preflight"), choose_device(config.device, 0)) if on_gpu else ALONE
+    limit = torch.cuda.mem_get_info(0)[0] if on_gpu else memory_limit()
+    text = f"one step with {samples} sample{'s' * (samples > 1)} on {world.device}"
+    if needed > limit // 2:
+        return f"{text}: not tried, it needs about {needed / GIB:.2f} GiB"
+    started = time.perf_counter()
+    inputs, targets = (part.to(world.device) for part in _random_batch(config, samples))
+    with build.step(config, world, build.model(config)) as step:
+        loss = float(step(inputs, targets, config.lr_schedule.start_lr))
+    return f"{text}: loss {loss:.4g}, {time.perf_counter() - started:.1f} s"
+
+
+def _random_batch(config: Config, samples: int) -> list[torch.Tensor]:
+    """Inputs and targets: uniform values in [-1, 1), zeros for words and labels."""
+    generator = torch.Generator().manual_seed(config.seed)
+    return [
+        2 * torch.rand(part.shape, generator=generator) - 1
+        if part.is_floating_point()
+        else torch.zeros_like(part, device="cpu")
+        for part in meta_batch(config, samples)
+    ]
 
 
 def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
@@ -164,7 +192,7 @@ def _plot_learning_rate(config: Config, name: str, file: Path) -> str:
     return f"learning rate plotted in {file}"
 
 
-def _run_directory(request: Request, build_step: Callable[[], EagerStep]) -> Iterator[str]:
+def _run_directory(request: Request) -> Iterator[str]:
     choice = choose(request)
     directory, shown = choice.path, f"run directory: {choice}"
     parent = directory.absolute()
@@ -181,10 +209,12 @@ def _run_directory(request: Request, build_step: Callable[[], EagerStep]) -> Ite
         yield f"{shown} exists: the run resumes from its newest checkpoint"
     else:
         yield f"{shown} exists: its logs and checkpoints will be replaced"
-    alone = World(Launch("preflight"), torch.device("cpu"))
-    start = find_start(directory, choice.resume, request.init_from, request.config.model_dump(), alone, clean_up=False)
+    config = request.config
+    start = find_start(directory, choice.resume, request.init_from, config.model_dump(), ALONE, clean_up=False)
     if lines := start.describe():
-        start.restore(build_step(), alone)  # raises what the training would raise if the state does not fit
+        start.restore(
+            build.step(config, ALONE, build.model(config)), ALONE
+        )  # raises what the training would raise if the state does not fit
         yield from lines
     if start.is_complete:
         yield f"{WARNING}{start.nothing_to_train.replace('was trained', 'is left to train', 1)}"
@@ -204,7 +234,7 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             yield f"{split} data: {config.dataset.name}, {used}, all labels in range"
     else:
         volumes = {
-            split: [each.volume() for each in open_split_npy(config, split)]
+            split: [pair.volume() for pair in open_split_npy(config, split)]
             if spec.reads == "npy"
             else open_split(config, split)
             for split in SPLITS
@@ -250,7 +280,7 @@ def _differences(base: Config, config: Config, given: Collection[str]) -> Iterat
     before, changes = configs.flatten(base), configs.differences(config, base)
     changes.pop("local_batch_size", None)
     yield f"differences from base: {len(changes) or 'none'}"
-    keys = sorted(changes, key=lambda key: not any(f"{key}.".startswith(f"{each}.") for each in given))
+    keys = sorted(changes, key=lambda key: not any(f"{key}.".startswith(f"{flag}.") for flag in given))
     lines = [f"  {key} {before[key]} -> {changes[key]}" for key in keys]
     yield from lines[:MOST_DIFFERENCES]
     if len(lines) > MOST_DIFFERENCES:

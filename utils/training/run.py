@@ -24,11 +24,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils import config as configs
 from utils.cli import Options
@@ -36,6 +36,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.volumes import training_simulation
 from utils.distributed.devices import uses_gpus
+from utils.distributed.identity import digest
 from utils.distributed.launch import lasting_jobs, restarted
 from utils.distributed.locks import LockedFile, is_locked, open_locked
 from utils.distributed.world import World
@@ -48,6 +49,8 @@ from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
 from utils.training.checkpointer import AsyncCheckpointer, Checkpointer
 from utils.training.data_record import data_changes, data_record
+from utils.training.evaluations import FOLDER as EVALUATIONS
+from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunLogger
 from utils.training.resume import Start, find_start
@@ -59,7 +62,7 @@ LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "
 RESTART_SECONDS = 60.0  # for which a restarted job waits until the processes of its predecessor have ended
 # All that a run writes; --resume=no removes it, and nothing else. Without its config a run cannot be continued, so the
 # config goes first and a removal that was interrupted is completed by the next start.
-WRITTEN = [SUMMARY, CONFIG, FOLDER, "metrics.jsonl", "logs", "out.log", "evaluation", "report.html", "wandb"]
+WRITTEN = [SUMMARY, CONFIG, FOLDER, "metrics.jsonl", "logs", "out.log", EVALUATIONS, "report.html", "wandb"]
 WRITTEN += ["loss_curves.png", "slices.png", "trace*.json.gz", "top_operations*.txt", ".profile-*"]
 WRITTEN += ["flight_recorder_rank*.json", PROVENANCE]
 
@@ -204,6 +207,13 @@ def _numbered(directory: Path, number: int) -> Path:
     return directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
 
 
+class RunReport(NamedTuple):
+    """Lines of the result table in addition to the result."""
+
+    losses: dict[str, float]  # of predictors that learn nothing, by name
+    lines: list[str]  # the files that were written
+
+
 @dataclass
 class Run:
     """An open run. Every rank has one; rank 0 holds the lock and writes.
@@ -248,13 +258,16 @@ class Run:
         finally:
             claim.release()
 
-    @property
-    def nothing_to_do(self) -> str | None:
-        """The reason why the command ends at once: all epochs are trained, and the summary is written."""
+    def has_nothing_to_do(self) -> bool:
+        """True, and logs the reason, if all epochs are trained and the summary is written; every rank calls it."""
         if not self.start.is_complete:
-            return None
+            return False
         is_written = self.world.gather_json(finished_steps(self.directory) == self.start.state.step)[0]
-        return self.start.nothing_to_train if is_written or not self.start.may_lack_summary else None
+        if self.start.may_lack_summary and not is_written:
+            return False
+        log.info("Run directory: %s", self.directory)
+        log.warning(self.start.nothing_to_train)
+        return True
 
     def restore(self, step: EagerStep) -> TrainState:
         """Loads the checkpoint or the weights into the step. From then on the directory records this run.
@@ -270,15 +283,12 @@ class Run:
                 self._begin(record)
         return state
 
-    def finish(self, result: FitResult, losses: Mapping[str, float], pictures: list[str]) -> None:
-        """Logs the result table and writes summary.json, the last file of a run; every rank calls it.
-
-        losses: losses of other predictors to compare with, by name. pictures: lines for the table.
-        """
+    def finish(self, result: FitResult, report: RunReport) -> None:
+        """Logs the result table and writes summary.json, the last file of a run; every rank calls it."""
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
         self.logger.hparams(self.config, {tags.hparam(name): x for name, x in final.items()}, result.steps + 1)
-        losses = {self.start.initial_network: result.initial_loss, **losses}
-        table = [*result.table(losses), f"run directory  {self.directory}", *pictures]
+        losses = {self.start.initial_network: result.initial_loss, **report.losses}
+        table = [*result.table(losses), f"run directory  {self.directory}", *report.lines]
         log.info("\n  ".join(["Result:", *table]))
         with self.world.raise_together():
             self.checkpointer.check()
@@ -290,7 +300,6 @@ class Run:
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
         if self.start.is_complete:
             log.warning(self.start.nothing_to_train)
-        log.info("DONE ---- rank %d", self.world.rank)
 
     def _write_summary(self, result: FitResult) -> None:
         remedy = "the network is saved; the same command writes it"
@@ -306,6 +315,7 @@ class Run:
             if start.resumed is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
                 _remove_run(directory)
             recover(directory)
+            remove_after(directory / EVALUATIONS, start.state.step)
             changes: list[str] = []
             if not start.is_complete:  # otherwise the records of the process that trained it stay
                 changes = self._write_records(record)
@@ -405,6 +415,12 @@ def run_directory(config: Config, name: str, run_num: str, ranks: int) -> Path:
     On CPUs <ranks>ranks takes the place of <ranks>GPU.
     """
     return Path(config.expdir) / name / f"{ranks}{'GPU' if uses_gpus(config.device) else 'ranks'}" / run_num
+
+
+def identity(config: Config, options: Options) -> dict[str, str]:
+    """Distinguishes a run from others. All of its ranks have the same, and compare it when they connect."""
+    directory = Path(config.expdir, options.config, options.run_num)  # without the device, which may differ
+    return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
 
 
 def run_request(config: Config, options: Options, world: World) -> Request:

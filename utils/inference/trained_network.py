@@ -1,0 +1,94 @@
+"""A trained network read from a checkpoint, and the objects that use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from networks.norms import ghost_batch
+from utils import config as configs
+from utils.config import Config
+from utils.data.channels import Channel, volume_channels
+from utils.data.files.attributes import Simulation, warn_of_other_simulation
+from utils.data.files.hdf5 import FieldReader
+from utils.distributed.world import World
+from utils.errors import UserError, value_errors_for_users
+from utils.inference.options import InferenceOptions
+from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
+from utils.inference.window_grid import build_window_grid
+from utils.steps import build
+from utils.steps.eager import weights_difference
+from utils.training.checkpoint import read_weights
+
+DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network read from a checkpoint, in evaluation mode, with the config that made it."""
+
+    network: nn.Module
+    config: Config
+    record: dict[str, Any]  # epoch, step and final_loss of the checkpoint
+    simulation: Simulation  # of the training data
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device) -> TrainedNetwork:
+        """Reads a weights.pt, a checkpoint's directory, or a run's best checkpoint; UserError for others."""
+        content = read_weights(Path(path))
+        if "config" not in content:
+            raise UserError(f"{path} has no config of its network; give weights that train.py has written")
+        config = configs.validate(content["config"], str(path))
+        if config.is_classification:
+            raise UserError(f"{path} holds a classifier ({config.network.name}); give one trained on volumes")
+        # Options that change how a layer computes, but not what: a prediction needs none of them.
+        plain = {
+            "fused_pointwise": False,
+            "network": config.network.model_copy(update={"space_to_depth": []}),
+            "accumulation_steps": 1,
+            "local_batch_size": ghost_batch(config.network.norm) or 1,
+        }
+        with value_errors_for_users():
+            network = build.network(config.model_copy(update=plain))
+        try:
+            network.load_state_dict(content["network"])
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = weights_difference(network, content["network"]) or " ".join(str(error).split())
+            raise UserError(f"{path} does not match the network in its config: {reason}") from None
+        record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
+        return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
+
+    @property
+    def channels(self) -> tuple[tuple[Channel, ...], tuple[Channel, ...]]:
+        """Input and target channels."""
+        return volume_channels(self.config)
+
+    def attributes(self) -> dict[str, Any]:
+        """Transform, checkpoint and config as attributes of a predicted file."""
+        transform = self.config.transform.model_dump()
+        return {
+            **{key: value for key, value in transform.items() if value is not None},
+            **{f"checkpoint_{key}": value for key, value in self.record.items()},
+            "config": configs.to_yaml(self.config, "trained"),
+        }
+
+
+def build_predictor(
+    trained: TrainedNetwork, volume: FieldReader, options: InferenceOptions, world: World
+) -> SlidingWindowPredictor:
+    """Predicts `volume` window by window; UserError if the windows do not suit the network or the box."""
+    config = trained.config
+    window, divisor = options.window or config.data_size, 2**config.scales
+    if world.is_root:
+        warn_of_other_simulation(volume.path, volume.simulation, trained.simulation)
+    if window % divisor:
+        raise UserError(f"--window {window} is not a multiple of {divisor} (2**scales of the network)")
+    grid = build_window_grid(volume.shape, window, options.overlap, periodic=options.wraps(volume.attributes))
+    batch_size = options.batch_size or DEFAULT_BATCH_SIZES[world.device.type]
+    channel_counts = (config.N_in_channels, config.N_out_channels)
+    predict = forward_pass(trained.network, options.precision, world.device)
+    return SlidingWindowPredictor(predict, volume.planes, grid, channel_counts, batch_size, world)
