@@ -28,8 +28,8 @@ from utils.data.files.attributes import FLOOR, Simulation, warn_of_other_simulat
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.data.splits import check_data, open_boxes, training_simulation, with_file_values
 from utils.distributed.devices import choose_device
-from utils.distributed.identity import digest
 from utils.distributed.launch import Launch, lasting_jobs
+from utils.distributed.rendezvous import digest
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users

@@ -24,7 +24,7 @@ from utils.runs.summary import finished_steps
 from utils.training.checkpoint import FOLDER, saved_steps
 
 LOCK = ".lock"
-LOCK_FILES = {LOCK, f"{LOCK}.owner", f"{LOCK}.owner.next"}  # left by a process that was killed before it trained
+LOCK_FILES = {LOCK}  # left by a process that was killed before it trained
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class RunDirectory:
                     self._leave()
                     raise
         path, resume = self._world.gather_json(self._choice and [str(self._choice.path), self._choice.resume])[0]
-        self._world.watchdog.folder = Path(path)
+        self._world.heartbeat.folder = Path(path)
         return self._choice or Choice(Path(path), resume)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

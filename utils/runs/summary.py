@@ -100,6 +100,7 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
     if result.skipped_updates == result.steps > 0:
         raise UserError(f"training failed: all {result.steps} updates were skipped, nothing was learned; {REMEDY}")
     logger, world = trainer.logger, trainer.world
+    world.heartbeat.progress("end")
     final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
     logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
     losses = {start.initial_network: result.initial_loss}
