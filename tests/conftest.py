@@ -28,7 +28,7 @@ LONG_FILES = (
     "tests/training/test_resume.py",
     "tests/distributed/test_signals.py",
     "tests/runs/test_summary.py",
-    "tests/distributed/test_watchdog.py",
+    "tests/distributed/test_heartbeat.py",
     "tests/distributed/test_restarts.py",
     "tests/steps/test_compile.py",
     "tests/training/test_soak.py",

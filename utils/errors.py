@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 EXIT_USER_ERROR = 2
 EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same command resumes from it
-EXIT_HANG = 76  # the watchdog found a rank without progress
+EXIT_HANG = 76  # a rank hangs or is gone
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
 

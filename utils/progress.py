@@ -27,6 +27,8 @@ def format_duration(seconds: float) -> str:
 class Progress:
     """Counts to `total` and shows the progress on stderr. Batch logs get lines instead of a bar that is redrawn."""
 
+    advances = 0  # calls of `advance` in this process
+
     def __init__(self, description: str, total: int, unit: str = "steps", live_only: bool = False) -> None:
         """`live_only`: show a bar on a terminal, but print no lines elsewhere, because the caller logs its own."""
         self.description, self.total, self.unit = description, total, unit
@@ -43,6 +45,7 @@ class Progress:
     def advance(self, count: int = 1, note: str = "") -> None:
         """Adds `count`; `note`, such as a loss, is shown next to the count."""
         self.done += count
+        Progress.advances += 1
         if self._silent:
             return
         if self._bar is not None:

@@ -283,12 +283,12 @@ def test_several_ranks_get_the_results_of_one(ranks: int) -> None:
 
 
 def test_each_row_counts_as_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog ends a run without progress. A slab of hot gas takes longer than a step."""
+    """The heartbeat ends a run without progress. A slab of hot gas takes longer than a step."""
     world = World(Launch("test"), torch.device("cpu"))
     prepared, calls = setup(mean_flux=0.7), []
     assert prepared is not None
     statistics = FluxStatistics(prepared, world)
-    monkeypatch.setattr(world.watchdog, "progress", calls.append)
+    monkeypatch.setattr(world.heartbeat, "progress", calls.append)
     statistics.add(0, *(torch.from_numpy(each) for each in fields()))
     assert calls == ["prediction"] * (12 + 12) * 2, "along y and z, of target and prediction"
 

@@ -75,7 +75,7 @@ def test_only_directories_that_were_created_and_not_used_are_removed(
     path = tmp_path / "runs" / "test" / "1ranks" / "00"
     with claim_path(path):
         assert path.is_dir()
-        assert ALONE.watchdog.folder == path, "for the files after a hang"
+        assert ALONE.heartbeat.folder == path, "for the files after a hang"
     assert os.listdir(tmp_path) == ["runs"]
     assert os.listdir(tmp_path / "runs") == []
     path.mkdir(parents=True)

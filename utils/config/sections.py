@@ -149,7 +149,7 @@ class TimeoutsConfig(Section):
 
     rendezvous: Seconds = 600.0  # until all ranks are connected
     collective: Seconds = 1800.0  # for one collective operation
-    hang: SecondsOrZero = 600.0  # for one step; then the watchdog stops the run; 0: no limit
+    hang: SecondsOrZero = 600.0  # without progress of any rank; then the run ends; 0: no limit
 
 
 class CheckpointConfig(Section):

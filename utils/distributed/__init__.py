@@ -1,1 +1,1 @@
-"""Launchers, ranks and their collectives, the watchdog, stop signals, and locked files."""
+"""Launchers, ranks and their collectives, the heartbeat, stop signals, and locked files."""

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 import os
 import secrets
+import shlex
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
-from utils.distributed.devices import RankDevice, choose_devices
-from utils.distributed.identity import describe_differences, identify
+from utils.distributed.devices import choose_device, device_identity
 from utils.distributed.launch import Launch
-from utils.distributed.watchdog import ProcessGroupWatchdog
-from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
+from utils.errors import EXIT_USER_ERROR, LocalError, UserError, os_errors_for_users, record_exit_code
 
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
 REFUSAL_SECONDS = 3.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
-MAX_PAUSE = 0.2  # seconds between two queries; several hundred ranks query one store
-OTHER_PROGRAM = "another program may use this MASTER_PORT: choose another one, and start all ranks again"
+PAUSE = 0.05  # seconds between two queries; longer with more ranks
+TOP = Path(__file__).parents[2]
 waiting = threading.Event()  # is set while this rank waits for the others; a stop signal then ends the process
 
 
-def rendezvous(
-    device: str, launch: Launch, timeouts: TimeoutsConfig, identity: Mapping[str, str]
-) -> tuple[dist.Store, RankDevice, ProcessGroupWatchdog]:
-    """Connects to the store of all ranks of the run with this identity; raises UserError if that is not possible."""
+class Meeting(NamedTuple):
+    """The ranks of this start: their store, the device of this rank, and whether any ranks share a GPU."""
+
+    store: dist.Store
+    device: torch.device
+    shared: bool
+
+
+def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: Mapping[str, str]) -> Meeting:
+    """Connects to the ranks of the run with this identity; raises UserError if that is not possible."""
     address = f"{launch.master_addr}:{launch.master_port}"
     try:
         # The rendezvous would repeat the query for an unknown name until its timeout.
@@ -50,16 +59,12 @@ def rendezvous(
     waiting.set()
     try:
         store = open_store(launch, timeouts.rendezvous)
-        own = identify(launch, identity)
-        store = store_of_this_start(store, launch.rank, launch.world_size, timeouts.rendezvous, own)
-        chosen = choose_devices(device, launch, store)
-        watchdog = ProcessGroupWatchdog(launch, store, timeouts.hang, timeouts.rendezvous)
+        return meet(store, device, launch, timeouts.rendezvous, identify(launch, identity))
     except (dist.DistError, OSError) as error:
         raise LocalError(f"{failure} ({str(error).splitlines()[0]}); {remedy}") from None
     finally:
         waiting.clear()
         limit.cancel()
-    return store, chosen, watchdog
 
 
 def _give_up(message: str) -> None:
@@ -84,7 +89,7 @@ def open_store(launch: Launch, seconds: float) -> dist.Store:
             launch.master_port,
             is_master=holds_store,
             timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,  # store_of_this_start waits for them
+            wait_for_workers=False,  # `meet` waits for them
             master_listen_fd=listener,
         )
     except RuntimeError as error:  # PyTorch 2.8 raises no DistError if another program answers
@@ -102,87 +107,137 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def store_of_this_start(
-    store: dist.Store, rank: int, size: int, seconds: float, identity: Mapping[str, str]
-) -> dist.Store:
-    """A part of the store for the ranks of this start; returns when rank 0 has accepted all of them.
+# --- one exchange with rank 0 ----------------------------------------------------------------------------------------
+
+
+def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identity: Mapping[str, str]) -> Meeting:
+    """Returns when rank 0 has accepted all ranks; raises UserError if they belong to several runs.
 
     Rank 0 publishes a random name for the start, with its identity. The other ranks call under that name, each with a
-    random number and with what differs from rank 0. Rank 0's answer lists the numbers of the ranks that it has accepted
-    or refused: it is no answer to a second process with the same rank, or to one that comes later.
+    random number, its device, and what differs from rank 0. Rank 0 answers each number: a second process with the same
+    rank, or one that comes later, gets no answer.
 
-    torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without the name, gloo, NCCL
-    and the watchdog would read the addresses of dead ranks there. The restart count does not identify the start,
-    because each node's agent has its own count. A rank may read the name of an earlier start, until rank 0 replaces it.
+    torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without the name, the ranks
+    would read the addresses of dead ranks there. The restart count does not identify the start, because each node's
+    agent has its own count. A rank may read the name of an earlier start, until rank 0 replaces it.
     """
-    deadline = time.monotonic() + seconds
-    if rank == 0:
-        return dist.PrefixStore(_accept_ranks(store, size, identity, deadline), store)
-    return dist.PrefixStore(_call_root(store, rank, identity, deadline), store)
+    chosen, call = torch.device("cpu"), {"number": secrets.token_hex(8), "difference": "", "error": "", "device": ""}
+    try:
+        chosen = choose_device(device, launch.local_rank)
+        call["device"] = device_identity(chosen)
+    except UserError as error:
+        call["error"] = str(error)
+    take_part = _answer_calls if launch.rank == 0 else _call_root
+    start, shared = take_part(store, launch, seconds, identity, call)
+    return Meeting(dist.PrefixStore(start, store), chosen, shared)
 
 
-def _accept_ranks(store: dist.Store, size: int, identity: Mapping[str, str], deadline: float) -> str:
-    """Rank 0's part of store_of_this_start; returns the name of the start."""
-    start, calls = f"start {secrets.token_hex(8)}", dict[int, list[str]]()
-    missing = list(range(1, size))
+def _answer_calls(
+    store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
+) -> tuple[str, bool]:
+    """Rank 0's part of `meet`: the name of the start, and whether ranks share a GPU."""
+    start, ranks = f"start {secrets.token_hex(8)}", range(1, launch.world_size)
+    keys = [f"{start}, rank {rank}" for rank in ranks]
     store.set("start", json.dumps([start, identity]))
-    for _ in _until(deadline):
-        for rank in missing:
-            if store.check([f"{start}, rank {rank}"]):
-                calls[rank] = _read(store, f"{start}, rank {rank}", str, str)
-        missing = [rank for rank in missing if rank not in calls]
-        refusal = next((difference for _, difference in calls.values() if difference), "")
-        if refusal or not missing:
-            store.set(f"{start}, answer", json.dumps([refusal, [number for number, _ in calls.values()]]))
-            break
-    else:
-        ranks = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        raise TimeoutError(f"nothing from rank {ranks}")
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        missing = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
+        raise TimeoutError(f"nothing from rank {', '.join(missing[:8])}{', …' * (len(missing) > 8)}") from None
+    calls = [call, *map(json.loads, store.multi_get(keys))]
+    refusal, gpus = find_refusal(calls), [call["device"] for call in calls if call["device"] != "cpu"]
+    shared = len(set(gpus)) < len(gpus)
+    answers = [json.dumps([call["number"], refusal, shared]) for call in calls[1:]]
+    keys = [f"{start}, answer {rank}" for rank in ranks]
+    store.multi_set(keys, answers)  # type: ignore[attr-defined] # missing in PyTorch's annotations
     if not refusal:
-        return start
-    for _ in _until(time.monotonic() + REFUSAL_SECONDS):
-        if store.add(f"{start}, refusals read", 0) >= len(calls):
-            break
+        return start, shared
+    deadline = time.monotonic() + REFUSAL_SECONDS
+    while store.add(f"{start}, refusals read", 0) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(PAUSE)
     raise UserError(refusal)
 
 
-def _call_root(store: dist.Store, rank: int, identity: Mapping[str, str], deadline: float) -> str:
-    """The part of the other ranks in store_of_this_start; returns the name of the start."""
-    number, called, difference = secrets.token_hex(8), "", ""
-    for _ in _until(deadline):
-        start, expected = _read(store, "start", str, dict)
+def _call_root(
+    store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
+) -> tuple[str, bool]:
+    """The part of the other ranks in `meet`: the name of the start, and whether ranks share a GPU."""
+    deadline, called = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        start, expected = json.loads(store.get("start"))
         if start != called:
-            called, difference = start, describe_differences(rank, identity, expected)
-            store.set(f"{start}, rank {rank}", json.dumps([number, difference]))
-        if not store.check([f"{start}, answer"]):
-            continue
-        refusal, numbers = _read(store, f"{start}, answer", str, list)
-        if number in numbers and not refusal:
-            return start
-        if number in numbers:
-            store.add(f"{start}, refusals read", 1)
-            # The other run's output should say so as well; rank 0 prints the line for its own run.
-            raise LocalError(refusal) if refusal == difference else UserError(refusal)
-    if difference:
-        raise LocalError(difference)
+            called, call["difference"] = start, describe_differences(launch.rank, identity, expected)
+            store.set(f"{start}, rank {launch.rank}", json.dumps(call))
+        if store.check([f"{start}, answer {launch.rank}"]):
+            number, refusal, shared = json.loads(store.get(f"{start}, answer {launch.rank}"))
+            if number == call["number"] and not refusal:
+                return start, shared
+            if number == call["number"]:
+                store.add(f"{start}, refusals read", 1)
+                # The other run's output should say so as well; rank 0 prints the line for its own run.
+                raise LocalError(refusal) if refusal == call["difference"] else UserError(refusal)
+        time.sleep(PAUSE * (1 + launch.world_size / 256))
+    if call["difference"]:
+        raise LocalError(call["difference"])
     raise TimeoutError("no answer from rank 0")
 
 
-def _read(store: dist.Store, key: str, *types: type) -> list[Any]:
-    """The list of values of these types that another rank has written."""
-    try:
-        values = json.loads(store.get(key))
-        if [type(value) for value in values] == [*types]:
-            return values
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise LocalError(f"the store holds something other than what a rank writes; {OTHER_PROGRAM}")
+def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
+    """The reason why these ranks cannot train together, if any: other runs, or devices that differ in kind."""
+    differences = [call["difference"] for call in calls if call["difference"]]
+    if differences:
+        return differences[0]
+    errors = [call["error"] for call in calls]
+    if any(errors):
+        rank = next(rank for rank, error in enumerate(errors) if error)
+        return errors[rank] if len(set(errors)) == 1 else f"rank {rank}: {errors[rank]}"
+    without = [rank for rank, call in enumerate(calls) if call["device"] == "cpu"]
+    if 0 < len(without) < len(calls):
+        rank = next(rank for rank in range(len(calls)) if rank not in without)
+        return (
+            f"rank {without[0]} finds no CUDA device, but rank {rank} does; use --set device=cpu, or exclude the node "
+            f"of rank {without[0]}"
+        )
+    return ""
 
 
-def _until(deadline: float) -> Iterator[None]:
-    """Yields until the deadline, at first in short intervals."""
-    pause = 0.01
-    while time.monotonic() < deadline:
-        yield
-        time.sleep(pause)
-        pause = min(1.5 * pause, MAX_PAUSE)
+# --- the identity of a run -------------------------------------------------------------------------------------------
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+
+
+def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
+    """Short texts that are the same on all ranks of a run: `known` by the entry script, and those of the process."""
+    return {
+        **known,
+        "command line": digest(shlex.join(sys.argv[1:])),
+        "program": program_digest(),
+        "job": launch.job,
+        "number of ranks": str(launch.world_size),
+    }
+
+
+def program_digest() -> str:
+    """Digest of the program's source files. It does not call git, which many ranks would do at the same time."""
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    # Editors create hidden files next to those that they edit, also links to nowhere.
+    paths = sorted(path for package in ("networks", "utils") for path in (TOP / package).rglob("[!.]*.py"))
+    with os_errors_for_users("cannot read the program's files", "check the file system", LocalError):
+        files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
+        if script.is_file():
+            files["script"] = script.read_bytes()
+    return digest("".join(f"{name}\0{hashlib.sha256(data).hexdigest()}\n" for name, data in files.items()))
+
+
+def describe_differences(rank: int, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """One line that names what differs between a rank and rank 0; empty if nothing does."""
+    names = [name for name in {**expected, **actual} if actual.get(name, "") != expected.get(name, "")]
+    if not names:
+        return ""
+    pairs = [f"{name} ({actual.get(name) or 'none'}, not {expected.get(name) or 'none'})" for name in names]
+    return (
+        f"rank {rank} belongs to another run than rank 0: it differs in {', '.join(pairs)}; start all ranks with the "
+        "same command and program in the same directory, and give each of several runs a MASTER_PORT of its own"
+    )

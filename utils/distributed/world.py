@@ -21,14 +21,13 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
+from utils.distributed.heartbeat import Heartbeat, record_collectives
 from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
-from utils.distributed.rendezvous import OTHER_PROGRAM, rendezvous
+from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
-from utils.distributed.watchdog import Watchdog
 from utils.errors import LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
-LARGEST_JSON = 2**20  # bytes per rank that World.gather_json exchanges
 
 
 class Node(NamedTuple):
@@ -45,7 +44,7 @@ class World:
 
     launch: Launch
     device: torch.device
-    watchdog: Watchdog = field(default_factory=lambda: Watchdog(0), compare=False)  # the default is not started
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0), compare=False)  # the default is not started
 
     @property
     def rank(self) -> int:
@@ -101,15 +100,10 @@ class World:
         Tuples become lists. torch's object collectives would unpickle, and so execute, data from any process that
         connects in the place of a rank.
         """
-        own = json.dumps(value).encode()
-        if len(own) > LARGEST_JSON:
-            raise ValueError(f"a value of {len(own)} bytes is too large to exchange; the limit is {LARGEST_JSON}")
-        sizes = self.gather(torch.tensor(len(own))).tolist()
-        largest = max(sizes)
-        if largest > LARGEST_JSON:
-            raise _not_json(sizes.index(largest))
-        padded = bytearray(own.ljust(largest))  # JSON ignores spaces at the end
-        return [_parse(rank, row) for rank, row in enumerate(self.gather(torch.frombuffer(padded, dtype=torch.uint8)))]
+        text = json.dumps(value).encode()
+        sizes = self.gather(torch.tensor(len(text)))
+        padded = bytearray(text.ljust(int(sizes.max())))  # JSON ignores spaces at the end
+        return [json.loads(row.numpy().tobytes()) for row in self.gather(torch.frombuffer(padded, dtype=torch.uint8))]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stacks one tensor per rank: [...] -> [world, ...]."""
@@ -165,22 +159,23 @@ def connect(
     if torchrun_has_ended(launch):
         raise LocalError("torchrun ended before its ranks connected; start it again")
     if launch.world_size == 1:
-        watchdog = Watchdog(timeouts.hang)
-        with _watched(watchdog):
-            yield _with_threads(World(launch, choose_device(device, launch.local_rank), watchdog))
+        heartbeat = Heartbeat(timeouts.hang)
+        with _beating(heartbeat):
+            yield _with_threads(World(launch, choose_device(device, launch.local_rank), heartbeat))
         return
-    # Rank 0 holds at least four connections per rank: gloo's, and two each to the store and from the watchdog.
+    # Rank 0 holds at least four connections per rank: gloo's, and three to the store.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    store, chosen, watchdog = rendezvous(device, launch, timeouts, identity)
-    with _watched(watchdog):
-        # Otherwise the rendezvous timeout, after which the watchdog names an absent rank, would hold here as well.
+    meeting = rendezvous(device, launch, timeouts, identity)
+    store, heartbeat = meeting.store, Heartbeat(timeouts.hang, launch, meeting.store)
+    with _beating(heartbeat):
         store.set_timeout(timedelta(seconds=timeouts.collective))
         # NCCL refuses two ranks on one GPU; gloo copies their tensors through the host.
-        nccl = nccl and chosen.device.type == "cuda" and not chosen.shared
+        nccl = nccl and meeting.device.type == "cuda" and not meeting.shared
         # The kernels of a step would otherwise delay an exchange that is to overlap with them; see GraphStep's stream.
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
+        record_collectives()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if nccl else "gloo",
             store=store,
@@ -189,7 +184,7 @@ def connect(
             timeout=timedelta(seconds=timeouts.collective),
         )
         with _leaving_group():
-            yield _with_threads(World(launch, chosen.device, watchdog))
+            yield _with_threads(World(launch, meeting.device, heartbeat))
 
 
 def _with_threads(world: World) -> World:
@@ -219,27 +214,15 @@ def _destroy_group() -> None:
 
 
 @contextlib.contextmanager
-def _watched(watchdog: Watchdog) -> Iterator[None]:
-    """Runs the watchdog, and reports to it how this rank ends. Does not return if another rank is the cause."""
-    watchdog.start()
+def _beating(heartbeat: Heartbeat) -> Iterator[None]:
+    """Runs the heartbeat, and reports how this rank ends. Does not return if another rank is the cause."""
+    heartbeat.start()
     try:
         yield
     except BaseException as error:
-        watchdog.failed(error)
+        heartbeat.failed(error)
         raise
-    watchdog.leave()
-
-
-def _parse(rank: int, content: torch.Tensor) -> Any:
-    """The JSON value in the bytes [n] that the rank has sent."""
-    try:
-        return json.loads(content.numpy().tobytes())
-    except (ValueError, RecursionError):
-        raise _not_json(rank) from None
-
-
-def _not_json(rank: int) -> LocalError:
-    return LocalError(f"rank {rank} sent something other than a JSON value; {OTHER_PROGRAM}")
+    heartbeat.leave()
 
 
 def hostnames(world: World) -> list[str]:

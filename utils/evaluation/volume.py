@@ -67,7 +67,7 @@ def evaluate_slabs(
             stop_if_requested()
 
     def progress() -> None:
-        world.watchdog.progress("prediction")
+        world.heartbeat.progress("prediction")
 
     found = statistics.results(metadata, progress)
     stop_if_requested()

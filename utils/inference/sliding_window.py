@@ -66,7 +66,7 @@ class SlidingWindowPredictor:
         for index, (origin, number) in enumerate(todo):
             with self.world.raise_together():
                 self._read(origin + known, inputs[:, known:])
-            self.world.watchdog.progress("prediction")  # also on ranks that have no windows
+            self.world.heartbeat.progress("prediction")  # also on ranks that have no windows
             self._add_layer(number, inputs, total, advance)
             is_wanted = origin >= begin
             stop = self.starts[number + 1] if is_wanted else todo[index + 1][0]
@@ -96,7 +96,7 @@ class SlidingWindowPredictor:
         side, mine = self.grid.x.window, self._own_windows()
         for begin in range(0, len(mine), self.batch_size):
             batch = mine[begin : begin + self.batch_size]
-            self.world.watchdog.progress("prediction")
+            self.world.heartbeat.progress("prediction")
             windows = torch.empty((len(batch), len(inputs), side, side, side), device=inputs.device)
             for window, place in zip(windows, batch, strict=True):
                 for y, z in self._wrapped_segments(*place):

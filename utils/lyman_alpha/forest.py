@@ -164,7 +164,7 @@ class FluxStatistics:
 
     def _gas_depth(self, values: Tensor, axis: int) -> Tensor:
         """Optical depth of one row, from its channel values [3, columns, cells]."""
-        self._world.watchdog.progress("prediction")  # a slab of hot gas takes minutes
+        self._world.heartbeat.progress("prediction")  # a slab of hot gas takes minutes
         setup = self._setup
         channels = [setup.target_channels[number] for number in setup.gas_channels(axis)]
         # Contiguous: torch may round exponentials of others differently.

@@ -36,9 +36,9 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.volumes import training_simulation
 from utils.distributed.devices import uses_gpus
-from utils.distributed.identity import digest
 from utils.distributed.launch import lasting_jobs, restarted
 from utils.distributed.locks import LockedFile, is_locked, open_locked
+from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, read_json, recover
@@ -250,7 +250,7 @@ class Run:
         try:
             path, resume = world.gather_json([str(claim.choice.path), claim.choice.resume] if claim.choice else None)[0]
             choice = claim.choice or Choice(Path(path), resume)
-            world.watchdog.folder = choice.path
+            world.heartbeat.folder = choice.path
             start = find_start(choice.path, choice.resume, request.init_from, request.config.model_dump(), world)
             run = cls(request.config, request, choice, world, start)
             with run._closing():

@@ -109,7 +109,7 @@ class Trainer:
             self._teraflop_per_sample = training_flops(self.step.network, batch.inputs) / 1e12
             if state.step == 0:
                 self._validate_untrained(train)
-            self.world.watchdog.progress("start", state.step)  # compilers may need minutes
+            self.world.heartbeat.progress("start", state.step)  # compilers may need minutes
             started = time.perf_counter()
             self.step.warm_up(*batch)
             self.world.barrier()  # the time of the slowest rank's compiler counts
@@ -148,13 +148,13 @@ class Trainer:
 
     def _train_step(self, batches: Generator[Batch, None, None], interval: Stopwatch) -> None:
         """One step: learning rate, next batch, forward, backward, update. The loss stays on the device."""
-        state, watchdog = self.state, self.world.watchdog
+        state, heartbeat = self.state, self.world.heartbeat
         self.profiler.before_step(state.step)
         lr = self.schedule(state.step)
-        watchdog.progress("data", state.step + 1)
+        heartbeat.progress("data", state.step + 1)
         with annotate("data"), interval.waiting():
             inputs, targets = next(batches)
-        watchdog.progress("step", state.step + 1)
+        heartbeat.progress("step", state.step + 1)
         with annotate("step"):
             loss = self.step(inputs, targets, lr)
         probe = self.step.probe
@@ -174,7 +174,7 @@ class Trainer:
         valid = self.loaders.valid
         with closing(valid.epoch(0)) as batches:
             for index in range(max(self.world.gather_json(len(valid)))):  # some ranks may have one batch less
-                self.world.watchdog.progress("validation", self.state.step)
+                self.world.heartbeat.progress("validation", self.state.step)
                 if index < len(valid):
                     inputs, targets = next(batches)
                     mean.add(self.step.evaluate(inputs, targets), len(inputs))
@@ -340,7 +340,7 @@ class Trainer:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
         self._read_steps()
         self.logger.flush()
-        self.world.watchdog.progress("save", self.state.step)
+        self.world.heartbeat.progress("save", self.state.step)
         self.state.seconds = self._seconds()
         random = random_states(self.world)
         self.checkpointer.save({**self.step.state(), "random": random}, self.state, wait=wait)

@@ -1,0 +1,446 @@
+"""Heartbeat: if a rank is gone, fails or hangs, all ranks end with one line that names it; nothing else ends them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import GENEROUS, context, free_port, rank_variables, wait_until
+
+from utils import errors
+from utils.config.sections import TimeoutsConfig
+from utils.distributed import heartbeat as heartbeats
+from utils.distributed import rendezvous
+from utils.distributed.heartbeat import Heartbeat, Phase, Verdict
+from utils.distributed.launch import Launch, run_script
+from utils.distributed.world import World, connect
+from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
+
+HANG = 10.0  # seconds; for the scenarios in which a rank hangs or is suspended
+NEVER = 2 * GENEROUS  # so that no rank seems to hang on a busy machine
+
+
+# --- the verdict of rank 0 -----------------------------------------------------------------------------------------
+
+
+class Reports:
+    """Reports of ranks in the store of rank 0, which reads them at any time."""
+
+    def __init__(self, size: int, hang: float = 60.0) -> None:
+        self.root, self.size = Heartbeat(hang, Launch("test", world_size=size)), size
+        self.start = time.monotonic()
+        self.reports = [{**self.root._report, "host": f"node{rank}"} for rank in range(size)]
+
+    def write(self, rank: int, phase: Phase = "step", step: int = 18, **more: Any) -> None:
+        report = self.reports[rank]
+        report.update(phase=phase, step=step, beat=report["beat"] + 1, **more)
+        self.root._store.set(f"heartbeat: rank {rank}", json.dumps(report))
+
+    def verdict_after(self, seconds: float) -> Verdict | None:
+        """Rank 0 reads all reports once, `seconds` after the start."""
+        now, verdict = self.start + seconds, None
+        for _ in range(-(-self.size // 128)):
+            verdict = verdict or self.root._find_cause(self.root._read(now), now)
+        return verdict
+
+
+STEP: tuple[Phase, int] = ("step", 18)
+DATA: tuple[Phase, int] = ("data", 18)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([STEP, DATA, STEP], r"rank 1 \(host node1\) hangs at step 18 \(data\) for 60 s; the others wait for it; "),
+        ([STEP, ("save", 17), STEP], r"rank 1 \(host node1\) hangs at step 17 \(save\) for 60 s; the others wait "),
+        ([("start", 0), ("end", 20)], r"rank 0 \(host node0\) hangs at step 0 \(start\) for 60 s; the others wait "),
+        ([STEP, STEP], r"rank 0 \(host node0\) hangs at step 18 \(step\) for 60 s; so do all others; "),
+    ],
+)
+def test_the_rank_furthest_behind_hangs_in_every_phase(positions: list[tuple[Phase, int]], message: str) -> None:
+    reports = Reports(len(positions))
+    for seconds, verdict in ((40, False), (70, False), (99.9, False), (100.1, True)):
+        for rank, position in enumerate(positions):
+            reports.write(rank, *position)
+        found = reports.verdict_after(seconds)
+        assert (found is not None) == verdict, found
+    assert found is not None
+    assert re.match(message, found.line)
+    assert (found.kind, found.code) == ("hangs", EXIT_HANG)
+
+
+def test_the_collectives_tell_ranks_apart_that_hang_in_one_step() -> None:
+    reports = Reports(3)
+    for seconds in (0, 30, 60.1):
+        for rank, collectives in enumerate((7, 7, 6)):
+            reports.write(rank, collectives=collectives)
+        found = reports.verdict_after(seconds)
+    assert found is not None
+    assert found.rank == 2
+
+
+def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
+    """A rank without progress may wait for another one, which evaluates or writes."""
+    for hang, calls in ((60, range(9)), (0, [0] * 9)):
+        reports = Reports(2, hang)
+        for number, call in enumerate(calls):
+            reports.write(0)
+            reports.write(1, "prediction", calls=call)
+            assert reports.verdict_after(25 * number) is None
+
+
+def test_a_silent_rank_is_gone_after_30_s_and_sooner_once_a_peer_is_lost() -> None:
+    reports = Reports(3, hang=0)
+    for rank in range(3):
+        reports.write(rank)
+    assert reports.verdict_after(0) is None
+    for rank in (0, 1):
+        reports.write(rank)
+    assert reports.verdict_after(29.9) is None
+    reports.write(0, state="lost a peer")
+    reports.write(1, state="left")  # and never silent again
+    found = reports.verdict_after(29.95)
+    assert found is not None
+    assert (found.kind, found.rank, found.code) == ("gone", 2, EXIT_HANG)
+    assert "rank 2 (host node2) sends no heartbeat for 30 s, last seen at step 18 (step)" in found.line
+
+
+def test_rank_0_of_4096_reads_a_bounded_number_of_reports_per_second() -> None:
+    reports, reads = Reports(4096), list[int]()
+    assert reports.root._interval == 8, "seconds between two reports of a rank"
+    for number in range(4 * 40):
+        now = number * heartbeats.TICK
+        for rank in range(number % 32, 4096, 32):  # each rank every 8 s
+            if rank != 3000:
+                reports.write(rank, step=number)
+        ranks = reports.root._read(reports.start + now)
+        reads.append(len(list(ranks)))
+        found = reports.root._find_cause(ranks, reports.start + now)
+        if found is not None:
+            break
+    assert max(reads) * 4 == 512
+    assert found is not None
+    assert found.rank == 3000
+    assert 30 < now < 40
+
+
+# --- real ranks ----------------------------------------------------------------------------------------------------
+
+
+def reduce_but(world: World, exception: int, act: Callable[[], Any]) -> None:
+    """The ranks wait for each other at every step, as in a training; the exception acts after a few steps."""
+    for step in itertools.count():
+        world.heartbeat.progress("data", 17)
+        if step == 5 and world.rank == exception:
+            act()
+        world.heartbeat.progress("step", 17)
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.01)
+
+
+def signal_myself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def rank_2_is_killed(world: World, folder: Path) -> None:
+    reduce_but(world, 2, lambda: signal_myself(signal.SIGKILL))
+
+
+def rank_0_is_killed(world: World, folder: Path) -> None:
+    reduce_but(world, 0, lambda: signal_myself(signal.SIGKILL))
+
+
+def rank_1_raises(world: World, folder: Path) -> None:
+    reduce_but(world, 1, lambda: fail(RuntimeError("wrong\nin two lines")))
+
+
+def rank_1_has_a_local_error(world: World, folder: Path) -> None:
+    reduce_but(world, 1, lambda: fail(LocalError("no device memory left")))
+
+
+def all_have_the_same_error(world: World, folder: Path) -> None:
+    errors.GRACE_SECONDS = 1.0
+    fail(UserError("the loss is nan"))
+
+
+def rank_1_hangs(world: World, folder: Path) -> None:
+    reduce_but(world, 1, lambda: time.sleep(GENEROUS))
+
+
+def rank_0_is_suspended(world: World, folder: Path) -> None:
+    reduce_but(world, 0, lambda: signal_myself(signal.SIGSTOP))
+
+
+def rank_1_is_suspended(world: World, folder: Path) -> None:
+    reduce_but(world, 1, lambda: signal_myself(signal.SIGSTOP))
+
+
+def rank_0_is_suspended_in_its_end_phase(world: World, folder: Path) -> None:
+    """The other ranks waited for it without end."""
+    world.heartbeat.progress("end", 17)
+    if world.is_root:
+        signal_myself(signal.SIGSTOP)
+    world.barrier()
+
+
+def rank_0_hangs_in_its_end_phase(world: World, folder: Path) -> None:
+    """All ranks waited without end."""
+    world.heartbeat.progress("end", 17)
+    if world.is_root:
+        time.sleep(GENEROUS)
+    world.barrier()
+
+
+def suspend_early(name: str, rank: int, folder: Path) -> None:
+    """Suspends the rank that the scenario names during the rendezvous or before its first heartbeat."""
+    start = Heartbeat.start
+
+    def start_or_suspend(heartbeat: Heartbeat) -> None:
+        if f"rank_{rank}" not in name:
+            start(heartbeat)
+            (folder / f"{rank} started").touch()
+        else:
+            wait_until(lambda: len(list(folder.glob("* started"))) == 2)
+            signal_myself(signal.SIGSTOP)
+
+    if "rendezvous" not in name:
+        Heartbeat.start = start_or_suspend  # type: ignore[method-assign]
+    elif f"rank_{rank}" in name:
+        rendezvous.meet = lambda *_: signal_myself(signal.SIGSTOP)  # type: ignore[assignment]
+
+
+def rank_1_is_suspended_before_its_first_heartbeat(world: World, folder: Path) -> None:
+    reduce_but(world, 1, lambda: None)
+
+
+rank_0_is_suspended_in_the_rendezvous = rank_1_is_suspended_before_its_first_heartbeat
+
+
+def single_rank_hangs(world: World, folder: Path) -> None:
+    world.heartbeat.progress("data", 3)
+    time.sleep(GENEROUS)
+
+
+def rank_2_ends_after_rank_0(world: World, folder: Path) -> None:
+    """Rank 0 waits for the last rank, but not forever."""
+    heartbeats.LEAVING_SECONDS = 0.5
+    pids = world.gather_json(os.getpid())
+    if world.rank == 2:
+        status = Path(f"/proc/{pids[0]}/status")
+        wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text())
+        time.sleep(3 * heartbeats.TICK)  # in which an alarm would stop it
+
+
+def all_are_suspended_for_a_while(world: World, folder: Path) -> None:
+    """As by `scontrol suspend`; then they continue for some time, in which an alarm would stop them."""
+    resumed, end = folder / "resumed", 0.0
+    going = torch.ones(1)
+    while going:
+        world.heartbeat.progress("step", 1)
+        if not end and resumed.exists():
+            end = time.monotonic() + 6 * heartbeats.TICK
+        going.fill_(not end or time.monotonic() < end)
+        dist.all_reduce(going, op=dist.ReduceOp.MAX)
+        (folder / f"rank {world.rank} steps").touch()
+        time.sleep(0.02)
+
+
+def rank_main(name: str, rank: int, size: int, port: int, hang: float, folder: Path) -> None:
+    """One rank of a program, as the entry scripts run it."""
+    output = os.open(folder / "output", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(rank_variables(rank, size, port))
+    torch.set_num_threads(1)
+    timeouts = TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS, hang=hang)
+    if "suspended" in name:
+        heartbeats.SILENT_SECONDS = HANG
+    if re.search("first_heartbeat|rendezvous", name):
+        timeouts = TimeoutsConfig(rendezvous=HANG, collective=GENEROUS)
+        suspend_early(name, rank, folder)
+
+    def main() -> None:
+        with one_line_errors(), connect("cpu", timeouts) as world:
+            world.heartbeat.folder = folder
+            globals()[name](world, folder)
+
+    run_script(main)
+
+
+class Scenario:
+    """Ranks of which something happens to one or all."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, size = name, folder, 1 if "single" in name else 3
+        hang = HANG if re.search("hang|for_a_while", name) else NEVER
+        arguments = (size, free_port(), hang, folder)
+        self.ranks = [context().Process(target=rank_main, args=(name, rank, *arguments)) for rank in range(size)]
+        suspended = re.match(r"rank_(\d)_is_suspended", name)
+        self.waits_for = [
+            process for rank, process in enumerate(self.ranks) if not suspended or rank != int(suspended[1])
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def signal(self, number: int) -> None:
+        for rank in self.ranks:
+            os.kill(rank.pid, number)
+
+    def end(self) -> tuple[list[int | None], str]:
+        """The exit codes of the ranks, None for one that is suspended, and their output."""
+        try:
+            for rank in self.waits_for:
+                rank.join(GENEROUS)
+            codes = [rank.exitcode for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+                rank.join(GENEROUS)
+        # gloo of PyTorch 2.8 reports each group on stdout.
+        return codes, re.sub(r"\[Gloo\] Rank .*\n", "", (self.folder / "output").read_text())
+
+
+GONE = r"rank {} \(host .*\) {}, last seen at step \d+ \({}\): killed, suspended, or its machine gone\? .* 76"
+SILENT = r"sends no heartbeat for \d+ s"
+NO_ANSWER = r"does not answer for \d+ s"
+STACKS = r"(?s)(rank \d \(host .*?\):\n.*?in .*?\n){{{}}}"
+TRACEBACK = r"(?s)Traceback(?!.*Traceback).*"
+STORE_WARNINGS = r"(?s)(\[.*)?"  # PyTorch's, of a rank that uses the store while rank 0 dies
+NOT_CONNECTED = r"rank \d of 3 could not connect to the other ranks at 127.0.0.1:\d+ \(.*\); .*"
+# Scenario -> exit codes, the line without its "error: ", all other output
+EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
+    # Those that take until a time limit first: they run at the same time.
+    "rank_0_is_suspended": ([None, 76, 76], GONE.format(0, NO_ANSWER, r"\w+"), ""),
+    "rank_1_is_suspended": ([76, None, 76], GONE.format(1, SILENT, r"\w+"), ""),
+    "rank_0_is_suspended_in_its_end_phase": ([None, 76, 76], GONE.format(0, NO_ANSWER, r"\w+"), ""),
+    "rank_0_hangs_in_its_end_phase": (
+        [76, 76, 76],
+        r"rank 0 .* hangs at step 17 \(end\) for 10 s; the others wait for it; .*",
+        STACKS.format(3),
+    ),
+    # One of the other ranks may have left the rendezvous before rank 0 stopped; the line of the last one is enough.
+    "rank_0_is_suspended_in_the_rendezvous": (
+        [None, 2, 2],
+        rf"({NOT_CONNECTED}\nerror: )?{NOT_CONNECTED}",
+        STORE_WARNINGS,
+    ),
+    "rank_1_is_suspended_before_its_first_heartbeat": ([76, None, 76], GONE.format(1, SILENT, "start"), ""),
+    "rank_1_hangs": (
+        [76, 76, 76],
+        r"rank 1 .* hangs at step 17 \(data\) for 10 s; the others wait for it; .*",
+        STACKS.format(3),
+    ),
+    "single_rank_hangs": ([76], r"rank 0 .* hangs at step 3 \(data\) for 10 s; exit code 76, .*", STACKS.format(1)),
+    "rank_2_is_killed": ([76, 76, -9], GONE.format(2, SILENT, r"\w+"), ""),
+    "rank_0_is_killed": ([-9, 76, 76], GONE.format(0, "has ended", r"\w+"), STORE_WARNINGS),
+    "rank_1_raises": ([1, 1, 1], r"rank 1 \(host .*\) failed at step 17 \(data\): RuntimeError: wrong; .*", TRACEBACK),
+    "rank_1_has_a_local_error": ([2, 2, 2], "no device memory left", ""),
+    "all_have_the_same_error": ([2, 2, 2], "the loss is nan", ""),
+    "rank_2_ends_after_rank_0": ([0, 0, 0], "", ""),
+}
+AT_A_TIME = 8  # they mostly sleep
+
+Ends = dict[str, tuple[list[int | None], str, Path]]
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Name of a scenario -> exit codes, output and folder of its ranks."""
+    names, found = list(EXPECTED), {}
+    for start in range(0, len(names), AT_A_TIME):
+        running = [Scenario(name, tmp_path_factory.mktemp(name)) for name in names[start : start + AT_A_TIME]]
+        found.update({scenario.name: (*scenario.end(), scenario.folder) for scenario in running})
+    return found
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_all_ranks_stop_and_one_line_names_the_cause(ends: Ends, name: str) -> None:
+    codes, output, _ = ends[name]
+    expected, line, rest = EXPECTED[name]
+    assert codes == expected, output
+    lines = output.splitlines(keepends=True)
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert re.fullmatch(line, "".join(errors).removeprefix("error: ").rstrip()), output
+    assert re.fullmatch(rest, "".join(line for line in lines if line not in errors)), output
+
+
+def test_the_stacks_and_collectives_of_all_ranks_show_which_one_hangs(ends: Ends) -> None:
+    _, output, folder = ends["rank_1_hangs"]
+    stacks = {int(text[0]): text for text in re.split(r"^rank ", output, flags=re.MULTILINE)[1:]}
+    assert [rank for rank, text in stacks.items() if "in rank_1_hangs" in text and "all_reduce" not in text] == [1]
+    recorded = [json.loads((folder / f"flight_recorder_rank{rank}.json").read_text())["gloo"] for rank in range(3)]
+    last = [record["entries"][-1]["collective_seq_id"] for record in recorded]
+    assert last[0] == last[2] == last[1] + 1, "rank 1 has not called the last all-reduce"
+    assert not list(ends["single_rank_hangs"][2].glob("*.json")), "a single process has no collectives"
+
+
+def test_a_suspended_job_does_not_hang(tmp_path: Path) -> None:
+    scenario = Scenario("all_are_suspended_for_a_while", tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("rank * steps"))) == 3)
+    scenario.signal(signal.SIGSTOP)
+    time.sleep(HANG + 1)  # the length of the suspension
+    scenario.signal(signal.SIGCONT)
+    (tmp_path / "resumed").touch()
+    assert scenario.end() == ([0, 0, 0], "")
+
+
+# --- the flight recorder -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "entries"),
+    [({}, "2000"), ({"TORCH_FR_BUFFER_SIZE": "7"}, "7"), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, None)],
+)
+def test_the_users_number_of_entries_is_kept(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], entries: str | None
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.setenv(name, "0")  # restored at the end
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    heartbeats.record_collectives()
+    assert os.environ.get("TORCH_FR_BUFFER_SIZE") == entries
+
+
+def sleep_without_gil() -> bytes:
+    time.sleep(GENEROUS)
+    return b""
+
+
+def sleep_with_gil() -> bytes:
+    ctypes.PyDLL(None).sleep(int(GENEROUS))
+    return b""
+
+
+def write_and_exit(dump: Callable[[], bytes], folder: Path) -> None:
+    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
+    dist.is_initialized = lambda: True  # type: ignore[assignment]
+    setattr(heartbeats.c10d, heartbeats.RECORDERS["gloo"], dump)
+    heartbeats.write_collectives(folder, 0, seconds=0.5)
+    os._exit(EXIT_HANG)
+
+
+@pytest.mark.parametrize(("dump", "code"), [(sleep_without_gil, EXIT_HANG), (sleep_with_gil, 1)])
+def test_a_recorder_that_hangs_does_not_keep_the_process(dump: Callable[[], bytes], code: int, tmp_path: Path) -> None:
+    """PyTorch waits for the recorder's lock with the GIL: then no other thread of Python runs."""
+    process = context().Process(target=write_and_exit, args=(dump, tmp_path))
+    process.start()
+    process.join(GENEROUS / 2)
+    process.kill()
+    assert process.exitcode == code
