@@ -9,6 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import train
+from utils import build
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed.launch import Launch
@@ -155,3 +157,16 @@ def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
         result = layer(fields.cuda()).double().cpu()
         errors.append(float((result - exact).norm() / exact.norm()))
     assert errors[0] > 5e-5 > errors[1]
+
+
+def test_synchronized_batch_norm_of_several_ranks_needs_gpus(data_flags, capsys) -> None:
+    config = Config(network=NetworkConfig(norm="sync_batch"))
+    for size, device in ((1, CPU), (2, CUDA)):
+        build.check_norm(config, World(Launch("test", world_size=size), device))
+    with pytest.raises(UserError, match=r"sync_batch needs GPUs.*use ghost\(n\)"):
+        build.check_norm(config, World(Launch("test", world_size=2), CPU))
+    flags = ["--config=test", *data_flags, "--set=network.norm=sync_batch", "--set=device=cpu", "--preflight=2"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags)
+    assert stop.value.code == 2
+    assert "use ghost(n)" in capsys.readouterr().err
