@@ -113,7 +113,7 @@ def _complete(
     if EXTENDS not in configs[name]:
         return inherited.get(name, {}) | values
     base = configs[name][EXTENDS]
-    known = [*inherited, *(known for known in configs if known != name)]
+    known = [key for key in inherited | configs if key != name or key in inherited]
     if not isinstance(base, str) or base not in known:
         expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
         hint = nearest(str(base), known)
