@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from utils import build
+from utils.steps import build
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed.launch import Launch

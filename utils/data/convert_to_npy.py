@@ -18,7 +18,7 @@ import numpy as np
 
 from utils.cli import Parser
 from utils.data.files.blocks import blocks, catch_signals
-from utils.data.files.fields import Remedies, StoredField, checked_field
+from utils.data.files.fields import StoredField, checked_field
 from utils.data.files.hdf5 import DATASETS, open_file
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
@@ -37,8 +37,7 @@ def convert(
     """Writes both `.npy` files and returns their paths; the files appear under their names once both are complete."""
     source, remedy = Path(source), "give another --output_dir"
     with open_file(str(source)) as file:
-        remedies = Remedies("choose them with -d and -l")
-        fields = [checked_field(file, str(source), name, remedies=remedies) for name in names]
+        fields = [checked_field(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
         shapes = [field.shape for field in fields]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(

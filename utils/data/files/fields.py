@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -13,13 +13,6 @@ from utils.errors import UserError
 FLOAT32 = np.dtype("<f4")
 NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
 IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
-
-
-class Remedies(NamedTuple):
-    """Remedies for a dataset that does not match; {} stands for what the file has."""
-
-    name: str = "rename it"
-    channels: str = "choose another file or dataset"
 
 
 class StoredField:
@@ -69,7 +62,7 @@ def checked_field(
     path: str,
     name: str,
     channels: int | None = None,
-    remedies: Remedies = Remedies(),  # noqa: B008 # immutable
+    remedy: str = "choose another file or dataset",
 ) -> StoredField:
     """A dataset [C, X, Y, Z] or [X, Y, Z, C]; `channels` None accepts any number.
 
@@ -82,12 +75,11 @@ def checked_field(
             command = f"{IMPORTER} --input {path} --output VOLUME.h5"
             raise UserError(f"{path} is a snapshot of Nyx; import it with {command}, and give VOLUME.h5")
         names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
-        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedies.name}")
+        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     orders = _orders(shape, channels)
     if not orders:
-        count, found = channels or "channels", [shape[-1] if last else shape[0] for last in _orders(shape, None)]
-        remedy = remedies.channels.format(found[0]) if found else "write it with these axes"
+        count = channels or "channels"
         raise UserError(f"{path}: {name} is {shape}, expected ({count}, X, Y, Z) or (X, Y, Z, {count}); {remedy}")
     if dataset.dtype.kind not in "fiu":
         raise UserError(f"{path}: {name} is of type {dataset.dtype}, expected real numbers; write it as float32")
@@ -100,11 +92,11 @@ def _orders(shape: tuple[int, ...], channels: int | None) -> list[bool]:
     """The orders of axes that fit, the likeliest first; True: the channels are last."""
     if len(shape) != 4 or 0 in shape:
         return []
-    found = []
+    orders = []
     for last, count, cells in ((False, shape[0], shape[1:]), (True, shape[-1], shape[:-1])):
         if count == (channels or count):
-            found.append((len(set(cells)) > 1, count, last))
-    return [last for _, _, last in sorted(found)]
+            orders.append((len(set(cells)) > 1, count, last))
+    return [last for _, _, last in sorted(orders)]
 
 
 def _type_name(dtype: np.dtype[Any]) -> str:

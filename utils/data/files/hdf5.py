@@ -21,7 +21,7 @@ import numpy as np
 
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
-from utils.data.files.fields import Remedies, checked_field
+from utils.data.files.fields import checked_field
 from utils.data.files.page_cache import read_ahead
 from utils.errors import UserError, os_errors_for_users, os_reason
 from utils.files import atomic_write, copy_file
@@ -107,7 +107,7 @@ class FieldReader:
         with reading(path):
             file = open_file(path)
             linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
-            field = checked_field(file, path, name, channels, Remedies(linked))
+            field = checked_field(file, path, name, channels, linked)
             self.attributes = attributes_of(file, field.shape[1:], path)
             file_transform(transform, {path: self.attributes})
             self.values = field.mapped()
@@ -132,7 +132,7 @@ class FieldReader:
 
     def close(self) -> None:
         """Closes the file."""
-        del self.values
+        self.values = None
 
 
 def open_volume(
@@ -146,11 +146,8 @@ def open_volume(
     path = str(path)
     with reading(path):
         file = open_file(path, remedy)
-        renamed = "name those of the inputs and the targets, as in --set dataset_names=[dark_matter,gas]"
-        stored = [
-            checked_field(file, path, name, count, Remedies(renamed, f"set {counts} to {{}}"))
-            for name, count, counts in zip(names, channels, ("N_in_channels", "N_out_channels"), strict=True)
-        ]
+        remedies = (f"set dataset_names or {key}" for key in ("N_in_channels", "N_out_channels"))
+        stored = [checked_field(file, path, *expected) for expected in zip(names, channels, remedies, strict=True)]
         if transform is not None:
             file_transform(transform, {path: file.attrs})
         attributes = attributes_of(file, stored[0].shape[1:], path)

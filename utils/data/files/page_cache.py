@@ -73,9 +73,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
     Cached files count as available, because the kernel can drop them. Unlimited if the system does not report it.
     """
-    meminfo = proc / "meminfo"
-    found = re.search(r"^MemAvailable: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
-    available = 1024 * int(found[1]) if found else sys.maxsize
+    available = _meminfo(proc, "MemAvailable")
     for group in control_groups(proc, cgroups):
         try:
             limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -89,13 +87,17 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that a process on this machine and in this process's control groups can have, if no other uses any."""
-    meminfo = proc / "meminfo"
-    found = re.search(r"^MemTotal: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
-    limit = 1024 * int(found[1]) if found else sys.maxsize
+    limit = _meminfo(proc, "MemTotal")
     for group in control_groups(proc, cgroups):
         with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not visible in this container
             limit = min(limit, int((group / "memory.max").read_text()))
     return limit
+
+
+def _meminfo(proc: Path, name: str) -> int:
+    meminfo = proc / "meminfo"
+    match = re.search(rf"^{name}: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    return 1024 * int(match[1]) if match else sys.maxsize
 
 
 def _text(size: int) -> str:
