@@ -21,7 +21,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.signals import StopSignals
 from utils.distributed.world import World
 from utils.evaluation import figures
-from utils.evaluation.results import Flux, load_history
+from utils.evaluation.results import FOLDER, Flux, load_history
 from utils.evaluation.statistics import VolumeStatistics
 from utils.evaluation.volume import evaluate_slabs
 from utils.inference.sliding_window import Slab
@@ -29,7 +29,6 @@ from utils.lyman_alpha import forest
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.runs.logger import read_records
 from utils.training.checkpoint import read_weights
-from utils.training.evaluations import FOLDER
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 

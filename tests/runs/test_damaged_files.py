@@ -31,7 +31,7 @@ from utils.provenance import read_provenance
 from utils.runs import summary
 from utils.runs.directory import _earlier
 from utils.runs.logger import LoggedRun, Resumed, RunLogger, read_records
-from utils.training import checkpoint, evaluations, resume
+from utils.training import checkpoint, resume
 
 TOP = Path(__file__).parent.parent.parent
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -200,7 +200,7 @@ def test_config(run: Path, count: int) -> None:
 @few_or_many
 def test_evaluation(run: Path, count: int, caplog: pytest.LogCaptureFixture) -> None:
     """The archive has checksums: no damage of its bytes may change a result."""
-    path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
+    path = results.path_of_step(run / results.FOLDER, STEP)
     content, whole = path.read_bytes(), results.load(path)
     arrays = dict(np.load(path))
     for found in outcomes(path, bytewise(content, count, 10), lambda: results.load(path)):

@@ -8,29 +8,20 @@ from collections import Counter
 import torch
 from torch import nn
 
-from utils.config import Config
 from utils.data import Loader
-from utils.data.channels import common_channels, volume_channels
 from utils.distributed.world import World
 
 HISTOGRAM_BINS = 8192
 HISTOGRAM_RANGE = (-1.5, 1.5)
 
 
-def baseline_losses(config: Config, loader: Loader, loss: nn.Module, world: World) -> dict[str, float]:
-    """The validation losses of the config's baselines by name. Every rank calls it."""
-    if config.is_classification:
-        return class_frequency_loss(loader, world)
-    return volume_losses(loader, loss, world, common_channels(*volume_channels(config)))
-
-
 def class_frequency_loss(loader: Loader, world: World) -> dict[str, float]:
     """Cross-entropy of predicting each class with its frequency in the validation samples."""
-    labels_seen: Counter[int] = Counter()
+    own: Counter[int] = Counter()
     for _, labels in loader.epoch(0):
-        labels_seen.update(labels.tolist())
-    gathered = world.gather_json([*labels_seen.items()])
-    counts: Counter[int] = sum((Counter(dict(part)) for part in gathered), Counter())
+        own.update(labels.tolist())
+    gathered = world.gather_json([*own.items()])
+    counts: Counter[int] = sum((Counter(dict(each)) for each in gathered), Counter())
     samples = counts.total()
     loss = -sum(count * math.log(count / samples) for count in counts.values()) / samples
     return {"guessing by class frequency": loss}

@@ -24,7 +24,7 @@ from utils.evaluation.volume import NOT_PERIODIC, NewFlux, evaluate_slabs
 from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.runs.logger import Logger
-from utils.training import evaluations, tags
+from utils.training import tags
 
 MEMORY_REMEDY = (
     "use more ranks, fewer evaluation.sightlines or a smaller evaluation.window, or resume without evaluation "
@@ -56,7 +56,7 @@ class VolumeEvaluation:
         self._config, self._volume, self._logger = config, volume, logger
         self._new_flux = new_flux
         self._flux: Flux | None = None  # of the last evaluation
-        self._folder = directory / evaluations.FOLDER
+        self._folder = directory / results.FOLDER
         self._metadata = {"input": volume.path, "run": str(directory)}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
@@ -88,7 +88,7 @@ class VolumeEvaluation:
     def _save_and_draw(self, found: Results, step: int) -> None:
         """Saves and draws the results; a full disk does not stop the training."""
         try:
-            results.save(found, evaluations.path_of_step(self._folder, step))
+            results.save(found, results.path_of_step(self._folder, step))
         except OSError as error:
             self._logger.warning(f"Cannot save the evaluation in {self._folder}: {error.strerror or error}")
         from utils.evaluation import figures  # matplotlib takes time to import

@@ -20,7 +20,6 @@ from utils.evaluation import figures, results, training_figures
 from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
 from utils.files import atomic_directory, atomic_write
 from utils.provenance import read_provenance
-from utils.training import evaluations
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
@@ -74,7 +73,7 @@ def write_report(output: Path, found: Results, provenance: Mapping[str, Any], wo
 
 def write_run_report(run: Path) -> list[Path]:
     """Writes report.html into a run directory that has evaluations; returns the files written."""
-    history = results.load_history(run / evaluations.FOLDER)
+    history = results.load_history(run / results.FOLDER)
     if not history:
         return []
     drawn = figures.draw_all(history[-1]) | {"evaluation_curves": training_figures.evaluation_curves(history)}

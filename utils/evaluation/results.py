@@ -13,9 +13,10 @@ import numpy as np
 
 from utils.data.channels import Channel
 from utils.errors import UserError
-from utils.files import atomic_write, open_regular
-from utils.training import evaluations, tags
+from utils.files import atomic_write, open_regular, recover
+from utils.training import tags
 
+FOLDER = "evaluation"  # in a run directory: one file per evaluation during training
 ARRAY = "stored array"  # key of a JSON object that refers to an array
 TARGET, PREDICTION = "target", "prediction"  # names of fields of the flux, and of its baseline:
 FGPA, REAL_FGPA = "FGPA", "FGPA in real space"  # with the dark matter's peculiar velocities, and without
@@ -268,12 +269,25 @@ def load(path: Path) -> Results:
 # --- the evaluations of a run ----------------------------------------------------------------------------------------
 
 
+def path_of_step(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}.npz"
+
+
 def load_history(folder: Path) -> list[Results]:
     """All evaluations in a folder, ordered by step; damaged files are skipped with a warning."""
     history = []
-    for path in sorted(folder.glob(evaluations.FILES)):
+    for path in sorted(folder.glob("step_*.npz")):
         try:
             history.append(load(path))
         except UserError as error:
             log.warning("An evaluation is missing in the report: %s", error)
     return history
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Removes the evaluations after the step at which a training resumes; -1 removes all of them."""
+    if folder.is_dir():
+        recover(folder)
+    for path in folder.glob("step_*.npz"):
+        if path.stem[5:].isdigit() and int(path.stem[5:]) > step:
+            path.unlink(missing_ok=True)

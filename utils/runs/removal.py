@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.errors import os_errors_for_users
+from utils.evaluation import results
 from utils.files import recover
-from utils.training import checkpoint, evaluations
+from utils.training import checkpoint
 
-FOLDERS = (checkpoint.FOLDER, "logs", evaluations.FOLDER, "wandb")
+FOLDERS = (checkpoint.FOLDER, "logs", results.FOLDER, "wandb")
 RECORDS = (
     "metrics.jsonl",
     "logs/events.out.tfevents.*",
     "out.log",
-    f"{evaluations.FOLDER}/{evaluations.FILES}",
+    f"{results.FOLDER}/step_*.npz",
     "report.html",
     "loss_curves.png",
     "slices.png",

@@ -10,13 +10,14 @@ import math
 from pathlib import Path
 
 from utils.config import Config
+from utils.data.channels import common_channels, volume_channels
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.evaluation.run_report import report_on_run
+from utils.evaluation import baselines, results
 from utils.files import atomic_write, read_json, recover
 from utils.progress import format_duration
 from utils.runs.removal import is_incomplete, remove_run
-from utils.training import evaluations, tags
+from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, repair_best, step_directory
 from utils.training.checkpointer import prune
 from utils.training.resume import Start
@@ -69,9 +70,7 @@ def begin_run(directory: Path, resume: str | None, start: Start, world: World) -
                 removed = remove_run(directory)
             with _prepare(directory):
                 recover(directory)
-                evaluations.remove_after(
-                    directory / evaluations.FOLDER, -1 if start.resumed is None else start.resumed.step
-                )
+                results.remove_after(directory / results.FOLDER, -1 if start.resumed is None else start.resumed.step)
                 (directory / SUMMARY).unlink(missing_ok=True)
     missing = ["The summary of this training is missing: writing it now, without training"]
     return [*removed, *start.describe(), *(missing if start.is_complete else [])]
@@ -103,12 +102,18 @@ def finish_run(trainer: Trainer, result: FitResult, config: Config, directory: P
     logger, world = trainer.logger, trainer.world
     final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
     logger.hparams(config, {tags.hparam(name): value for name, value in final.items()}, result.steps + 1)
-    step, valid = trainer.step, trainer.loaders.valid
-    report = report_on_run(config, step, valid, directory, logger, world, result.steps)
-    losses = {start.initial_network: result.initial_loss, **report.losses}
+    losses = {start.initial_network: result.initial_loss}
+    if config.report_baselines:
+        valid = trainer.loaders.valid
+        if config.is_classification:
+            losses |= baselines.class_frequency_loss(valid, world)
+        else:
+            copied = common_channels(*volume_channels(config))
+            losses |= baselines.volume_losses(valid, trainer.step.loss, world, copied)
     with world.raise_together():
         if world.is_root:
-            logger.info("\n  ".join(["Result:", *result_table(result, losses, directory), *report.lines]))
+            pictures = _draw(trainer, result, config, directory) if config.report_pictures else []
+            logger.info("\n  ".join(["Result:", *result_table(result, losses, directory), *pictures]))
             trainer.checkpointer.check()
             logger.flush()
             write_summary(directory, result)
@@ -143,3 +148,22 @@ def result_table(result: FitResult, losses: dict[str, float], directory: Path) -
         lines.append(result.noise_scale)
     lines.append(f"run directory  {directory}")
     return lines
+
+
+def _draw(trainer: Trainer, result: FitResult, config: Config, directory: Path) -> list[str]:
+    """Draws the pictures and the report; returns lines for the result table. An error is logged as a warning."""
+    logger = trainer.logger
+    pictures: list[Path] = []
+    reports: list[Path] = []
+    try:
+        from utils.evaluation import report, training_figures  # matplotlib takes time to import
+
+        pictures.append(training_figures.write_loss_curves(directory, config.loss))
+        if not config.is_classification:
+            loader, steps = trainer.loaders.valid, result.steps
+            pictures.append(training_figures.write_slices(trainer.step, loader, config, directory, logger, steps))
+        reports = report.write_run_report(directory)
+    except Exception as error:  # the training itself is complete
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        logger.warning(f"Cannot draw pictures in {directory}: {reason}")
+    return [*(f"picture: {path}" for path in pictures), *(f"report: {path}" for path in reports)]
