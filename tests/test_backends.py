@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import train
-from utils.steps import build
 from utils.config import Config
 from utils.config.sections import NetworkConfig
 from utils.distributed.launch import Launch

@@ -133,19 +133,6 @@ def test_the_transforms_are_those_that_made_the_training_data() -> None:
     assert (fields.grad[:, 1:] != 0).all()
 
 
-def test_density_below_the_floor_counts_as_the_floor() -> None:
-    network = network_of(config_of())
-    fields = dark_matter(1, 4, 4, 4)
-    physical = physical_network(network, 0.1)
-    below, at = fields.clone(), fields.clone()
-    below[0, 0, 1], at[0, 0, 1] = 0.09, 0.1
-    assert torch.equal(physical(below), physical(at))
-    at[0, 0, 1] = 0.11
-    assert not torch.equal(physical(below), physical(at))
-    with pytest.raises(ValueError, match="density_floor must be above zero"):
-        physical_network(network, 0.0)
-
-
 # --- the file --------------------------------------------------------------------------------------------------------
 
 

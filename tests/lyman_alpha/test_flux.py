@@ -198,25 +198,6 @@ def test_extreme_predictions_are_bounded(device: str) -> None:
             assert_close(tau, tau.mean() * ones, rtol=1e-5)
 
 
-def test_profiles_that_are_constant_over_the_line_are_not_summed_pixel_by_pixel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They would be the slowest ones: the time of a cell is proportional to its width."""
-    fields = tensors(random_fields(2, 32, hottest=1e4))
-    fields[2][0] = 1e9
-    expected = optical_depth(*fields, UNIVERSE, FINE)
-    widths: list[float] = []
-    sums = flux._sum_of_profiles
-
-    def spy(pixel: torch.Tensor, offset: torch.Tensor, doppler: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-        widths.append(float(doppler.max()))
-        return sums(pixel, offset, doppler, depth)
-
-    monkeypatch.setattr(flux, "_sum_of_profiles", spy)
-    assert torch.equal(optical_depth(*fields, UNIVERSE, FINE), expected)
-    assert max(widths) < 6, "of gas of 1e4 K"
-
-
 # --- flux ------------------------------------------------------------------------------------------------------------
 
 

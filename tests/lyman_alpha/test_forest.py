@@ -166,21 +166,6 @@ def test_a_perfect_prediction_has_ratio_one() -> None:
         np.testing.assert_allclose(field.power, field.axis_power.mean(0), rtol=1e-12)
 
 
-def test_a_wave_along_any_axis_of_a_box_appears_at_its_wavenumber() -> None:
-    """The sides of a part of a box differ. Bins as wide as the first mode of the shortest side would merge modes."""
-    shape, waves = (24, 36, 18), (2, 1, 4)
-    phases = np.meshgrid(
-        *(2 * math.pi * wave / side * np.arange(side) for wave, side in zip(waves, shape, strict=True)), indexing="ij"
-    )
-    gas = np.zeros((5, *shape), np.float32)
-    gas[0] = 0.001 * sum(np.sin(phase) for phase in phases)
-    flux = measured((gas[:4], gas, gas), sightlines=16)
-    for axis, (wave, side) in enumerate(zip(waves, shape, strict=True)):
-        highest = np.nanargmax(flux.fields[TARGET].axis_power[axis])
-        assert flux.axis_k[axis, highest] == pytest.approx(2 * math.pi * wave / (side * WIDTH))
-        assert abs(flux.k[highest] / flux.axis_k[axis, highest] - 1) < 0.15
-
-
 @pytest.mark.parametrize("shape", [(24, 36, 18), (102, 512, 512), (7, 4, 9), (5, 4, 5), (64, 64, 64)])
 def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
     prepared = setup(shape=shape)

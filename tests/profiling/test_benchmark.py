@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,17 +55,20 @@ class CountingStep:
         self._exchanging = True
 
 
-class RecordingLogger(NullLogger):
+class Lines(logging.Handler):
+    """Keeps the messages of the log lines."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
 
-    def info(self, text: str) -> None:
-        self.lines.append(text)
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
-    step, logger = CountingStep(), RecordingLogger()
+    step, handler = CountingStep(), Lines()
     # Three batches per epoch, so that a trial of five needs a second epoch.
     plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
@@ -73,8 +77,11 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict
     config = Config(global_batch_size=4 * world.size, noddp=not exchanges)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "PEAK_SECONDS", 0.01)
-        Benchmark(config, step, loader, world, logger, settings).run()
-    return logger.lines, step.calls
+        patch.setattr(benchmark.log, "level", logging.INFO)
+        benchmark.log.addHandler(handler)
+        Benchmark(config, step, loader, world, settings).run()
+        benchmark.log.removeHandler(handler)
+    return handler.lines, step.calls
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -124,11 +131,7 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
 ) -> None:
     conf = tmp_path / "conf.yaml"
     monkeypatch.setenv("BENCHY_CONFIG_FILE", str(conf))
-    for text, says in (
-        ("IO: {batchs: 2}", r"unknown key IO\.batchs; did you mean IO\.batches\?"),
-        ("IO: [", "^cannot read "),
-        ("[1, 2]", r": must be a section.*, got \[1, 2\]"),
-    ):
+    for text, says in (("IO: {batchs: 2}", r"did you mean IO\.batches\?"), ("IO: [", "cannot read")):
         conf.write_text(text)
         with pytest.raises(UserError, match=says) as caught:
             read_settings(ALONE)
@@ -136,13 +139,9 @@ def test_invalid_settings_and_output_are_refused_before_the_measurements(
     conf.write_text("")
     (tmp_path / "results.json").mkdir()
     for name, reason in (
-        (f"{tmp_path}/none/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
-        (f"{conf}/x.json", "is not a writable directory; set BENCHY_OUTPUT"),
-        (str(tmp_path), "it is a directory; set BENCHY_OUTPUT to a file"),
-        (".", "it is a directory; set BENCHY_OUTPUT to a file"),
-        (f"{tmp_path}/new/", "it is a directory; set BENCHY_OUTPUT to a file"),
-        (f"{tmp_path}/results", "it is a directory; set BENCHY_OUTPUT to a file"),
+        (f"{tmp_path}/none/x.json", "is not a writable directory"),
+        (f"{tmp_path}/results", "it is a directory"),
     ):
         monkeypatch.setenv("BENCHY_OUTPUT", name)
-        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}: .*{reason}$"):
+        with pytest.raises(UserError, match=f"^cannot write {re.escape(name)}: .*{reason}.*BENCHY_OUTPUT"):
             read_settings(ALONE)

@@ -19,8 +19,8 @@ from utils.evaluation.results import PREDICTION, TARGET, Distribution, Flux, Pha
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
-COLOUR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
-RESIDUAL_COLOURS = "PuOr_r"
+COLOR_MAPS = {"density": "magma", "velocity": "RdBu_r", "temperature": "inferno"}  # by a word of the channel's name
+RESIDUAL_COLORS = "PuOr_r"
 LOGARITHMS = {DENSITY_UNIT: r"$\log_{10}(\rho/\bar\rho)$", TEMPERATURE_UNIT: r"$\log_{10}(T/\mathrm{K})$"}
 DOTS_PER_INCH = 110
 
@@ -136,7 +136,7 @@ def _draw_ratio(figure: Figure, axes: Axes, counts: PhaseDiagram) -> None:
     ratio = np.log10((counts.predicted + 1) / (counts.target + 1))
     values = np.ma.masked_where(counts.predicted + counts.target == 0, ratio).T
     edges = counts.density_edges, counts.temperature_edges
-    mesh = axes.pcolormesh(*edges, values, vmin=-1, vmax=1, cmap=RESIDUAL_COLOURS, rasterized=True)
+    mesh = axes.pcolormesh(*edges, values, vmin=-1, vmax=1, cmap=RESIDUAL_COLORS, rasterized=True)
     axes.set_title("prediction / target")
     label = r"$\log_{10}$ [(predicted cells + 1) / (target cells + 1)]"
     figure.colorbar(mesh, ax=axes, label=label, location="bottom", extend="both")
@@ -158,12 +158,12 @@ def flux(results: Results) -> Figure:
     figure = new_figure(10, 7.5)
     panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
     for name, field in found.fields.items():
-        colour = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
-        panels["power"].plot(found.k, found.k * field.power / math.pi, color=colour, label=name)
-        panels["pdf"].stairs(field.pdf, found.edges, baseline=None, color=colour, linewidth=1.5)
-        panels["line"].plot(found.velocity, field.sightline, color=colour, linewidth=1.2)
+        color = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
+        panels["power"].plot(found.k, found.k * field.power / math.pi, color=color, label=name)
+        panels["pdf"].stairs(field.pdf, found.edges, baseline=None, color=color, linewidth=1.5)
+        panels["line"].plot(found.velocity, field.sightline, color=color, linewidth=1.2)
         if name != TARGET:
-            panels["ratio"].plot(found.k, found.ratios[name], color=colour)
+            panels["ratio"].plot(found.k, found.ratios[name], color=color)
     _draw_axes_of_target(panels["ratio"], found)
     for axes in panels.values():
         axes.grid(alpha=0.25)
@@ -220,20 +220,20 @@ def draw_slices(
         else:
             column[0].set(box_aspect=1)
             column[0].text(0.5, 0.5, "not in the input", ha="center", va="center", transform=column[0].transAxes)
-        colours = next((colours for word, colours in COLOUR_MAPS.items() if word in channel.name), "viridis")
+        colors = next((colors for word, colors in COLOR_MAPS.items() if word in channel.name), "viridis")
         limits = float(target.min()), float(target.max())
         if "velocity" in channel.name:
             limits = -float(np.abs(target).max()), float(np.abs(target).max())
         for axes, values in rows:
-            image = _draw_plane(axes, values, extent, colours, limits)
-        _add_colour_bar(figure, image, column[:3], _value_label(channel.unit, channel.is_log))
+            image = _draw_plane(axes, values, extent, colors, limits)
+        _add_color_bar(figure, image, column[:3], _value_label(channel.unit, channel.is_log))
         with np.errstate(invalid="ignore"):
             residual = predicted - target
         finite = np.abs(residual[np.isfinite(residual)])
         # A perfect prediction has no residuals, a diverged one may have no finite ones.
         limit = (float(np.percentile(finite, 99.5)) if finite.size else 0.0) or 1.0
-        image = _draw_plane(column[3], residual, extent, RESIDUAL_COLOURS, (-limit, limit))
-        _add_colour_bar(figure, image, column[3:], residual_unit(channel))
+        image = _draw_plane(column[3], residual, extent, RESIDUAL_COLORS, (-limit, limit))
+        _add_color_bar(figure, image, column[3:], residual_unit(channel))
     unit = "cells" if cell is None else "Mpc/h"
     for axes, title in zip(grid[:, 0], ("input", "target", "prediction", "prediction − target"), strict=True):
         axes.set_ylabel(f"{title}\nz ({unit})")
@@ -261,14 +261,14 @@ def _value_label(unit: str | None, is_log: bool) -> str:
 
 
 def _draw_plane(
-    axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], colours: str, limits: tuple[float, float]
+    axes: Axes, values: np.ndarray, extent: tuple[float, float, float, float], colors: str, limits: tuple[float, float]
 ) -> AxesImage:
     """Draws a plane [Y, Z] with y to the right and z upwards; non-finite values are gray."""
     axes.set_facecolor("0.5")
-    return axes.imshow(values.T, origin="lower", extent=extent, cmap=colours, vmin=limits[0], vmax=limits[1])
+    return axes.imshow(values.T, origin="lower", extent=extent, cmap=colors, vmin=limits[0], vmax=limits[1])
 
 
-def _add_colour_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes], label: str) -> None:
+def _add_color_bar(figure: Figure, image: AxesImage, panels: Sequence[Axes], label: str) -> None:
     figure.colorbar(image, ax=list(panels), label=label, location="bottom", extend="both", pad=0.01, aspect=15)
 
 

@@ -75,7 +75,7 @@ def read_settings(world: World) -> Settings:
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
         if world.is_root:
-            if name.endswith("/") or os.path.isdir(name) or output.is_dir():
+            if output.is_dir():
                 raise UserError(f"cannot write {name}: it is a directory; set BENCHY_OUTPUT to a file")
             if not output.parent.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
                 raise UserError(f"cannot write {name}: {output.parent} is not a writable directory; set BENCHY_OUTPUT")
