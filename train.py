@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.describe import describe_config
+from utils.config.summary import describe_config
 from utils.data import open_loaders, resolve_config
 from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script

@@ -1,6 +1,6 @@
 """Tests of the import rules, of the place of some code, and of forbidden calls, on the sources without importing them.
 
-Import direction: entry scripts -> utils.steps.build -> all other modules. networks is independent of utils.
+Import direction: see LAYERS. networks is independent of utils.
 """
 
 from __future__ import annotations
@@ -137,12 +137,8 @@ def test_networks_imports_only_torch_and_itself() -> None:
 
 
 def test_only_modules_that_build_networks_import_them() -> None:
-    allowed = (
-        "utils.steps.build",
-        "utils.inference.export",
-        "utils.inference.trained_network",
-        "utils.profiling.preflight",
-    )
+    building = ("steps.build", "inference.export", "inference.trained_network", "profiling.preflight")
+    allowed = tuple(f"utils.{name}" for name in building)
     assert [fault for fault in offenders("utils", "networks") if not fault.startswith(allowed)] == []
 
 
@@ -154,26 +150,44 @@ def test_no_module_imports_an_entry_script() -> None:
         assert offenders(package, *(ENTRY_SCRIPTS - allowed)) == []
 
 
-@pytest.mark.parametrize("module", ["cli", "config", "errors", "files", "progress", "version"])
-def test_lowest_modules_import_only_each_other(module: str) -> None:
-    allowed = ("utils.config", "utils.errors", "utils.files", "utils.progress", "utils.version", "utils.__version__")
-    names = [f for m in SOURCES if within(m, f"utils.{module}") for f in imports_of(m) if module_of(f.name)]
-    assert [name for name, _, _ in names if not any(within(name, other) for other in allowed)] == []
-
-
-@pytest.mark.parametrize(
-    ("package", "others"),
-    [
-        ("utils.data", ["utils.steps", "utils.training", "utils.steps.build"]),
-        ("utils.steps", ["utils.data", "utils.training", "utils.steps.build"]),
-        ("utils.training", ["utils.steps.build", "utils.inference", "utils.evaluation", "utils.profiling"]),
-        ("utils.inference", ["utils.evaluation", "utils.lyman_alpha", "utils.profiling"]),
-        ("utils.evaluation", ["utils.lyman_alpha", "utils.profiling"]),
-    ],
+# From the lowest layer to the highest: a package imports packages of lower layers, and of its own none but itself.
+LAYERS = (
+    ("errors",),
+    ("progress", "log"),
+    ("files",),
+    ("config",),
+    ("cli",),
+    ("distributed",),
+    ("provenance", "optim"),
+    ("data",),
+    ("steps", "simulation"),
+    ("training",),
+    ("inference",),
+    ("evaluation",),
+    ("lyman_alpha",),
+    ("profiling",),
 )
-def test_packages_do_not_import_packages_above_them(package: str, others: list[str]) -> None:
-    """Loaders and steps do not import each other."""
-    assert offenders(package, *others) == []
+LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS) for name in names}
+
+
+def package_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def test_packages_import_only_packages_of_lower_layers() -> None:
+    """So no two packages import each other."""
+    packages = {package_of(module) for module in SOURCES if module.startswith("utils.")}
+    assert packages == set(LAYER)
+    assert [
+        f"{module}, line {found.line}: {found.name}"
+        for module in SOURCES
+        if module.startswith("utils.")
+        for found in imports_of(module)
+        if (target := module_of(found.name)) is not None
+        and target.startswith("utils.")
+        and package_of(target) != package_of(module)
+        and LAYER[package_of(target)] >= LAYER[package_of(module)]
+    ] == []
 
 
 def test_imports_of_modules_have_no_cycles() -> None:
@@ -202,13 +216,13 @@ def test_optional_libraries_and_the_simulation_are_imported_in_functions() -> No
 # --- size and place --------------------------------------------------------------------------------------------------
 
 
-def test_utils_has_at_most_19_entries() -> None:
+def test_utils_has_at_most_20_entries() -> None:
     entries = {path.name for path in (ROOT / "utils").iterdir()} - {"__init__.py", "__pycache__"}
-    assert len(entries) <= 19, sorted(entries)
+    assert len(entries) <= 20, sorted(entries)
 
 
 @pytest.mark.parametrize(
-    ("script", "limit"), [("train", 80), ("train_graph", 80), ("predict", 100), ("evaluate", 100), ("export", 100)]
+    ("script", "limit"), [("train", 85), ("train_graph", 80), ("predict", 100), ("evaluate", 105), ("export", 100)]
 )
 def test_entry_scripts_are_short(script: str, limit: int) -> None:
     assert len(SOURCES[script].read_text(encoding="utf-8").splitlines()) <= limit

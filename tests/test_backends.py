@@ -131,7 +131,7 @@ def test_an_operation_without_a_deterministic_algorithm_is_refused_in_one_line(m
             ["the section profile (--profiler) has no effect: enable_manual_profiling is false"],
         ),
         ({"profile": {"profiler": "torch"}, "enable_manual_profiling": True}, 1, []),
-        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU, where training always is"]),
+        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU, where training is always"]),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )

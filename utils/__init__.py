@@ -1,6 +1,9 @@
 """Everything a training run is assembled from; `networks` is the only part kept apart."""
 
 import os
+import platform
+import subprocess
+from pathlib import Path
 
 __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 
@@ -9,3 +12,21 @@ __version__ = "0.1.0"  # also in pyproject.toml and CITATION.cff
 # cores, that happens at every operation: benchmarks/threads.py.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def version_line() -> str:
+    """The versions of this program, PyTorch and Python in one line."""
+    import torch  # takes a second; other users of this module may not need it
+
+    commit, python = git_commit(), platform.python_version()
+    return f"nbody-unet {__version__}, commit {commit}, torch {torch.__version__}, Python {python}"
+
+
+def git_commit() -> str:
+    """The checkout's commit, with '-dirty' if files differ; outside a checkout GIT_COMMIT, or 'unknown'."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("GIT_COMMIT") or "unknown"
+    return result.stdout.strip()

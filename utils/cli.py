@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from utils import version_line
 from utils.config import default_name, load, meant_keys, parse_value, similar, to_yaml, translate
 from utils.errors import UserError, launched_rank
-from utils.version import version_line
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from utils import git_commit
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, hostnames
 from utils.errors import os_reason
 from utils.files import read_json
-from utils.version import git_commit
 
 log = logging.getLogger(__name__)
 

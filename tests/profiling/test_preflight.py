@@ -143,7 +143,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert f"warning: {data_flags[0].partition('train_path=')[2]}: {warning}\n" in text
     assert text.endswith("no errors; warnings: 1\n")
     text = report("--resume")
-    assert f"run directory: {directory} exists: training resumes from its newest checkpoint\n" in text
+    assert f"run directory: {directory} exists: the run resumes from its newest checkpoint\n" in text
     assert "warning: Nothing is left to train: " in text
     assert text.endswith("no errors; warnings: 2\n")
     text = report("--resume", "--set=lr_schedule.start_lr=0.5", "--set=lr_schedule.scaling=sqrt")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from utils.version import version_line
+from utils import version_line
 
 
 def test_without_git_the_commit_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,11 @@ def run(options: cli.Options, config: Config, step_class: type[EagerStep] = Eage
     ranks = options.preflight or launch.world_size
     config = config.for_world(ranks)
     with value_errors_for_users():
-        if step_class.capturable:  # an eager step runs on every device; a login node may lack the run's
+        # An eager step runs on every device, and a login node may lack the run's.
+        if step_class.capturable or config.device == "cpu":
             world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
             step_class.check(world, build.step_options(config))
+            build.check_norm(config, world)
         build.loss(config)
         evaluation_volume(config, ALONE)
         check_loggers(config.loggers, ALONE)
