@@ -176,7 +176,9 @@ class Heartbeat:
                 self._answered = time.monotonic()
                 self._wait(self._interval if self.rank else TICK)
             except (dist.DistError, OSError, RuntimeError):
-                self._lose_store("has ended")
+                # A rank that was suspended, and resumes after the end of the run, knows no cause.
+                was_suspended = time.monotonic() - self._answered > GAP + self._interval
+                self._lose_store("" if was_suspended else "has ended")
 
     def _wait(self, seconds: float) -> None:
         """Returns early when the main thread ends; raises ConnectionError when the store's process does."""
@@ -202,7 +204,7 @@ class Heartbeat:
         if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
-        if self.rank == self._size - 1:  # the last rank is most likely on another machine
+        if what and self.rank == self._size - 1:  # the last rank is most likely on another machine
             _write(f"error: {self._gone(0, what).line}\n")
         self._exit(EXIT_HANG)
 
