@@ -42,6 +42,7 @@ LOST_LIMIT = 10.0  # for rank 0 to find out which one
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 READ_SECONDS = 3.0  # for the other ranks to read a verdict from the store, which rank 0's process may hold
 LEAVING_SECONDS = 10.0  # the same at a normal end
+LEAVE_SECONDS = 5.0  # for another rank to report its normal end
 REPORT_SECONDS = 15.0  # for a thread to end the process
 END, READ = "heartbeat: end", "heartbeat: read"  # keys of the verdict and of the number of ranks that know it
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
@@ -151,7 +152,7 @@ class Heartbeat:
     def leave(self) -> None:
         """Reports a normal end; returns when this rank may exit."""
         self._report["state"] = "left"
-        self._wake(2.0 if self.rank else LEAVING_SECONDS + 1)
+        self._wake(LEAVE_SECONDS if self.rank else LEAVING_SECONDS + 1)
 
     def _wake(self, seconds: float) -> None:
         """Lets the thread report the end of the main thread, which does not return if the thread ends the process."""
@@ -310,9 +311,9 @@ class Heartbeat:
 
     def _wait_for_readers(self, verdict: Verdict) -> None:
         """Keeps rank 0's process, and so the store, until all other ranks know the verdict."""
-        now = time.monotonic()
-        deadline = now + (LEAVING_SECONDS if verdict.kind == "ended" else READ_SECONDS + self._interval)
-        readers = sum(not self._is_silent(rank, now) for rank in self._statuses) - 1
+        now, is_end = time.monotonic(), verdict.kind == "ended"
+        deadline = now + (LEAVING_SECONDS if is_end else READ_SECONDS + self._interval)
+        readers = sum(is_end or not self._is_silent(rank, now) for rank in self._statuses) - 1
         while self._store.add(READ, 0) < readers and time.monotonic() < deadline:
             time.sleep(TICK / 10)
 
