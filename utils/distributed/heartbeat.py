@@ -42,6 +42,7 @@ LOST_LIMIT = 10.0  # for rank 0 to find out which one
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
 READ_SECONDS = 3.0  # for the other ranks to read a verdict from the store, which rank 0's process may hold
 LEAVING_SECONDS = 10.0  # the same at a normal end
+LEAVE_SECONDS = 5.0  # for another rank to report its normal end
 REPORT_SECONDS = 15.0  # for a thread to end the process
 END, READ = "heartbeat: end", "heartbeat: read"  # keys of the verdict and of the number of ranks that know it
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
@@ -151,7 +152,7 @@ class Heartbeat:
     def leave(self) -> None:
         """Reports a normal end; returns when this rank may exit."""
         self._report["state"] = "left"
-        self._wake(2.0 if self.rank else LEAVING_SECONDS + 1)
+        self._wake(LEAVE_SECONDS if self.rank else LEAVING_SECONDS + 1)
 
     def _wake(self, seconds: float) -> None:
         """Lets the thread report the end of the main thread, which does not return if the thread ends the process."""
@@ -176,7 +177,9 @@ class Heartbeat:
                 self._answered = time.monotonic()
                 self._wait(self._interval if self.rank else TICK)
             except (dist.DistError, OSError, RuntimeError):
-                self._lose_store("has ended")
+                # A rank that was suspended, and resumes after the end of the run, knows no cause.
+                was_suspended = time.monotonic() - self._answered > GAP + self._interval
+                self._lose_store("" if was_suspended else "has ended")
 
     def _wait(self, seconds: float) -> None:
         """Returns early when the main thread ends; raises ConnectionError when the store's process does."""
@@ -202,7 +205,7 @@ class Heartbeat:
         if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
-        if self.rank == self._size - 1:  # the last rank is most likely on another machine
+        if what and self.rank == self._size - 1:  # the last rank is most likely on another machine
             _write(f"error: {self._gone(0, what).line}\n")
         self._exit(EXIT_HANG)
 
@@ -308,9 +311,9 @@ class Heartbeat:
 
     def _wait_for_readers(self, verdict: Verdict) -> None:
         """Keeps rank 0's process, and so the store, until all other ranks know the verdict."""
-        now = time.monotonic()
-        deadline = now + (LEAVING_SECONDS if verdict.kind == "ended" else READ_SECONDS + self._interval)
-        readers = sum(not self._is_silent(rank, now) for rank in self._statuses) - 1
+        now, is_end = time.monotonic(), verdict.kind == "ended"
+        deadline = now + (LEAVING_SECONDS if is_end else READ_SECONDS + self._interval)
+        readers = sum(is_end or not self._is_silent(rank, now) for rank in self._statuses) - 1
         while self._store.add(READ, 0) < readers and time.monotonic() < deadline:
             time.sleep(TICK / 10)
 
