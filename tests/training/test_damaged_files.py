@@ -29,7 +29,7 @@ from utils.evaluation import report, results, training_figures
 from utils.inference.trained_network import TrainedNetwork
 from utils.provenance import read_provenance
 from utils.steps import build
-from utils.training import checkpoint, resume, summary
+from utils.training import checkpoint, evaluations, resume, summary
 from utils.training.loggers.base import LoggedRun, Resumed, RunLogger, read_records
 
 TOP = Path(__file__).parent.parent.parent
