@@ -26,7 +26,7 @@ from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler
 from utils.steps import build
-from utils.steps.backends import backends
+from utils.steps.backends import log_backends, set_backends
 from utils.steps.eager import EagerStep
 from utils.training.callbacks import Callbacks
 from utils.training.run import Run, identity, run_request
@@ -49,15 +49,12 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 config = resolve_config(config, world)
-                log.info(describe_config(config, options.config, options.overrides))
                 step_class.check(world, build.step_options(config))
-                for line in backends(config, world.device):
-                    log.info(line)
+                set_backends(config, world.device)
                 if config.enable_benchy:
-                    benchmark.run(config, world, step_class)
+                    benchmark.run(options, config, world, step_class)
                 else:
                     run(options, config, world, step_class, signals)
-                log.info("DONE ---- rank %d", world.rank)
 
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
@@ -69,6 +66,8 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         reserve = reserved_bytes(config, world)
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
             state = run.restore(step)
+            log.info(describe_config(config, options.config, options.overrides))
+            log_backends(config, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)
             callbacks = Callbacks(run.logger, run.checkpointer, profiler, evaluation, signals)

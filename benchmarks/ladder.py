@@ -40,7 +40,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.provenance import device_name
 from utils.steps import build
-from utils.steps.backends import backends
+from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.steps.graph import WARMUP_STEPS, GraphStep
@@ -124,7 +124,7 @@ class Built:
 def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
     """Builds the training, and warms it up on the first samples of the first epoch."""
     config, device = machine.config(changes), machine.world.device
-    backends(config, device)
+    set_backends(config, device)
     loaders = machine.loaders(config)
     step = build.step(config, machine.world, build.model(config), GraphStep if graph else EagerStep)
     batches = common.endless(loaders.train)

@@ -18,7 +18,7 @@ from benchmarks.common import table
 # The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
 PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|^c10d::|^gloo:"),
-    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\.|^adam_average$"),
+    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
     # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
     ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
     ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),

@@ -16,9 +16,17 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps import build
-from utils.steps.backends import backends
+from utils.steps.backends import log_backends, set_backends
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def logged(caplog: pytest.LogCaptureFixture, config: Config, device: torch.device = CUDA) -> list[str]:
+    """The lines about these settings."""
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        log_backends(config, World(Launch("test"), device))
+    return caplog.messages
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +39,21 @@ def restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for tf32, search in ((True, False), (False, True)):
         limit = 10 if search else 0
-        (line,) = backends(Config(tf32=tf32, cudnn_benchmark=search, cudnn_benchmark_limit=limit), CUDA)
+        config = Config(tf32=tf32, cudnn_benchmark=search, cudnn_benchmark_limit=limit)
+        set_backends(config, CUDA)
         assert torch.backends.cudnn.benchmark_limit == limit
         assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
         assert torch.backends.cudnn.benchmark is search
         end = f"search {'on' if search else 'off'}; float32 convolutions: {'TF32' if tf32 else 'IEEE'}"
-        assert line.endswith(end)
+        assert logged(caplog, config)[0].endswith(end)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    (line,) = backends(Config(), CUDA)
-    assert line.endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
-    assert backends(Config(), CPU) == []
+    assert logged(caplog, Config())[0].endswith("float32 convolutions: IEEE (NVIDIA_TF32_OVERRIDE=0)")
+    assert logged(caplog, Config(), CPU) == []
 
 
 @pytest.mark.parametrize(
@@ -58,29 +68,31 @@ def test_backends_follow_the_config_unless_the_drivers_variable_overrides_it(mon
     ],
 )
 def test_a_cudnn_with_faulty_convolutions_is_logged(
-    monkeypatch: pytest.MonkeyPatch, version: int, changes: dict, warns: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: int, changes: dict, warns: bool
 ) -> None:
     """cuDNN 9.8 to 9.14 without channels-last, which PyTorch 2.8 uses and PyTorch 2.9 avoids by a slow path."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    _, *others = backends(Config(**changes), CUDA)
+    _, *others = logged(caplog, Config(**changes))
     assert len(others) == warns
     assert all(f"cuDNN {version}" in line and "channels_last=true" in line for line in others)
 
 
-def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And a later training in the same process is not affected."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     config = Config(deterministic=True)
-    (line,) = backends(config, CUDA)
-    assert line.endswith("search off; float32 convolutions: TF32; deterministic algorithms")
+    set_backends(config, CUDA)
+    assert logged(caplog, config)[0].endswith("search off; float32 convolutions: TF32; deterministic algorithms")
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(UserError, match=r"^deterministic needs CUBLAS_WORKSPACE_CONFIG :4096:8 or :16:8, not :0:0"):
-        backends(config, CUDA)
+        set_backends(config, CUDA)
     for other, device in ((Config(), CUDA), (config, CPU)):
-        backends(other, device)
+        set_backends(other, device)
         assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -152,7 +164,7 @@ def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
     layer.float().cuda()
     errors = []
     for tf32 in (True, False):
-        backends(Config(tf32=tf32), CUDA)
+        set_backends(Config(tf32=tf32), CUDA)
         result = layer(fields.cuda()).double().cpu()
         errors.append(float((result - exact).norm() / exact.norm()))
     assert errors[0] > 5e-5 > errors[1]

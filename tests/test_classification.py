@@ -14,6 +14,7 @@ from processes import run_ranks
 import train
 from utils import cli
 from utils import config as configs
+from utils.data import open_loaders
 from utils.data.loaders.classification import open_splits
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
@@ -79,7 +80,7 @@ def train_digits(world: World, flags: list[str]) -> dict[str, float]:
     """Trains; returns the baseline of the validation labels."""
     run(world, flags)
     config = configs.load(YAML, "digits_naive").for_world(world.size)
-    return class_frequency_loss(build.loaders(config, world).valid, world)
+    return class_frequency_loss(open_loaders(config, world).valid, world)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_the_documented_loader_carries_out_the_sample_plan(
     add_plain_loader(monkeypatch)
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", *data_flags, "--data_loader_config=plain"])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    loaders = build.loaders(config, World(Launch("test"), torch.device("cpu")))
+    loaders = data.open_loaders(config, World(Launch("test"), torch.device("cpu")))
     for split, loader in (("train", loaders.train), ("valid", loaders.valid)):
         fields = read_fields(getattr(config, split_settings(config, split).key))
         plan = sample_plan(config, split, [fields[0].shape[1:]])

@@ -61,7 +61,7 @@ def is_kernel(node: ast.AST) -> bool:
 def test_every_kernel_of_this_project_has_a_category() -> None:
     paths = [path for folder in ("networks", "utils") for path in (REPOSITORY / folder).rglob("*.py")]
     names = [node.name for path in paths for node in ast.walk(ast.parse(path.read_text())) if is_kernel(node)]
-    assert {"bias_activation", "gather", "tail_l1", "adam_average"} <= set(names)
+    assert {"bias_activation", "gather", "tail_l1"} <= set(names)
     assert [name for name in names if classify(name) == "other"] == []
 
 

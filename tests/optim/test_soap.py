@@ -167,7 +167,7 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
     adam = state_bytes(options(name="adam"), meta.named_parameters())
     assert adam == 8 * sum(parameter.numel() for parameter in meta.parameters())
     soap, plain = (
-        training_memory(Config(data_size=8, optimizer=options(name=name), **SMALL).for_world(1), build_model)
+        training_memory(Config(data_size=8, optimizer=options(name=name), **SMALL).for_world(1))
         for name in ("soap", "adam")
     )
     assert plain.state == 16 * plain.parameters

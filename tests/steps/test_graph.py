@@ -26,7 +26,8 @@ from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import soap
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer
-from utils.steps import build, eager, graph
+from utils.profiling import preflight
+from utils.steps import eager, graph
 from utils.steps.eager import EagerStep, StepOptions, TrainingModules
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 
@@ -117,7 +118,7 @@ def test_ranks_that_communicate_through_gloo_cannot_use_graphs(monkeypatch) -> N
 
 def test_a_compressed_exchange_is_not_recorded(monkeypatch, data_flags, capsys) -> None:
     """It has a Python hook. The preflight for several ranks says so; a single rank ignores the key."""
-    monkeypatch.setattr(build, "choose_device", lambda name, local_rank: torch.device("cuda", 0))
+    monkeypatch.setattr(preflight, "choose_device", lambda name, local_rank: torch.device("cuda", 0))
     flags = ["--config=test", *data_flags, "--set=gradient_compression=bfloat16", "--preflight"]
     with pytest.raises(SystemExit) as stop:
         train.main([*flags, "2"], step_class=GraphStep)

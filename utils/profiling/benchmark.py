@@ -21,7 +21,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from utils.cli import Options
 from utils.config import Config, parse_value, validate_section
+from utils.config.summary import describe_config
 from utils.config.sections import Section
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
@@ -33,6 +35,7 @@ from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchron
 from utils.progress import Progress
 from utils.provenance import provenance
 from utils.steps import build
+from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 
@@ -203,8 +206,11 @@ class Benchmark:
         log.info(f"Benchmark results: {path}")
 
 
-def run(config: Config, world: World, step_class: type[EagerStep]) -> None:
+def run(options: Options, config: Config, world: World, step_class: type[EagerStep]) -> None:
     """Measures the step and the training loader. Every rank calls it."""
     settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
+        log.info(describe_config(config, options.config, options.overrides))
+        log_backends(config, world)
         Benchmark(config, step, loaders.train, world, settings).run()
+    log.info("DONE ---- rank %d", world.rank)

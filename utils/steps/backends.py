@@ -3,48 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 
 import torch
 
 from utils.config import Config
+from utils.distributed.world import World
 from utils.errors import LocalError, UserError
+
+log = logging.getLogger(__name__)
 
 CUBLAS_VARIABLE, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
-def backends(config: Config, device: torch.device) -> list[str]:
-    """Applies the config's settings; returns lines for the log. Called before the first computation on the device.
+def set_backends(config: Config, device: torch.device) -> None:
+    """Applies the config's settings. Called before the first computation on the device.
 
     cuDNN's search suits shapes that never change. For TF32 it uses PyTorch's older switches: its compiler still reads
     them, and refuses to once the newer ones are written.
     """
     deterministic = config.deterministic and device.type == "cuda"
-    searches = config.cudnn_benchmark and not deterministic  # by time, so the result may differ from run to run
-    torch.backends.cudnn.benchmark = searches
+    torch.backends.cudnn.benchmark = _searches(config)
     torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
     # Filling costs time, and nothing reads memory before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property of the module
-    if device.type != "cuda":
-        return []
     if deterministic and os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0]) not in CUBLAS_VALUES:
         value = os.environ[CUBLAS_VARIABLE]
         raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
+
+
+def _searches(config: Config) -> bool:
+    # The search decides by time, so results may differ from run to run.
+    return config.cudnn_benchmark and not config.deterministic
+
+
+def log_backends(config: Config, world: World) -> None:
+    """Logs the settings that count on a GPU; rank 0 logs them for all."""
+    if world.device.type != "cuda" or not world.is_root:
+        return
     overridden = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
     precision = "TF32" if config.tf32 and not overridden else "IEEE"
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
-    search, algorithms = "on" if searches else "off", "; deterministic algorithms" if deterministic else ""
-    version = torch.backends.cudnn.version()
-    lines = [f"cuDNN {version}, search {search}; float32 convolutions: {precision}{why}{algorithms}"]
+    algorithms = "; deterministic algorithms" if config.deterministic else ""
+    version, search = torch.backends.cudnn.version(), "on" if _searches(config) else "off"
+    log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
     if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):
-        lines.append(
-            f"Warning: with cuDNN {version}, 3D convolutions in {config.precision} are slow or wrong unless "
-            f"channels_last=true; set it, or use cuDNN 9.15 or later (PyTorch 2.10 and later have it)"
+        log.warning(
+            "With cuDNN %s, 3D convolutions in %s are slow or wrong unless channels_last=true; set it, or use cuDNN "
+            "9.15 or later (PyTorch 2.10 and later have it)",
+            version,
+            config.precision,
         )
-    return lines
 
 
 def has_faulty_conv3d(version: int | None) -> bool:

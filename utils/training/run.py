@@ -364,6 +364,7 @@ class Run:
                 self.logger.close(error)
                 raise
             self.logger.close()
+            log.info("DONE ---- rank %d", self.world.rank)
 
 
 class _Claim:
