@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import yaml
-from utils.training.directory import run_directory
+from utils.training.run import run_directory
 
 from benchmarks import common
 from benchmarks.processes import failure_of, launcher

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional as F
-from utils.training.directory import run_directory
+from utils.training.run import run_directory
 
 from benchmarks import common
 from benchmarks.convergence import spread

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_lines import CollectedLines
 from processes import run_ranks
 from reference_samples import cubes
 from torch import nn
@@ -21,7 +22,6 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, BenchmarkOptions, Settings, read_settings
-from utils.training.loggers.base import NullLogger
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -53,25 +53,17 @@ class CountingStep:
         self._exchanging = True
 
 
-class RecordingLogger(NullLogger):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-
 def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
-    step, logger = CountingStep(), RecordingLogger()
+    step, log = CountingStep(), CollectedLines("utils.profiling.benchmark")
     # Three batches per epoch, so that a trial of five needs a second epoch.
     plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
     settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
     options = BenchmarkOptions(1e-3, 4 * world.size, exchanges_gradients=exchanges, peak_seconds=0.01)
-    Benchmark(step, loader, world, logger, settings, options).run()
-    return logger.lines, step.calls
+    Benchmark(step, loader, world, settings, options).run()
+    return log.lines, step.calls
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

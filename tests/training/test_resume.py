@@ -109,7 +109,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
 
     HookedStep.hook(interrupt, valid)
     try:
-        train.run(options, config, world, HookedStep, signals)
+        train.train(options, config, world, HookedStep, signals)
     except Stopped:
         return False
     return True
