@@ -78,7 +78,7 @@ def test_the_result_table_compares_the_trained_loss_with_the_others() -> None:
         "  untrained network               0.200000     20.00 times the trained network's",
         "  constant                        0.080000      8.00 times the trained network's",
     ]
-    assert "50.0" in table[4]
-    assert "1:05" in table[5]
+    assert "50.0" in table[5]
+    assert "1:05" in table[6]
     perfect = FitResult(400, 0.2, 0.0, 0.0, 50.0, 65.0)
     assert "0.200000       inf times the " in "\n".join(perfect.table({"untrained": 0.2}))
