@@ -463,7 +463,7 @@ def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp
     for job in ("slurm 7", "slurm 8", "slurm 9"):
         assert chosen(first, restarted=(job,))[0] == "00"
     record = json.loads((first / "provenance.json").read_text())
-    assert [earlier["jobs"] for earlier in record["earlier"]] == [["slurm 8"], ["slurm 7"]]
+    assert [earlier["jobs"] for earlier in record["earlier"]] == [["slurm 7"], ["slurm 8"]]
     assert all("earlier" not in earlier for earlier in record["earlier"])
 
 
