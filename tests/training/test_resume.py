@@ -505,7 +505,7 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
     command: Any, finished: Path, flags: list[str], says: str
 ) -> None:
     before = contents(finished)
-    code, stderr = command("--resume", *flags)
+    code, stderr = command("--resume", "--num_epochs=3", *flags)
     assert code == 2, stderr
     line = error_line(stderr)
     assert line.startswith(f"error: {step_directory(finished / FOLDER, 16)}{says}")
