@@ -529,14 +529,18 @@ def test_a_disk_error_costs_one_checkpoint(
 def test_a_failing_link_leaves_the_checkpoint_and_the_earlier_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
-    checkpointer = writer(tmp_path)
+    """Fixed: "Cannot write checkpoint" was logged instead, and old checkpoints were never removed."""
+    checkpointer = writer(tmp_path, 1)
     save(checkpointer, 1, best_step=1)
     with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
-        save(checkpointer, 2, best_step=2)
-    assert "Operation not permitted" in caplog.text
-    assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
+        for step in (2, 3):
+            save(checkpointer, step, best_step=step)
+    line = f"Cannot point {tmp_path / BEST} to the best checkpoint: Operation not permitted"
+    assert warnings(caplog) == [line] * 2
+    assert names(tmp_path) == [BEST, "step_00000001", "step_00000003"]
     assert os.readlink(tmp_path / BEST) == "step_00000001"
-    assert_newest(tmp_path, 2)
+    assert_newest(tmp_path, 3)
+    checkpointer.check()
 
 
 def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
@@ -703,7 +707,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(
     save(checkpointer, 1)
     with failing("rmdir", OSError(39, "Directory not empty")):
         save(checkpointer, 2)
-    assert "Directory not empty" in caplog.text
+    assert warnings(caplog) == [f"Cannot remove an old checkpoint in {tmp_path}: Directory not empty"]
     checkpointer.check()
     save(checkpointer, 3)
     assert saved_steps(tmp_path) == [3]
