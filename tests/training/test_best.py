@@ -158,7 +158,9 @@ def test_a_best_checkpoint_whose_save_failed_is_replaced_by_the_one_before_it(
         caplog.clear()
         assert weights_file(path) == step_directory(folder, 8) / WEIGHTS
         (line,) = caplog.messages
-        assert line == f"The best checkpoint, {step_directory(folder, 16)}, is missing; using {step_directory(folder, 8)}"
+        assert (
+            line == f"The best checkpoint, {step_directory(folder, 16)}, is missing; using {step_directory(folder, 8)}"
+        )
     (folder / BEST).unlink()
     with pytest.raises(UserError, match=r"step_00000016 is missing; give another checkpoint, for example .*32$"):
         weights_file(run)

@@ -376,7 +376,10 @@ def test_damaged_weights_are_reported_without_pytorchs_advice_to_run_code(tmp_pa
         assert str(caught.value) == says
 
 
-DAMAGED, OTHER = "{name} is damaged or not a PyTorch checkpoint", "{name} was not written by this version of the program"
+DAMAGED, OTHER = (
+    "{name} is damaged or not a PyTorch checkpoint",
+    "{name} was not written by this version of the program",
+)
 UNKNOWN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bomb in an archive": (lambda path: torch.save({"format": 2, "network": Bomb()}, path), DAMAGED),
     "pickled bomb": (lambda path: path.write_bytes(pickle.dumps(Bomb(), protocol=2)), DAMAGED),
@@ -574,9 +577,7 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     checkpointer.close()
     assert "The checkpoint of step 2 was not written in time" in caplog.text
     assert_newest(tmp_path, 1)
-    with pytest.raises(
-        UserError, match=f"^the checkpoint of step 3 is not in {tmp_path}: it is still being written; "
-    ):
+    with pytest.raises(UserError, match=f"^the checkpoint of step 3 is not in {tmp_path}: it is still being written; "):
         checkpointer.check()
     may_write.set()
     checkpointer.close()

@@ -447,7 +447,9 @@ def test_a_complete_run_logs_it_and_changes_nothing(command: Any, finished: Path
         code, stderr = command(flag)
         assert code == 0, stderr
         (warning,) = messages(stderr, "WARNING")
-        end = f"Nothing was trained: {step_directory(finished / FOLDER, 16)} is the end of epoch 2, and num_epochs is 2; "
+        end = (
+            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} is the end of epoch 2, and num_epochs is 2; "
+        )
         assert warning.startswith(end)
         assert messages(stderr)[-2:] == [warning, "DONE ---- rank 0"]
         assert HookedStep.calls == 0

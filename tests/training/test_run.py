@@ -507,9 +507,7 @@ def test_resume_no_removes_what_a_run_has_written_and_nothing_else(
     assert "seed: 3" in (recorded / "config.yaml").read_text()
 
 
-def test_an_interrupted_removal_is_completed_by_the_next_start(
-    recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """config.yaml goes first: without it no later command continues what is left of the run."""
 
     class Killed(BaseException):
