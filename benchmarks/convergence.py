@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 import yaml
-from utils.training.run import run_directory
 
 from benchmarks import common
 from benchmarks.processes import failure_of, launcher
@@ -53,6 +52,7 @@ from utils.provenance import read_provenance
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 from utils.training.loggers.base import read_records
+from utils.training.run import run_directory
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional as F
-from utils.training.run import run_directory
 
 from benchmarks import common
 from benchmarks.convergence import spread
@@ -41,6 +40,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.steps.eager import EagerStep
 from utils.training.loggers.base import read_records
+from utils.training.run import run_directory
 
 ROUNDS = 9  # timed steps of each network, of which the fastest third counts
 EPOCHS = 2

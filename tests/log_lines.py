@@ -21,7 +21,7 @@ def other_lines(text: str) -> list[str]:
 
 
 class CollectedLines(logging.Handler):
-    """Collects the messages of a logger from INFO on, in place of an earlier collector; also on ranks without pytest."""
+    """Collects the messages of a logger from INFO on, on any rank; replaces an earlier collector."""
 
     def __init__(self, logger: str) -> None:
         super().__init__()

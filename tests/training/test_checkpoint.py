@@ -350,30 +350,18 @@ def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
         assert content["step"] == content["network"]["weight"][0] == 2
 
 
-def test_damaged_weights_are_reported_without_pytorchs_advice_to_run_code(tmp_path: Path) -> None:
-    """A fixed bug: four wrong bytes led to a paragraph that advised weights_only=False. Both files must be recopied."""
+def test_damaged_weights_are_reported_with_another_checkpoint(tmp_path: Path) -> None:
+    """Fixed: four wrong bytes led to a paragraph of PyTorch that advised weights_only=False."""
     folder = folder_of(tmp_path)
-    second = step_directory(folder, 2)
-    alone = tmp_path / "alone.pt"
+    second, alone = step_directory(folder, 2), tmp_path / "alone.pt"
     content = (second / WEIGHTS).read_bytes()
     start = content.index(b"network")  # within the pickled structure
     (second / WEIGHTS).write_bytes(content[:start] + b"\xff\xff\xff\xff" + content[start + 4 :])
     shutil.copyfile(second / WEIGHTS, alone)
-    for path, says in (
-        (
-            second,
-            f"cannot read {second / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it, or give "
-            f"another checkpoint: for example {step_directory(folder, 1)}",
-        ),
-        (
-            alone,
-            f"cannot read {alone}: alone.pt is damaged or not a PyTorch checkpoint; recopy it, or give another "
-            f"checkpoint: a run directory, a checkpoint directory, or a weights.pt",
-        ),
-    ):
-        with pytest.raises(UserError) as caught:
-            read_weights(path)
-        assert str(caught.value) == says
+    with pytest.raises(UserError, match=rf"digest does not match; recopy it.*example {step_directory(folder, 1)}$"):
+        read_weights(second)
+    with pytest.raises(UserError, match=rf"^cannot read {alone}: alone.pt is damaged or not a PyTorch [^\n]*$"):
+        read_weights(alone)
 
 
 DAMAGED, OTHER = (
@@ -504,7 +492,6 @@ def failing(function: str, error: Exception) -> Any:
         (limited_file_sizes, "File too large"),
         (lambda: failing("fsync", OSError(5, "Input/output error")), "Input/output error"),
         (failing_on_directories, "Input/output error"),
-        (lambda: failing("rename", MemoryError("no memory")), "no memory"),
         (lambda: failing("mkdir", OSError(30, "Read-only file system")), "Read-only file system"),
     ],
 )
@@ -663,12 +650,6 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     save(writer(folder), 4, best_step=4)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
-
-
-def test_weights_that_are_not_finite_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the host would otherwise wait for copies of the whole state before it reads that."""
-    monkeypatch.setattr(HostCopy, "_map", lambda *_: pytest.fail("copied"))
-    assert HostCopy().take(tensors(float("nan"))) is None
 
 
 OUT_OF_MEMORY = RuntimeError("CUDA error: out of memory\nmore of it")

@@ -43,7 +43,6 @@ from utils.training.checkpoint import (
     saved_steps,
     step_directory,
 )
-from utils.training.checkpointer import AsyncCheckpointer
 from utils.training.resume import Start
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -288,27 +287,6 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     assert_same_training(whole, run)
 
 
-def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, finished: Path) -> None:
-    for step in saved_steps(finished / FOLDER):
-        if step in (8, 16):
-            flip(step_directory(finished / FOLDER, step) / (WEIGHTS if step == 16 else TRAINING))
-        else:
-            shutil.rmtree(step_directory(finished / FOLDER, step))
-    before = contents(finished)
-    code, stderr = command("--resume", "--num_epochs=3")
-    assert code == 2
-    line = error_line(stderr)
-    assert line.startswith(
-        f"error: no usable checkpoint in {finished / FOLDER}: step_00000016 (weights.pt is damaged: "
-    )
-    assert "step_00000008 (training.pt is damaged: its digest does not match)" in line
-    assert "--resume=no" in line
-    assert contents(finished) == before
-    code, stderr = command("--resume=no", "--num_epochs=1")
-    assert code == 0, stderr
-    assert saved_steps(finished / FOLDER) == [8]
-
-
 # --- where a training starts -----------------------------------------------------------------------------------------
 
 
@@ -378,48 +356,6 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new training"
 
 
-def test_a_restart_is_not_affected_by_a_training_that_was_refused_or_ended_before_it(
-    tmp_path: Path, command: Any, stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second job with --resume=no left its marker in the run directory of the first one, whose restart obeyed it."""
-    run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
-    record = json.loads((run / "provenance.json").read_text())
-    (run / "provenance.json").write_text(json.dumps({**record, "jobs": ["slurm 7"]}))
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    with open_locked(run / ".lock", "locked"):  # by the first job
-        assert command("--resume=no")[0] == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "loaders", lambda *_: sys.exit(143))
-        assert command("--resume=no")[0] == 143
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    code, stderr = command("--resume=no", *OFTEN)
-    assert code == 0, stderr
-    assert f"Resuming from {step_directory(run / FOLDER, 7)}, after step 7" in messages(stderr, "INFO")
-    assert saved_steps(run / FOLDER) == [16, 15, 12, 9, 8, 7, 6, 3]
-
-
-@pytest.mark.parametrize("flags", [["--resume"], ["--resume=no"]], ids=str)
-def test_nothing_in_a_run_directory_is_touched_without_its_lock(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    """Neither the remains of a save in progress nor the checkpoints are."""
-    partial = finished / FOLDER / ".step_00000020.abc.partial"
-    partial.mkdir()
-    (partial / WEIGHTS).write_text("half")
-    before = contents(finished)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the data are read first")
-
-    monkeypatch.setattr(build, "loaders", refuse)
-    with open_locked(finished / ".lock", "locked"):
-        code, stderr = command(*flags, "--num_epochs=3")
-        assert code == 2, stderr
-        assert error_line(stderr).startswith(f"error: another run is writing to {finished}; ")
-    assert contents(finished) == before
-
-
 def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it finds that the training is complete, and while it writes the summary; then the lock is free."""
     locked = []
@@ -439,21 +375,6 @@ def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypat
     assert command("--resume", "--num_epochs=3")[0] == 0
     assert locked == ["nothing_to_train", "finish"]
     open_locked(finished / ".lock", "locked").close()
-
-
-def test_a_complete_run_logs_it_and_changes_nothing(command: Any, finished: Path) -> None:
-    before = contents(finished, "out.log", "provenance.json")
-    for flag in ("--resume", "--resume=auto"):
-        code, stderr = command(flag)
-        assert code == 0, stderr
-        (warning,) = messages(stderr, "WARNING")
-        end = (
-            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} is the end of epoch 2, and num_epochs is 2; "
-        )
-        assert warning.startswith(end)
-        assert messages(stderr)[-2:] == [warning, "DONE ---- rank 0"]
-        assert HookedStep.calls == 0
-        assert contents(finished, "out.log", "provenance.json") == before
 
 
 def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
@@ -499,7 +420,6 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
             ["--set=seed=1"],
             " was written by a run with seed 0, this one has 1 and would see other samples; omit --resume, or ",
         ),
-        (["--set=global_batch_size=4"], " was written by a run with global_batch_size 8, this one has 4 and "),
         (["--set=symmetries=none"], " was written by a run with symmetries full, this one has none and "),
     ],
 )
@@ -715,36 +635,3 @@ def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: An
     assert "Traceback" not in stderr
     assert last(run).state.step == STEPS
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
-
-
-def test_a_save_that_hangs_ends_no_training(
-    tmp_path: Path, command: Any, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, release, write = directory(tmp_path), threading.Event(), checkpointer.write
-
-    def hang(target: Path, *arguments: Any) -> None:
-        if target.name == "step_00000006":
-            assert release.wait(GENEROUS)
-        write(target, *arguments)
-
-    def after(step: int) -> None:
-        if step <= 6:  # the writes before it must not be late
-            wait_for_writes()
-
-    flags = ["--set=checkpoint.every_steps=2", "--set=checkpoint.keep_last=9"]
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer, "write", hang)
-        for limit in ("CLOSE_SECONDS", "WAIT_SECONDS", "WAIT_FRACTION", "BEST_WAIT_SECONDS"):
-            patch.setattr(AsyncCheckpointer, limit, 0.0)
-        code, stderr = command(*flags, after=after)
-    assert code == 2, "trained to the end, but the result is not on the disk"
-    assert f"\nerror: the checkpoint of step 16 is not in {run / FOLDER}: it is still being written; " in stderr
-    assert len(set(messages(stderr, "WARNING"))) == 6, "one for each later save, one when it ends"
-    assert last(run).state.step == 4
-    release.set()
-    wait_for_writes()
-    assert last(run).state.step == 6
-    code, stderr = command(*flags)
-    assert (code, messages(stderr, "WARNING")) == (0, [])
-    assert_equal(last(run).weights["network"], last(whole).weights["network"])
-    assert metrics(run) == metrics(whole)

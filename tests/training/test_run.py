@@ -302,6 +302,7 @@ def test_a_run_that_is_being_trained_is_refused_and_not_touched(
     first: Path, run: Any, finished: bool, options: dict[str, Any]
 ) -> None:
     run(1, finished, jobs=["slurm 7"])
+    (first / FOLDER / ".step_00000020.abc.partial").mkdir()  # of a save in progress
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
     with open_locked(first / LOCK, "locked"):
         with pytest.raises(UserError, match=rf"^another run is writing to {first}; .*--run_num"):
@@ -327,7 +328,7 @@ def test_a_second_run_with_the_same_command_takes_the_next_directory(first: Path
 
 def test_two_new_runs_with_resume_no_do_not_wait_for_each_other(first: Path) -> None:
     """Fixed: the second one tried again and again, without a pause, until the first one had read its data."""
-    with opened(first, resume="no"), pytest.raises(UserError, match="^another run is writing to "):
+    with opened(first, resume="no"), pytest.raises(UserError, match=r"^another run is writing to "):
         opened(first, resume="no").__enter__()
     assert not first.exists()
 
