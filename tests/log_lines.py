@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 # The prefix of a line: time, logger's name, level.
@@ -17,3 +18,18 @@ def messages(text: str, level: str | None = None) -> list[str]:
 def other_lines(text: str) -> list[str]:
     """The lines of a text that are not log lines."""
     return [line for line in text.splitlines() if not LOG_LINE.match(line)]
+
+
+class CollectedLines(logging.Handler):
+    """Collects the messages of a logger from INFO on, on any rank; replaces an earlier collector."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+        collected = logging.getLogger(logger)
+        collected.handlers[:] = [self]
+        collected.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        (self.warnings if record.levelno >= logging.WARNING else self.lines).append(record.getMessage())

@@ -23,7 +23,6 @@ from utils.data.volumes import split_settings
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import optimizers
-from utils.steps import build
 
 PAGE = (TOP / "docs" / "architecture.md").read_text(encoding="utf-8")
 

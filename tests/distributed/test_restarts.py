@@ -80,7 +80,7 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
 
 
 def test_torchrun_names_its_job_alike_before_and_after_a_restart(tmp_path: Path) -> None:
-    """tests/runs/test_choice.py has what follows from it, and the slow test above the trainings."""
+    """tests/training/test_run.py has what follows from it, and the slow test above the trainings."""
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from processes import run_ranks
 from reference_samples import cubes
-from utils.training.summary import result_table
 
 from networks import build_loss
 from utils.data.files.hdf5 import open_volume
@@ -20,7 +19,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.baselines import volume_losses
-from utils.training.trainer import FitResult
+from utils.training.state import FitResult
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 SAMPLES = 5
@@ -73,14 +72,14 @@ def test_baselines_agree_with_numpy_on_one_rank_and_on_two(name: str, tmp_path: 
 
 def test_the_result_table_compares_the_trained_loss_with_the_others() -> None:
     result = FitResult(400, 0.2, 0.01, 0.01, 50.0, 65.0)
-    table = "\n".join(result_table(result, {"untrained network": 0.2, "constant": 0.08, "copy": 0.04}, Path("runs/x")))
-    assert table.splitlines()[:4] == [
+    table = result.table({"untrained network": 0.2, "constant": 0.08, "copy": 0.04})
+    assert table[:4] == [
         "validation loss (lower is better)",
         "  trained network                 0.010000",
         "  untrained network               0.200000     20.00 times the trained network's",
         "  constant                        0.080000      8.00 times the trained network's",
     ]
-    assert "50.0" in table
-    assert "1:05" in table
+    assert "50.0" in table[5]
+    assert "1:05" in table[6]
     perfect = FitResult(400, 0.2, 0.0, 0.0, 50.0, 65.0)
-    assert "0.200000       inf times the " in "\n".join(result_table(perfect, {"untrained": 0.2}, Path("runs/x")))
+    assert "0.200000       inf times the " in "\n".join(perfect.table({"untrained": 0.2}))

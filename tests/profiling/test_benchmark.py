@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from log_lines import CollectedLines
 from processes import run_ranks
 from reference_samples import cubes
 from torch import nn
@@ -55,20 +55,9 @@ class CountingStep:
         self._exchanging = True
 
 
-class Lines(logging.Handler):
-    """Keeps the messages of the log lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
-    step, handler = CountingStep(), Lines()
+    step, log = CountingStep(), CollectedLines("utils.profiling.benchmark")
     # Three batches per epoch, so that a trial of five needs a second epoch.
     plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = SyntheticLoader((4, 5), CropOptions(plan, batch_size=4, rank=world.rank, world_size=world.size))
@@ -77,11 +66,8 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict
     config = Config(global_batch_size=4 * world.size, noddp=not exchanges)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "PEAK_SECONDS", 0.01)
-        patch.setattr(benchmark.log, "level", logging.INFO)
-        benchmark.log.addHandler(handler)
         Benchmark(config, step, loader, world, settings).run()
-        benchmark.log.removeHandler(handler)
-    return handler.lines, step.calls
+    return log.lines, step.calls
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk are intact or skipped, and read without running code; no disk error ends a training."""
+"""Checkpoints on disk are intact or skipped, and read without running code; no disk error ends a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import stat
 import subprocess
 import threading
 import warnings as warnings_module
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +60,10 @@ def tensors(value: float, numbers: int = 40) -> dict[str, Any]:
     }
 
 
+def writer(folder: Path, keep_last: int = 2) -> AsyncCheckpointer:
+    return AsyncCheckpointer(folder, Config(num_epochs=3, checkpoint={"keep_last": keep_last}), {})
+
+
 def save(checkpointer: Checkpointer, step: int, best_step: int = 0, numbers: int = 40) -> None:
     """Saves tensors filled with the step; they are written when this returns."""
     checkpointer.save(tensors(float(step), numbers), TrainState(step=step, best_step=best_step), wait=True)
@@ -68,7 +71,7 @@ def save(checkpointer: Checkpointer, step: int, best_step: int = 0, numbers: int
 
 def folder_of(tmp_path: Path, steps: tuple[int, ...] = (1, 2)) -> Path:
     tmp_path.mkdir(exist_ok=True)
-    checkpointer = AsyncCheckpointer(tmp_path / "checkpoints", {"seed": 0}, keep_last=len(steps))
+    checkpointer = writer(tmp_path / "checkpoints", len(steps))
     for step in steps:
         save(checkpointer, step)
     return tmp_path / "checkpoints"
@@ -114,16 +117,15 @@ def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
-    config = Config(num_epochs=3).model_dump()
     state = TrainState(epoch=2, batch=3, step=17, losses=[0.5], unlogged=[(0.25, 1.5)], final_loss=0.125, best_step=9)
     content = tensors(0.25)
     content["network"]["channels_last"] = (
         torch.arange(24.0).reshape(1, 2, 3, 2, 2).to(memory_format=torch.channels_last_3d)
     )
-    AsyncCheckpointer(tmp_path, config, 2).save(content, state, wait=True)
+    writer(tmp_path).save(content, state, wait=True)
     saved = load_newest(tmp_path)
     assert saved is not None
-    assert Config.model_validate(saved.weights["config"]) == Config(num_epochs=3)
+    assert Config.model_validate(saved.weights["config"]).num_epochs == 3
     assert [saved.weights[key] for key in ("epoch", "step", "final_loss")] == [2, 17, 0.125]
     assert saved.weights["network"].keys() == content["network"].keys()
     for name, tensor in content["network"].items():
@@ -136,7 +138,7 @@ def test_round_trip_of_tensors_config_and_state(tmp_path: Path) -> None:
 
 def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path, may_write: threading.Event) -> None:
     """The write starts only after the change; the next save writes the new values, from the same host memory."""
-    checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
+    checkpointer, content = writer(tmp_path), tensors(1.0)
     checkpointer.save(content, TrainState(step=1), wait=False)
     assert saved_steps(tmp_path) == [], "save does not wait for the write"
     content["network"]["weight"] += 1
@@ -155,7 +157,7 @@ def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path: Path,
 def test_non_finite_weights_are_never_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float, dtype: torch.dtype
 ) -> None:
-    checkpointer, content = AsyncCheckpointer(tmp_path, {}, 2), tensors(1.0)
+    checkpointer, content = writer(tmp_path), tensors(1.0)
     content["network"] |= {"none": torch.zeros(0), "half": torch.full((70_000,), 60_000.0).to(dtype)}
     checkpointer.save(content, TrainState(step=1), wait=True)
     assert saved_steps(tmp_path) == [1], "large values are finite"
@@ -221,20 +223,11 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def directory_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "flipped at the start": lambda path: flip(path, 0),
     "flipped in the middle": lambda path: flip(path, path.stat().st_size // 2),
     "cut": truncate,
     "empty": lambda path: path.write_bytes(b""),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
     "removed": Path.unlink,
-    "a directory": directory_instead,
-    "another file": lambda path: path.write_bytes(b"\x89PNG\r\n" * 100),
 }
 
 
@@ -295,17 +288,15 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 
 
 OTHERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "format 1": (
+    "another format": (
         resave(WEIGHTS, lambda content: {**content, "format": 1}),
-        "weights.pt has format 1, this program reads format 2: use the version of the program that wrote it",
+        "weights.pt was not written by this version of the program",
     ),
-    "a tensor": (resave(TRAINING, lambda content: torch.zeros(3)), "training.pt was not written by this program"),
     "a bomb": (
         resave(WEIGHTS, lambda content: {**content, "network": Bomb()}),
         "weights.pt is damaged or not a PyTorch checkpoint",
     ),
     "a pickled bomb": (plain_pickle, "training.pt is damaged or not a PyTorch checkpoint"),
-    "no state": (resave(TRAINING, without("state")), "training.pt has no state"),
     "no optimizer": (resave(TRAINING, without("optimizer")), "training.pt has no optimizer"),
     "no config": (resave(WEIGHTS, without("config")), "weights.pt has no config"),
     "an unknown field": (resave(TRAINING, lambda content: {**content, "state": {"stride": 1}}), "training.pt: "),
@@ -359,90 +350,46 @@ def test_weights_do_not_need_the_rest_of_the_checkpoint(tmp_path: Path) -> None:
         assert content["step"] == content["network"]["weight"][0] == 2
 
 
-def test_damaged_weights_are_reported_without_pytorchs_advice_to_run_code(tmp_path: Path) -> None:
-    """A fixed bug: four wrong bytes led to a paragraph that advised weights_only=False. Both files must be recopied."""
+def test_damaged_weights_are_reported_with_another_checkpoint(tmp_path: Path) -> None:
+    """Fixed: four wrong bytes led to a paragraph of PyTorch that advised weights_only=False."""
     folder = folder_of(tmp_path)
-    second = step_directory(folder, 2)
-    alone = tmp_path / "alone.pt"
+    second, alone = step_directory(folder, 2), tmp_path / "alone.pt"
     content = (second / WEIGHTS).read_bytes()
     start = content.index(b"network")  # within the pickled structure
     (second / WEIGHTS).write_bytes(content[:start] + b"\xff\xff\xff\xff" + content[start + 4 :])
     shutil.copyfile(second / WEIGHTS, alone)
-    for path, says in (
-        (
-            second,
-            f"cannot read {second / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it, or give "
-            f"another checkpoint: for example {step_directory(folder, 1)}",
-        ),
-        (
-            alone,
-            f"cannot read {alone}: alone.pt is damaged or not a PyTorch checkpoint; recopy it, or give another "
-            f"checkpoint: a run directory, a checkpoint directory, or a weights.pt",
-        ),
-    ):
-        with pytest.raises(UserError) as caught:
-            read_weights(path)
-        assert str(caught.value) == says
+    with pytest.raises(UserError, match=rf"digest does not match; recopy it.*example {step_directory(folder, 1)}$"):
+        read_weights(second)
+    with pytest.raises(UserError, match=rf"^cannot read {alone}: alone.pt is damaged or not a PyTorch [^\n]*$"):
+        read_weights(alone)
 
 
-def archive(path: Path, content: dict[str, Any], compression: int = zipfile.ZIP_STORED) -> None:
-    """A checkpoint whose archive is packed again, with other files added or compressed."""
-    torch.save({"format": 2, **content}, path)
-    with zipfile.ZipFile(path) as source:
-        entries = {name: source.read(name) for name in source.namelist()}
-    with zipfile.ZipFile(path, "w", compression) as packed:
-        for name, data in entries.items():
-            packed.writestr(name, data)
-
-
-def fake_safetensors(path: Path) -> None:
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-
-
-NOT_OURS = "{name} is damaged or not a PyTorch checkpoint; recopy it, or give another checkpoint: "
-FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "bomb in an archive": (lambda path: torch.save({"format": 2, "network": Bomb()}, path), NOT_OURS),
-    "pickled bomb": (lambda path: path.write_bytes(pickle.dumps(Bomb(), protocol=2)), NOT_OURS),
-    "legacy format": (
-        lambda path: torch.save({"format": 2, "network": {}}, path, _use_new_zipfile_serialization=False),
-        NOT_OURS,
-    ),
-    "TorchScript": (lambda path: torch.jit.script(torch.nn.Linear(1, 1)).save(str(path)), NOT_OURS),
-    "safetensors": (fake_safetensors, NOT_OURS),
-    "zip bomb": (lambda path: archive(path, {"network": torch.zeros(10**7)}, zipfile.ZIP_DEFLATED), NOT_OURS),
-    "empty": (lambda path: path.write_bytes(b""), NOT_OURS),
-    "cut": (lambda path: (torch.save({"format": 2, "network": torch.zeros(99)}, path), truncate(path)), NOT_OURS),
-    "another zip archive": (lambda path: zipfile.ZipFile(path, "w").close(), NOT_OURS),
-    "pipe": (os.mkfifo, "{name}: it is not a regular file; "),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "{name}: it is not a regular file; "),
-    "other weights": (
-        lambda path: torch.save(torch.nn.Linear(1, 1).state_dict(), path),
-        "{name} was not written by this program; give another checkpoint: ",
-    ),
-    "older version": (
-        lambda path: torch.save({"format": 1, "network": {}}, path),
-        "{name} has format 1, this program reads format 2: use the version of the program that wrote it; give another ",
-    ),
-    "newer version": (
-        lambda path: torch.save({"format": 3, "network": {}}, path),
-        "{name} has format 3, this program reads format 2: use the version of the program that wrote it; give another ",
-    ),
+DAMAGED, OTHER = (
+    "{name} is damaged or not a PyTorch checkpoint",
+    "{name} was not written by this version of the program",
+)
+UNKNOWN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "bomb in an archive": (lambda path: torch.save({"format": 2, "network": Bomb()}, path), DAMAGED),
+    "pickled bomb": (lambda path: path.write_bytes(pickle.dumps(Bomb(), protocol=2)), DAMAGED),
+    "TorchScript": (lambda path: torch.jit.script(torch.nn.Linear(1, 1)).save(str(path)), DAMAGED),
+    "cut": (lambda path: (torch.save({"format": 2, "network": torch.zeros(99)}, path), truncate(path)), DAMAGED),
+    "other weights": (lambda path: torch.save(torch.nn.Linear(1, 1).state_dict(), path), OTHER),
+    "newer version": (lambda path: torch.save({"format": 3, "network": {}}, path), OTHER),
 }
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", UNKNOWN_FILES)
 def test_files_of_other_programs_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As weights and in a run directory; no code in them is run, and PyTorch's advice to do so is not repeated."""
     monkeypatch.chdir(tmp_path)
-    make, says = FOREIGN[kind]
+    make, says = UNKNOWN_FILES[kind]
     with warnings_module.catch_warnings():
         warnings_module.simplefilter("ignore")
         make(Path("x.pt"))
-    with pytest.raises(UserError, match=rf"^cannot read x.pt: {re.escape(says.format(name='x.pt'))}[^\n]*$"):
+    with pytest.raises(UserError, match=rf"^cannot read x.pt: {re.escape(says.format(name='x.pt'))}; [^\n]*$"):
         read_weights(Path("x.pt"))
     folder = folder_of(tmp_path / "run", (1,))
     weights = step_directory(folder, 1) / WEIGHTS
@@ -470,7 +417,7 @@ def test_files_of_other_programs_are_refused_in_one_line(
 
 @pytest.mark.parametrize("keep_last", [1, 2, 3])
 def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) -> None:
-    checkpointer, steps = AsyncCheckpointer(tmp_path, {}, keep_last), list(range(1, 8))
+    checkpointer, steps = writer(tmp_path, keep_last), list(range(1, 8))
     for step in steps:
         best = max(known for known in (1, 2, 5) if known <= step)
         save(checkpointer, step, best)
@@ -488,7 +435,7 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
     folder = folder_of(tmp_path, (4, 8))
     flip(step_directory(folder, 8) / WEIGHTS, 100)
     assert_newest(folder, 4)
-    checkpointer = AsyncCheckpointer(folder, {"seed": 0}, keep_last)
+    checkpointer = writer(folder, keep_last)
     for step in (5, 6, 7):
         save(checkpointer, step)
         assert_newest(folder, step)
@@ -499,7 +446,7 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     """A training that is stopped in a validation saves again at the same step."""
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    checkpointer = writer(tmp_path)
     save(checkpointer, 1, best_step=1)
     checkpointer.save(tensors(5.0), TrainState(step=1), wait=True)
     saved = load_newest(tmp_path)
@@ -545,7 +492,6 @@ def failing(function: str, error: Exception) -> Any:
         (limited_file_sizes, "File too large"),
         (lambda: failing("fsync", OSError(5, "Input/output error")), "Input/output error"),
         (failing_on_directories, "Input/output error"),
-        (lambda: failing("rename", MemoryError("no memory")), "no memory"),
         (lambda: failing("mkdir", OSError(30, "Read-only file system")), "Read-only file system"),
     ],
 )
@@ -553,12 +499,12 @@ def test_a_disk_error_costs_one_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fails: Callable[[], Any], reason: str
 ) -> None:
     """One warning; the checkpoint before stays, and the next save succeeds."""
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    checkpointer = writer(tmp_path)
     save(checkpointer, 1, best_step=1)
     with fails():
         save(checkpointer, 2, best_step=2, numbers=100_000)
     start = f"Cannot write checkpoint {step_directory(tmp_path, 2)}: "
-    expected = [f"{start}{reason}; earlier ones stay"]
+    expected = [f"{start}{reason}; earlier ones are kept"]
     assert warnings(caplog) == expected
     assert_newest(tmp_path, 1)
     assert names(tmp_path) == [BEST, "step_00000001"], "nothing partial is left"
@@ -573,14 +519,18 @@ def test_a_disk_error_costs_one_checkpoint(
 def test_a_failing_link_leaves_the_checkpoint_and_the_earlier_link(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    """Fixed: "Cannot write checkpoint" was logged instead, and old checkpoints were never removed."""
+    checkpointer = writer(tmp_path, 1)
     save(checkpointer, 1, best_step=1)
     with failing(function, PermissionError(1, "Operation not permitted")):  # a FAT file system says so
-        save(checkpointer, 2, best_step=2)
-    assert "Operation not permitted" in caplog.text
-    assert names(tmp_path) == [BEST, "step_00000001", "step_00000002"]
+        for step in (2, 3):
+            save(checkpointer, step, best_step=step)
+    line = f"Cannot point {tmp_path / BEST} to the best checkpoint: Operation not permitted"
+    assert warnings(caplog) == [line] * 2
+    assert names(tmp_path) == [BEST, "step_00000001", "step_00000003"]
     assert os.readlink(tmp_path / BEST) == "step_00000001"
-    assert_newest(tmp_path, 2)
+    assert_newest(tmp_path, 3)
+    checkpointer.check()
 
 
 def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
@@ -601,22 +551,20 @@ def test_a_save_that_hangs_is_reported_and_the_next_succeeds(
     times = dict.fromkeys(("monotonic", "perf_counter"), lambda: clock.now)
     monkeypatch.setattr(checkpointers, "time", SimpleNamespace(**times))
     may_write.set()
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 3)
+    checkpointer = writer(tmp_path, 3)
     save(checkpointer, 1)
     may_write.clear()
     checkpointer.save(tensors(2.0), TrainState(step=2), wait=False)
     for _ in range(5):
         checkpointer.save(tensors(3.0), TrainState(step=3), wait=False)
-    assert 10 <= clock.now < 10.3, "training continues: five saves waited 10 s in total"
+    assert 10 <= clock.now < 10.3, "the run continues: five saves waited 10 s in total"
     assert caplog.text.count("No checkpoint at step 3: step 2 is still being written after 10 s") == 5
     checkpointer.save(tensors(3.0), TrainState(step=3, best_step=3), wait=False)
     assert 70 <= clock.now < 71, "the best one cannot be saved later"
     checkpointer.close()
-    assert "The checkpoint of step 2 was not written in time; earlier ones stay" in caplog.text
+    assert "The checkpoint of step 2 was not written in time" in caplog.text
     assert_newest(tmp_path, 1)
-    with pytest.raises(
-        UserError, match=f"^the network after step 3 is not in {tmp_path}: it is still being written; fix "
-    ):
+    with pytest.raises(UserError, match=f"^the checkpoint of step 3 is not in {tmp_path}: it is still being written; "):
         checkpointer.check()
     may_write.set()
     checkpointer.close()
@@ -635,7 +583,7 @@ def test_a_check_waits_until_the_checkpoint_is_replaced(
     may_write.set()
     folder, write = folder_of(tmp_path), checkpointers.write
     may_write.clear()
-    checkpointer = AsyncCheckpointer(folder, {}, 2)
+    checkpointer = writer(folder)
 
     def move_and_write(target: Path, *content: Any) -> None:
         os.rename(target, moved := target.with_name(".moved"))
@@ -652,29 +600,6 @@ def test_a_check_waits_until_the_checkpoint_is_replaced(
     assert load_newest(folder) is not None
 
 
-def test_nothing_is_saved_in_a_directory_that_another_run_has_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A directory that was only removed is created again: the checkpoints of a long training are worth it."""
-    run, lock = tmp_path / "run", tmp_path / "run" / ".lock"
-    run.mkdir()
-    held = lock.open("w")  # as a run holds it; its inode is not used again
-    checkpointer = AsyncCheckpointer(run / "checkpoints", {}, 1, lock)
-    save(checkpointer, 1)
-    run.rename(tmp_path / "removed")
-    save(checkpointer, 2)
-    checkpointer.check()
-    lock.touch()
-    before = sorted(tmp_path.rglob("*"))
-    for _ in range(2):
-        with pytest.raises(UserError, match="the run directory was replaced, and another run uses it; fix that"):
-            checkpointer.check()
-        save(checkpointer, 3)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert caplog.text.count("another run uses it; earlier ones stay") == 2
-    held.close()
-
-
 # --- kill -9 during a save ----------------------------------------------------------------------------------
 
 
@@ -689,11 +614,11 @@ def killed_at(folder: str, step: int, function: str, call: int) -> None:
         return real(*arguments, **keywords)
 
     setattr(os, function, die)
-    checkpointer = AsyncCheckpointer(Path(folder), {}, 2)
+    checkpointer = writer(Path(folder))
     content = checkpointer._copy.take(tensors(5.0))
     content["state"] = {"step": step}
     record = {"step": step, "best_step": step}
-    checkpointer._write({"network": content.pop("network"), "config": {}, **record}, content, "")
+    checkpointer._write({"network": content.pop("network"), "config": {}, **record}, content)
 
 
 @pytest.mark.parametrize(
@@ -722,15 +647,9 @@ def test_killed_during_a_save(tmp_path: Path, step: int, function: str, call: in
     assert saved.state.step == left, before
     assert float(saved.weights["network"]["weight"][0]) == (5.0 if left == 3 else 2.0)
     assert names(folder) == sorted([BEST, *(step_directory(folder, kept).name for kept in saved_steps(folder))]), before
-    save(AsyncCheckpointer(folder, {}, 2), 4, best_step=4)
+    save(writer(folder), 4, best_step=4)
     assert_newest(folder, 4)
     assert os.readlink(folder / BEST) == "step_00000004"
-
-
-def test_weights_that_are_not_finite_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the host would otherwise wait for copies of the whole state before it reads that."""
-    monkeypatch.setattr(HostCopy, "_map", lambda *_: pytest.fail("copied"))
-    assert HostCopy().take(tensors(float("nan"))) is None
 
 
 OUT_OF_MEMORY = RuntimeError("CUDA error: out of memory\nmore of it")
@@ -738,32 +657,27 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no memory for a copy (CUDA error: out of memory)": lambda: mock.patch.object(
         HostCopy, "take", side_effect=OUT_OF_MEMORY
     ),
-    "can't start new thread": lambda: mock.patch.object(
-        threading.Thread, "start", side_effect=RuntimeError("can't start new thread")
-    ),
     "the weights are not finite": lambda: mock.patch.object(HostCopy, "take", return_value=None),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lack_of_memory_or_threads_costs_one_checkpoint(
+def test_a_lack_of_memory_or_finite_weights_costs_one_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     """Pinning host memory fails under a tight limit; the next save is tried. A stop in between must not report it."""
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 2)
+    checkpointer = writer(tmp_path)
     checkpointer.check()  # nothing to save so far
     with FAULTS[fault]():
         save(checkpointer, 1)
-    assert warnings(caplog) == [f"No checkpoint at step 1: {fault}; earlier ones stay"]
-    says = f"the network after step 1 is not in {tmp_path}: {fault}; fix that, and the same command starts again"
-    with pytest.raises(UserError) as caught:
+    assert warnings(caplog) == [f"No checkpoint at step 1: {fault}; earlier ones are kept"]
+    with pytest.raises(UserError, match=rf"^the checkpoint of step 1 is not in {tmp_path}: {re.escape(fault)}; "):
         checkpointer.check()
-    assert str(caught.value) == says
     save(checkpointer, 2)
     assert saved_steps(tmp_path) == [2]
     checkpointer.check()
     shutil.rmtree(step_directory(tmp_path, 2))
-    with pytest.raises(UserError, match=r"step 2 is not in .*: its checkpoint was removed; fix that"):
+    with pytest.raises(UserError, match=r"step 2 is not in .*: its checkpoint was removed; "):
         checkpointer.check()
 
 
@@ -771,7 +685,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on NFS while a prediction reads it. The new checkpoint is on the disk, and a stop may say so."""
-    checkpointer = AsyncCheckpointer(tmp_path, {}, 1)
+    checkpointer = writer(tmp_path, 1)
     save(checkpointer, 1)
     with failing("rmdir", OSError(39, "Directory not empty")):
         save(checkpointer, 2)

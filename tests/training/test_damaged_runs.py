@@ -1,40 +1,72 @@
-"""Damaged run directories through the real scripts: exit code 0 with a warning, or exit code 2 with one line."""
+"""Run directories as kills, full disks, bad disks and copies leave them: resumed with a warning, or one error line."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
-from log_lines import other_lines
+from log_lines import messages, other_lines
 from processes import Completed
 from processes import run as run_script
-from trainings import YAML, curves, metrics
+from trainings import YAML, assert_equal, curves, directory, last, metrics
 from volume_files import write_volume
 
-from utils.training.checkpoint import FOLDER
+from utils.errors import UserError
+from utils.evaluation import report, results
+from utils.training import checkpoint
+from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory, weights_file
+from utils.training.run import finished_steps
 
+STEP = 16
 FLAGS = [f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", "--set=report_pictures=false"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut": cut,
+    "empty": lambda path: os.truncate(path, 0),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),  # after a power cut
+    "missing": Path.unlink,
+}
+damages = pytest.mark.parametrize("damage", DAMAGES)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The parent directory of a finished run."""
+    """The parent directory of a finished run with an evaluation."""
     expdir = tmp_path_factory.mktemp("trained")
-    ended = run_script(["train.py", *FLAGS, *data_flags, f"--set=expdir={expdir}"], expdir / "output")
+    flags = [*FLAGS, *data_flags, f"--set=expdir={expdir}", "--set=evaluation.every_epochs=2"]
+    ended = run_script(["train.py", *flags], expdir / "output")
     assert ended.returncode == 0, ended.stderr
     return expdir
 
 
 @pytest.fixture
 def expdir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, as users copy directories, to be damaged."""
     return shutil.copytree(trained, tmp_path / "runs", symlinks=True)
 
 
-def run_of(expdir: Path) -> Path:
-    return expdir / "test" / "1ranks" / "00"
+@pytest.fixture
+def run(expdir: Path) -> Path:
+    return directory(expdir)
 
 
 def train(expdir: Path, data_flags: list[str], *more: str) -> Completed:
@@ -42,102 +74,121 @@ def train(expdir: Path, data_flags: list[str], *more: str) -> Completed:
     return run_script(["train.py", *flags], expdir / "again")
 
 
-def damage_records(run: Path) -> None:
-    (run / "provenance.json").write_text("[1]")
+def error_line(ended: Completed) -> str:
+    """The only error line of a process that ends with exit code 2."""
+    assert ended.returncode == 2, ended.stderr
+    (line,) = [line for line in other_lines(ended.stderr) if line.startswith("error: ")]
+    assert "Traceback" not in ended.stderr
+    return line
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+@damages
+def test_a_run_resumes_with_damaged_records(run: Path, expdir: Path, data_flags: list[str], damage: str) -> None:
+    """All four files at once. provenance.json and a metrics line once ended it with a traceback."""
+    for name in ("provenance.json", "summary.json", "config.yaml"):
+        DAMAGES[damage](run / name)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": null}\n[1]\n{"step": "3"}\n' + "[" * 100_000 + "\n")
-    (run / "summary.json").write_text('{"a":' * 100_000)
-    (run / "config.yaml").write_bytes(b"\xff\x00")
-
-
-def test_a_training_resumes_with_damaged_records(expdir: Path, data_flags: list[str]) -> None:
-    """provenance.json with `[1]`, and a metrics line with a null step, once ended it with a traceback."""
-    damage_records(run_of(expdir))
+        file.write('{"step": 99, "Loss/va')
     ended = train(expdir, data_flags, "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert "provenance.json: it is not a mapping; the earlier provenance is lost" in ended.stderr
-    steps = [record["step"] for record in metrics(run_of(expdir))]
+    assert finished_steps(run) == 24
+    assert json.loads((run / "provenance.json").read_text())["run_num"] == "00"
+    steps = [record["step"] for record in metrics(run)]
     assert steps == sorted(steps)
     assert set(steps) == set(range(0, 25, 4)), "every logging interval, before and after"
-    assert len(curves(run_of(expdir))["Loss/valid"]) == 4
+    assert len(curves(run)["Loss/valid"]) == 4
 
 
-def test_a_training_warns_about_a_data_file_that_has_changed(
-    expdir: Path, data_flags: list[str], tmp_path: Path
+@damages
+def test_a_damaged_summary_is_that_of_an_unfinished_run(run: Path, damage: str) -> None:
+    assert finished_steps(run) == STEP
+    DAMAGES[damage](run / "summary.json")
+    assert finished_steps(run) in ((None, STEP) if damage == "flipped" else (None,))
+
+
+def test_a_copied_or_moved_run_resumes(expdir: Path, run: Path, data_flags: list[str], tmp_path: Path) -> None:
+    """Links become directories if they are followed; the link to the best checkpoint is made again."""
+    copy = shutil.copytree(expdir, tmp_path / "copy")
+    assert (directory(copy) / FOLDER / BEST).is_dir()
+    assert not (directory(copy) / FOLDER / BEST).is_symlink()
+    (run / FOLDER / BEST).unlink()
+    for place in (copy, expdir.rename(tmp_path / "moved")):
+        ended = train(place, data_flags, "--resume", "--num_epochs=3")
+        assert ended.returncode == 0, ended.stderr
+        assert finished_steps(directory(place)) == 24
+        best = last(directory(place)).state.best_step
+        assert weights_file(directory(place)) == step_directory(directory(place) / FOLDER, best) / WEIGHTS
+
+
+def test_a_run_warns_about_a_data_file_that_has_changed(
+    run: Path, expdir: Path, data_flags: list[str], tmp_path: Path
 ) -> None:
     changed = write_volume(tmp_path / "other.h5", seed=9)
     flags = [flag for flag in data_flags if "val_path" not in flag]
     ended = train(expdir, [*flags, f"--set=val_path={changed}"], "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if " WARNING - " in line]
-    assert len(lines) == 1
-    assert f"val_path {changed} differs from the data of the training that resumes: other content of " in lines[0]
-    assert lines[0] in (run_of(expdir) / "out.log").read_text()
+    (warning,) = messages(ended.stderr, "WARNING")
+    assert f"val_path {changed} differs from the data of the training that resumes: other content of " in warning
+    assert warning in messages((run / "out.log").read_text(), "WARNING")
 
 
-def damage_all_weights(expdir: Path) -> None:
-    for path in (run_of(expdir) / FOLDER).glob("step_*/weights.pt"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+@pytest.mark.parametrize("name", [WEIGHTS, TRAINING])
+def test_a_run_without_an_intact_checkpoint_ends_with_one_line(
+    run: Path, expdir: Path, data_flags: list[str], name: str
+) -> None:
+    for path in (run / FOLDER).glob(f"step_*/{name}"):
+        flip(path)
+    line = error_line(train(expdir, data_flags, "--resume", "--num_epochs=3"))
+    assert f"{name} is damaged: its digest does not match" in line
+    assert "--resume=no" in line
 
 
-def replace_directory(expdir: Path) -> None:
-    """The directory of all runs of the config."""
+def test_a_file_in_place_of_the_directory_is_one_line(expdir: Path, data_flags: list[str]) -> None:
     shutil.rmtree(expdir / "test")
-    (expdir / "test").write_text("x")
+    (expdir / "test").touch()
+    assert "cannot write to the run directory" in error_line(train(expdir, data_flags, "--resume"))
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (damage_all_weights, "weights.pt is damaged: its digest does not match"),
-        (replace_directory, "cannot write to the run directory"),
-    ],
-)
-def test_a_training_that_cannot_resume_ends_with_one_line(
-    expdir: Path, data_flags: list[str], damage: Callable[[Path], None], says: str
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+@damages
+def test_a_damaged_evaluation_is_missing_in_the_report(
+    run: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(expdir)
-    ended = train(expdir, data_flags, "--resume", "--num_epochs=3")
-    assert ended.returncode == 2, ended.stderr
-    assert [line for line in other_lines(ended.stderr) if not line.startswith("error: ")] == []
-    assert says in ended.stderr.splitlines()[-1]
+    """The archive has checksums: no damage of its bytes may change a result."""
+    path = results.path_of_step(run / results.FOLDER, STEP)
+    whole = results.load(path)
+    DAMAGES[damage](path)
+    if damage == "flipped":  # perhaps a byte that holds no value
+        with contextlib.suppress(UserError):
+            np.testing.assert_equal(asdict(results.load(path)), asdict(whole))
+        return
+    with pytest.raises(UserError, match=r"^[^\n]*$"):
+        results.load(path)
+    assert report.write_run_report(run) == []
+    assert damage == "missing" or str(path) in caplog.text
 
 
-def damage_input(expdir: Path) -> None:
-    path = expdir / "input.h5"
-    content = bytearray(path.read_bytes())
-    content[100:400] = bytes(300)
-    path.write_bytes(content)
+@pytest.mark.parametrize("damaged", ["weights", "input"])
+def test_a_prediction_from_damaged_files_ends_with_one_line(run: Path, tmp_path: Path, damaged: str) -> None:
+    weights, volume = step_directory(run / FOLDER, STEP) / WEIGHTS, write_volume(tmp_path / "input.h5")
+    cut({"weights": weights, "input": volume}[damaged])
+    flags = ["--checkpoint", weights.parent, "--input", volume, "--output", tmp_path / "gas.h5"]
+    line = error_line(run_script(["predict.py", *flags], tmp_path / "predicted"))
+    assert {"weights": "weights.pt is damaged", "input": str(volume)}[damaged] in line
+    assert not (tmp_path / "gas.h5").exists()
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (damage_all_weights, "weights.pt is damaged: its digest does not match"),
-        (damage_input, "input.h5: Unable to synchronously open file ("),
-    ],
-)
-def test_a_prediction_from_damaged_files_ends_with_one_line(
-    expdir: Path, damage: Callable[[Path], None], says: str
-) -> None:
-    write_volume(expdir / "input.h5")
-    output = expdir / "gas.h5"
-    damage(expdir)
-    flags = ["--checkpoint", run_of(expdir) / FOLDER / "step_00000016", "--input", expdir / "input.h5"]
-    ended = run_script(["predict.py", *flags, "--output", output], expdir / "predicted")
-    assert ended.returncode == 2, ended.stderr
-    (line,) = [line for line in other_lines(ended.stderr) if line]
-    assert line.startswith("error: ")
-    assert says in line
-    assert not output.exists()
-
-
-def test_records_name_the_data_and_the_earlier_process(expdir: Path, data_flags: list[str]) -> None:
-    assert train(expdir, data_flags, "--resume", "--num_epochs=3").returncode == 0
-    record = json.loads((run_of(expdir) / "provenance.json").read_text())
-    (before,) = record["earlier"]
-    assert before["data"] == record["data"]
-    assert record["data"].keys() == {"train_path", "val_path"}
+def test_the_link_to_the_best_checkpoint_may_be_wrong(run: Path) -> None:
+    """Each checkpoint records the step of the best one."""
+    link, best = run / FOLDER / BEST, weights_file(run)
+    for target in ("nowhere", BEST, "step_00000008", "."):
+        link.unlink()
+        link.symlink_to(target)
+        assert weights_file(run) == best
+    assert_equal(checkpoint.read_weights(run)["network"], checkpoint.read(best)["network"])

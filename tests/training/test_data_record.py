@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -17,15 +18,14 @@ import pytest
 import torch
 from dataset_files import cifar_files, drawn, write_idx
 from trainings import YAML
-from utils.training.choice import Choice
-from utils.training.directory import open_run
 
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import MIB
+from utils.training import checkpoint
 from utils.training.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
-from utils.training.loggers.base import Resumed
+from utils.training.run import Request, Run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 
@@ -36,7 +36,13 @@ def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., lis
 
     def open_and_close(config: configs.Config, resumed: int | None = None) -> list[str]:
         caplog.clear()
-        open_run(config, "test", Choice(tmp_path / "run"), ALONE, resumed and Resumed(resumed)).close()
+        if resumed is not None:
+            weights = {"network": {}, "config": config.model_dump(), "best_step": 0}
+            training = {"optimizer": {}, "scaler": {}, "random": [], "state": {"step": resumed}}
+            checkpoint.write(checkpoint.step_directory(tmp_path / "run" / "checkpoints", resumed), weights, training)
+        request = Request(config, "test", tmp_path / "run", "no" if resumed is None else "auto")
+        with Run.open(request, ALONE) as run:
+            run.restore(mock.Mock())
         return [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
 
     return open_and_close
@@ -189,13 +195,3 @@ def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
             file.seek(place)
             file.write(b"x")
         assert data_changes(before, data_record(config)), "a file of few MiB is covered completely"
-
-
-@pytest.mark.parametrize("data", [None, [1], "x", {"val_path": None}, {"val_path": {"path": 1}}, {"val_path": [2]}])
-def test_a_damaged_record_of_data_is_not_compared(tmp_path: Path, volume_file: Any, start: Any, data: Any) -> None:
-    config = configs.load(YAML, "test", volumes(tmp_path / "data", volume_file))
-    start(config)
-    path = tmp_path / "run" / "provenance.json"
-    path.write_text(json.dumps({**recorded(tmp_path), "data": data}))
-    assert start(config, resumed=8) == []
-    assert recorded(tmp_path)["data"].keys() == {"train_path", "val_path"}

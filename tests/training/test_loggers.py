@@ -1,37 +1,224 @@
-"""The table of loggers; docs/logging.md says how to add one, and how to start a sweep, and these tests follow it."""
+"""The records of a run: each point once across restarts; a full disk ends no run; how to add a logger."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import os
 import re
 import sys
+import time
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from disks import fill, small_disk
+from log_lines import messages
+from trainings import TOP, NoWaiting
 
 import train
+from utils.errors import one_line_errors
+from utils.log import configure_logging, log_file
 from utils.training import loggers
 from utils.training.loggers import LOGGERS, build_loggers
-from utils.training.loggers.base import LoggedRun, Resumed, RunLogger
+from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunLogger
+from utils.training.loggers.tensorboard import TensorBoardLogger
 
-TOP = Path(__file__).parent.parent.parent
 SECTIONS = re.split(r"^## ", (TOP / "docs/logging.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> NoWaiting:
+    """Restarted runs do not wait for the next second."""
+    clock = NoWaiting()
+    clock.install(monkeypatch.setattr)
+    return clock
+
+
+def record(logger: Logger, steps: Iterable[int]) -> None:
+    for step in steps:
+        logger.scalars({"Loss/train": float(step)}, step)
+
+
+def recorded(run: Path) -> list[int]:
+    """The steps in metrics.jsonl, all of whose lines are complete, valid JSON."""
+    text = (run / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=pytest.fail)["step"] for line in text.splitlines()]
+
+
+def shown(run: Path) -> list[int]:
+    """The steps of TensorBoard's curve."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs"), size_guidance={"scalars": 0}).Reload()
+    assert all(event.value == event.step for event in events.Scalars("Loss/train"))
+    return [event.step for event in events.Scalars("Loss/train")]
+
+
+def start(path: Path, resumed: int | None = None) -> RunLogger:
+    run = LoggedRun(path) if resumed is None else LoggedRun(path, Resumed(resumed))
+    return RunLogger(run, [TensorBoardLogger(run)])
+
+
+# --- log lines -------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, one_line_errors():
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_logs_everything_and_the_others_their_own_warnings(
+    rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines of utils.training are equal on all ranks. The file gets those from before it was open, once."""
+    loop, data = logging.getLogger("utils.training.trainer"), logging.getLogger("utils.data")
+    configure_logging(rank)
+    try:
+        loop.info("early")
+        for name in ("first", "second"):
+            with log_file(tmp_path / name):
+                loop.info(f"{name} line")
+                loop.warning(f"{name} skipped update")
+                data.warning(f"{name} slow disk")
+        loop.info("late")
+    finally:
+        configure_logging(0)
+    printed = messages(capsys.readouterr().err)
+    files = [messages((tmp_path / name).read_text()) for name in ("first", "second")]
+    lines = [[f"{name} line", f"{name} skipped update", f"{name} slow disk"] for name in ("first", "second")]
+    if rank == 0:
+        assert printed == ["early", *lines[0], *lines[1], "late"]
+        assert files == [["early", *lines[0]], lines[1]]
+    else:
+        assert printed == ["first slow disk", "second slow disk"]
+
+
+# --- records across restarts -----------------------------------------------------------------------------------------
+
+
+def test_a_new_run_replaces_the_records_and_a_resumed_one_continues_them(tmp_path: Path) -> None:
+    for resumed, steps, kept in (
+        (None, range(0, 10), range(0, 10)),
+        (6, range(7, 12), range(0, 12)),  # 7 to 9 were made by a process that was killed before it saved
+        (6, range(7, 9), range(0, 9)),
+        (8, range(9, 9), range(0, 9)),  # complete: nothing more is recorded
+        (0, range(1, 4), range(0, 4)),
+        (None, range(0, 2), range(0, 2)),
+    ):
+        with closing(start(tmp_path, resumed)) as run:
+            record(run, steps)
+        assert recorded(tmp_path) == shown(tmp_path) == list(kept)
+
+
+@pytest.mark.parametrize("rest", ['{"step": 4, "sec', '{"step": 4'])
+def test_a_half_written_line_is_removed(tmp_path: Path, rest: str) -> None:
+    """Also a line that lacks only its line end, to which the next record would be appended."""
+    with closing(start(tmp_path)) as run:
+        record(run, range(4))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(rest)
+    with closing(start(tmp_path, 3)) as again:
+        record(again, range(4, 6))
+    assert recorded(tmp_path) == list(range(6))
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:4] == lines, "kept lines are unchanged"
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_non_finite_values_are_not_recorded(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with closing(start(tmp_path)) as run:
+        run.scalars({"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5, "e": 2}, 3)
+        run.scalars({"a": math.nan}, 4)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert [{key: value for key, value in line.items() if key != "seconds"} for line in lines] == [
+        {"step": 3, "d": 1.5, "e": 2},
+        {"step": 4},
+    ]
+    assert sorted(EventAccumulator(str(tmp_path / "logs")).Reload().Tags()["scalars"]) == ["d", "e"]
+
+
+def test_a_clock_far_behind_is_not_waited_for(tmp_path: Path, no_waiting: NoWaiting) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"events.out.tfevents.{int(time.time()) + 1000}.other.1.0").write_bytes(b"")
+    (tmp_path / "logs" / "events.out.tfevents.notes").write_bytes(b"")
+    with closing(start(tmp_path, 0)) as run:
+        record(run, [1])
+    assert no_waiting.ahead <= 2
+
+
+def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.flush()
+    assert os.listdir(tmp_path) == [], "a flush creates no files"
+    record(run, range(5))
+    run.flush()
+    assert recorded(tmp_path) == shown(tmp_path) == list(range(5))
+    run.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_records_and_log_survive_a_full_disk_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """metrics.jsonl continues as soon as there is room, TensorBoard's curves with the next start."""
+    logging.getLogger().setLevel(logging.INFO)
+    line = logging.getLogger("utils.training.trainer").info
+    with small_disk(tmp_path / "run", "200k") as disk:
+        run = start(disk)
+        with log_file(disk / "out.log"):
+            record(run, range(5))
+            run.flush()
+            filler = fill(disk)
+            for step in range(5, 400):
+                record(run, [step])
+                line("a line of the log")
+                if step % 50 == 0:
+                    run.flush()
+            os.remove(filler)
+            record(run, range(400, 425))
+            line("after it")
+            run.close()
+            fill(disk)
+            line("a line that is still in the buffer when the file is closed")
+        os.remove(disk / "filler")
+        assert "after it" in (disk / "out.log").read_text()
+        with closing(start(disk, 424)) as again:
+            record(again, range(425, 430))
+        warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+        assert warnings == [f"Cannot record scalars in {disk}: No space left on device; the run continues"]
+        assert "Traceback" not in capfd.readouterr().err
+        for steps, after in ((recorded(disk), range(401, 430)), (shown(disk), range(425, 430))):
+            assert steps == sorted(set(steps))
+            assert steps[:5] == list(range(5))
+            assert steps[-len(after) :] == list(after)
+
+
+# --- the table of loggers --------------------------------------------------------------------------------------------
+
+
 def code(title: str) -> list[str]:
-    """The Python blocks of a section."""
+    """The Python blocks of a section of docs/logging.md."""
     (section,) = (section for section in SECTIONS if section.startswith(f"{title}\n"))
     return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
 
 
-def test_without_loggers_a_run_has_its_log_and_metrics(tmp_path: Path) -> None:
+def test_a_run_without_loggers_has_its_metrics(tmp_path: Path) -> None:
     run = LoggedRun(tmp_path)
-    with RunLogger(run, build_loggers([], run)) as logger:
+    with closing(RunLogger(run, build_loggers([], run))) as logger:
         logger.scalars({"Loss/train": 1.0}, 0)
         logger.figure("Slices", None, 0)
         logger.flush()
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "out.log"]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
 def test_a_logger_that_is_named_twice_is_built_once(tmp_path: Path) -> None:
@@ -42,19 +229,20 @@ def test_a_logger_that_is_named_twice_is_built_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LOGGERS)
 def test_a_logger_that_records_nothing_creates_nothing(name: str, tmp_path: Path) -> None:
     run = LoggedRun(tmp_path)
-    with RunLogger(run, build_loggers([name], run)) as logger:
+    with closing(RunLogger(run, build_loggers([name], run))) as logger:
         logger.flush()
-    assert os.listdir(tmp_path) == ["out.log"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_logger_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/logging.md says how to add one."""
     source, line = code("How to add a logger")
-    module = ModuleType("utils.runs.csv_logger")
+    module = ModuleType("utils.training.loggers.csv")
     exec(compile(source, "docs/logging.md", "exec", dont_inherit=True), vars(module))
     monkeypatch.setattr(loggers, "LOGGERS", LOGGERS | eval(f"{{{line}}}", vars(loggers) | vars(module)))
     for resumed, steps in ((-1, range(3)), (1, range(2, 4))):
         run = LoggedRun(tmp_path, Resumed(resumed))
-        with RunLogger(run, build_loggers(["csv"], run)) as logger:
+        with closing(RunLogger(run, build_loggers(["csv"], run))) as logger:
             for step in steps:
                 logger.scalars({"a, b": step / 2}, step)
     assert (tmp_path / "scalars.csv").read_text().splitlines() == [f'{step},"a, b",{step / 2}' for step in range(4)]

@@ -33,7 +33,8 @@ from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.steps import build
 from utils.steps.eager import EagerStep
-from utils.training import checkpoint, checkpointer, summary
+from utils.training import checkpoint, checkpointer
+from utils.training import run as runs
 from utils.training.checkpoint import (
     BEST,
     CHECKSUMS,
@@ -43,7 +44,7 @@ from utils.training.checkpoint import (
     saved_steps,
     step_directory,
 )
-from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.resume import Start
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
@@ -109,7 +110,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
 
     HookedStep.hook(interrupt, valid)
     try:
-        train.run(options, config, world, HookedStep, signals)
+        train.train(options, config, world, HookedStep, signals)
     except Stopped:
         return False
     return True
@@ -239,9 +240,10 @@ def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture
 
 
 def error_line(stderr: str) -> str:
-    """The only line that is not a log line."""
-    (line,) = other_lines(stderr)
-    assert line.startswith("error: ")
+    """The last line, and the only one that reports an error."""
+    (line,) = [line for line in other_lines(stderr) if line.startswith("error: ")]
+    assert line == stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
     return line
 
 
@@ -285,36 +287,12 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     assert_same_training(whole, run)
 
 
-def test_no_intact_checkpoint_is_one_line_and_nothing_changes(command: Any, finished: Path) -> None:
-    for step in saved_steps(finished / FOLDER):
-        if step in (8, 16):
-            flip(step_directory(finished / FOLDER, step) / (WEIGHTS if step == 16 else TRAINING))
-        else:
-            shutil.rmtree(step_directory(finished / FOLDER, step))
-    before = contents(finished)
-    code, stderr = command("--resume", "--num_epochs=3")
-    assert code == 2
-    line = error_line(stderr)
-    assert line.startswith(
-        f"error: no usable checkpoint in {finished / FOLDER}: step_00000016 (weights.pt is damaged: "
-    )
-    assert "step_00000008 (training.pt is damaged: its digest does not match)" in line
-    assert "--resume=no" in line
-    assert contents(finished) == before
-    code, stderr = command("--resume=no", "--num_epochs=1")
-    assert code == 0, stderr
-    assert saved_steps(finished / FOLDER) == [8]
-
-
 # --- where a training starts -----------------------------------------------------------------------------------------
 
 
-def test_resume_no_replaces_checkpoints_and_records(tmp_path: Path, command: Any, finished: Path) -> None:
-    """Also those behind a link: otherwise a restart would resume from the old run's checkpoints."""
-    (finished / FOLDER).rename(tmp_path / "scratch")
-    (finished / FOLDER).symlink_to(tmp_path / "scratch")
+def test_resume_no_replaces_checkpoints_and_records(command: Any, finished: Path) -> None:
     assert command("--resume=no", "--set=seed=5", "--num_epochs=1")[0] == 0
-    assert saved_steps(finished / FOLDER) == saved_steps(tmp_path / "scratch") == [8]
+    assert saved_steps(finished / FOLDER) == [8]
     assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8]
     assert [step for step, _ in curves(finished)["Loss/valid"]] == [0, 8]
 
@@ -365,7 +343,7 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for module, function in ((build, "loaders"), (summary, "remove_run")):
+    for module, function in ((build, "loaders"), (runs, "_remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143
@@ -376,52 +354,6 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     assert "Resuming" not in stderr
     assert saved_steps(finished / FOLDER) == [8]
     assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new training"
-
-
-def test_a_restart_is_not_affected_by_a_training_that_was_refused_or_ended_before_it(
-    tmp_path: Path, command: Any, stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second job with --resume=no left its marker in the run directory of the first one, whose restart obeyed it."""
-    run = shutil.copytree(stopped, directory(tmp_path), symlinks=True)
-    record = json.loads((run / "provenance.json").read_text())
-    (run / "provenance.json").write_text(json.dumps({**record, "jobs": ["slurm 7"]}))
-    monkeypatch.setenv("SLURM_JOB_ID", "8")
-    before = contents(run, ".lock")
-    with open_locked(run / ".lock", "locked"):  # by the first job
-        code, stderr = command("--resume=no")
-        assert code == 2
-        assert error_line(stderr).startswith(f"error: another run is writing to {run}; give this one a --run_num ")
-        assert contents(run, ".lock") == before
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "loaders", lambda *_: sys.exit(143))
-        assert command("--resume=no")[0] == 143
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    code, stderr = command("--resume=no", *OFTEN)
-    assert code == 0, stderr
-    assert f"Resuming from {step_directory(run / FOLDER, 7)}, after step 7" in messages(stderr, "INFO")
-    assert saved_steps(run / FOLDER) == [16, 15, 12, 9, 8, 7, 6, 3]
-
-
-@pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume=no"]], ids=str)
-def test_nothing_in_a_run_directory_is_touched_without_its_lock(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    """Neither the remains of a save in progress nor the checkpoints are."""
-    partial = finished / FOLDER / ".step_00000020.abc.partial"
-    partial.mkdir()
-    (partial / WEIGHTS).write_text("half")
-    before = contents(finished)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("the data are read first")
-
-    monkeypatch.setattr(build, "loaders", refuse)
-    with open_locked(finished / ".lock", "locked"):
-        code, stderr = command(*flags, "--num_epochs=3")
-        assert code == 2, stderr
-        assert error_line(stderr).startswith(f"error: another run is writing to {finished}; ")
-    assert contents(finished) == before
 
 
 def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,27 +369,12 @@ def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypat
 
         return call
 
-    monkeypatch.setattr(summary, "is_finished", look(summary.is_finished))
-    monkeypatch.setattr(summary, "finish_run", look(summary.finish_run))
+    monkeypatch.setattr(Start, "nothing_to_train", property(look(Start.nothing_to_train.fget)))
+    monkeypatch.setattr(runs.Run, "finish", look(runs.Run.finish))
     assert command("--resume")[0] == 0
     assert command("--resume", "--num_epochs=3")[0] == 0
-    assert locked == ["is_finished", "finish_run"]
+    assert locked == ["nothing_to_train", "finish"]
     open_locked(finished / ".lock", "locked").close()
-
-
-def test_a_complete_training_logs_it_and_changes_nothing(command: Any, finished: Path) -> None:
-    before = contents(finished, "out.log", "provenance.json")
-    for flag in ("--resume", "--resume=auto"):
-        code, stderr = command(flag)
-        assert code == 0, stderr
-        (warning,) = messages(stderr, "WARNING")
-        assert warning == (
-            f"Nothing was trained: {step_directory(finished / FOLDER, 16)} is the end of epoch 2, and num_epochs is 2; "
-            f"raise num_epochs to extend that training, or omit --resume to start a new one"
-        )
-        assert messages(stderr)[-2:] == [warning, "DONE ---- rank 0"]
-        assert HookedStep.calls == 0
-        assert contents(finished, "out.log", "provenance.json") == before
 
 
 def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
@@ -496,14 +413,13 @@ def test_more_epochs_resume_a_complete_training(command: Any, finished: Path) ->
     [
         (
             ["--set=network.width=8"],
-            " does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
+            " does not fit this run: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
         ),
-        (["--set=optimizer.name=sgd"], " does not fit this training: its optimizer is Adam, this training's is SGD;"),
+        (["--set=optimizer.name=sgd"], " does not fit this run: its optimizer is Adam, "),
         (
             ["--set=seed=1"],
             " was written by a run with seed 0, this one has 1 and would see other samples; omit --resume, or ",
         ),
-        (["--set=global_batch_size=4"], " was written by a run with global_batch_size 8, this one has 4 and "),
         (["--set=symmetries=none"], " was written by a run with symmetries full, this one has none and "),
     ],
 )
@@ -511,7 +427,7 @@ def test_a_checkpoint_of_a_different_training_is_refused_and_nothing_is_overwrit
     command: Any, finished: Path, flags: list[str], says: str
 ) -> None:
     before = contents(finished)
-    code, stderr = command("--resume", *flags)
+    code, stderr = command("--resume", "--num_epochs=3", *flags)
     assert code == 2, stderr
     line = error_line(stderr)
     assert line.startswith(f"error: {step_directory(finished / FOLDER, 16)}{says}")
@@ -607,10 +523,10 @@ def test_weights_that_do_not_fit_or_cannot_be_read_are_one_line(tmp_path: Path, 
         (source / TRAINING, f"{source / TRAINING} holds no network; give weights.pt in the same directory", []),
         (
             source / WEIGHTS,
-            f"{source / WEIGHTS} does not fit this training: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
+            f"{source / WEIGHTS} does not fit this run: down1.weight has the shape [4, 4, 4, 4, 4], but [8, 4, ",
             ["--set=network.width=8"],
         ),
-        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this training: it lacks ", ["--set=network.scales=3"]),
+        (source / WEIGHTS, f"{source / WEIGHTS} does not fit this run: it lacks ", ["--set=network.scales=3"]),
         (tmp_path / "none.pt", f"no such file: {tmp_path / 'none.pt'}", []),
         (damaged, f"cannot read {damaged / WEIGHTS}: weights.pt is damaged: its digest does not match; recopy it", []),
         (Path(YAML), f"cannot read {YAML}: {Path(YAML).name} is damaged or not a PyTorch checkpoint", []),
@@ -682,13 +598,13 @@ def test_a_full_disk_ends_no_training(tmp_path: Path, command: Any, whole: Path)
     with small_disk(tmp_path / "disk", "2m"):
         code, stderr = command(*flags, after=after)
         assert code == 2, stderr
-        why = f"the network after step 16 is not in {run / FOLDER}: No space left on device; fix that"
+        why = f"the checkpoint of step 16 is not in {run / FOLDER}: No space left on device; run the command again"
         assert f"\nerror: {why}" in stderr
         warnings = messages(stderr, "WARNING")
-        fault = "No space left on device; training continues"
+        fault = "No space left on device; the run continues"
         endings = {8: f"{fault}, ", 12: f"{fault}, ", 16: "No space left on device; "}
         expected = [
-            f"Cannot write checkpoint {step_directory(run / FOLDER, step)}: {end}earlier ones stay"
+            f"Cannot write checkpoint {step_directory(run / FOLDER, step)}: {end}earlier ones are kept"
             for step, end in endings.items()
         ]
         assert [line for line in warnings if "checkpoint" in line] == expected
@@ -719,36 +635,3 @@ def test_removing_the_run_directory_ends_no_training(tmp_path: Path, command: An
     assert "Traceback" not in stderr
     assert last(run).state.step == STEPS
     assert_equal(last(run).weights["network"], last(whole).weights["network"])
-
-
-def test_a_save_that_hangs_ends_no_training(
-    tmp_path: Path, command: Any, whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, release, write = directory(tmp_path), threading.Event(), checkpointer.write
-
-    def hang(target: Path, *arguments: Any) -> None:
-        if target.name == "step_00000006":
-            assert release.wait(GENEROUS)
-        write(target, *arguments)
-
-    def after(step: int) -> None:
-        if step <= 6:  # the writes before it must not be late
-            wait_for_writes()
-
-    flags = ["--set=checkpoint.every_steps=2", "--set=checkpoint.keep_last=9"]
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpointer, "write", hang)
-        for limit in ("CLOSE_SECONDS", "WAIT_SECONDS", "WAIT_FRACTION", "BEST_WAIT_SECONDS"):
-            patch.setattr(AsyncCheckpointer, limit, 0.0)
-        code, stderr = command(*flags, after=after)
-    assert code == 2, "trained to the end, but the result is not on the disk"
-    assert f"\nerror: the network after step 16 is not in {run / FOLDER}: it is still being written; fix that" in stderr
-    assert len(messages(stderr, "WARNING")) == 6, "one for each later save, one when it ends"
-    assert last(run).state.step == 4
-    release.set()
-    wait_for_writes()
-    assert last(run).state.step == 6
-    code, stderr = command(*flags)
-    assert (code, messages(stderr, "WARNING")) == (0, [])
-    assert_equal(last(run).weights["network"], last(whole).weights["network"])
-    assert metrics(run) == metrics(whole)

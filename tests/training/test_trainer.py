@@ -14,28 +14,27 @@ from typing import Any
 
 import pytest
 import torch
+from log_lines import CollectedLines
 from processes import run_ranks
 from torch import nn
 from trainings import CLOCKS
-from utils.training.options import TrainerOptions
 
-from utils.config.sections import CheckpointConfig, EarlyStoppingConfig
+from utils.config import Config
 from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.optim.schedules import CosineSchedule
 from utils.steps.eager import EagerStep
 from utils.training import checkpointer as checkpointers
 from utils.training import metrics
 from utils.training import trainer as trainers
-from utils.training.callbacks import Callbacks, NullEvaluation
-from utils.training.checkpointer import NullCheckpointer
-from utils.training.loggers.base import NullLogger
+from utils.training.callbacks import Callbacks, Evaluation
+from utils.training.checkpointer import Checkpointer
+from utils.training.loggers.base import Logger
 from utils.training.metrics import LossRecorder
-from utils.training.state import TrainState
-from utils.training.trainer import FitResult, Trainer
+from utils.training.state import FitResult, TrainState
+from utils.training.trainer import Trainer
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 STEPS, EPOCHS, BATCH = 5, 3, 2
@@ -101,13 +100,14 @@ class CountingLoader:
         yield from self.batches[first_batch:]
 
 
-class RecordedLogger(NullLogger):
+class RecordedLogger(Logger):
+    """Records the points, and the lines that the trainer logs."""
+
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.warnings: list[str] = []
+        collected = CollectedLines("utils.training.trainer")
+        self.lines, self.warnings = collected.lines, collected.warnings
         self.points: list[tuple[int, dict]] = []
         self.flushed = 0  # number of points at the last flush
-        self.info, self.warning = self.lines.append, self.warnings.append
 
     def scalars(self, values, step: int) -> None:
         self.points.append((step, dict(values)))
@@ -121,7 +121,7 @@ class RecordedLogger(NullLogger):
         return dict(found)
 
 
-class RecordedCheckpointer(NullCheckpointer):
+class RecordedCheckpointer(Checkpointer):
     """Keeps copies of the states, and the steps that were saved as the best and with `wait`."""
 
     def __init__(self, logger: RecordedLogger) -> None:
@@ -161,29 +161,18 @@ def make(
     validation: list[Batch] | None = None,
     signals: NullSignals | None = None,
     state: TrainState | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> tuple[Trainer, RecordedLogger, RecordedCheckpointer, Loaders]:
-    """A trainer of three epochs; `options` are those of TrainerOptions."""
+    """A trainer of three epochs; `settings` are further keys of its config."""
     # The last validation batch is smaller: its loss counts by its samples.
     valid = CountingLoader(validation or [batch(1.0, 2), batch(4.0, 1)])
     loaders = Loaders(CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), valid)
     logger = RecordedLogger()
     checkpointer = RecordedCheckpointer(logger)
-    options = {
-        "checkpoint": CheckpointConfig(every_minutes=None),
-        "early_stopping": EarlyStoppingConfig(),
-        **options,
-    }
-    trainer = Trainer(
-        step,
-        loaders,
-        CosineSchedule(peak=1.0, end=0.0, warmup_steps=0, total_steps=STEPS * EPOCHS),
-        world,
-        TrainerOptions(num_epochs=EPOCHS, global_batch_size=BATCH, log_interval=log_interval, **options),
-        signals or NullSignals(),
-        Callbacks(logger, checkpointer),
-        state or TrainState(),
-    )
+    keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": log_interval}
+    keys |= {"lr_schedule": {"start_lr": 1.0, "end_lr": 0.0}, "checkpoint": {"every_minutes": None}}
+    callbacks = Callbacks(logger, checkpointer, signals=signals or NullSignals())
+    trainer = Trainer(Config(**{**keys, **settings}), step, loaders, world, state or TrainState(), callbacks)
     return trainer, logger, checkpointer, loaders
 
 
@@ -277,7 +266,7 @@ def test_a_saved_state_holds_the_logged_and_the_unlogged_losses(
     every: int | None, steps: list[int], log_interval: int
 ) -> None:
     """At most one save per step; each step's loss is in the saved state, as logged or as still to be logged."""
-    often = CheckpointConfig(every_steps=every, every_minutes=None)
+    often = {"every_steps": every, "every_minutes": None}
     trainer, logger, checkpointer, _ = make(RecordedStep(), log_interval, checkpoint=often)
     trainer.fit()
     assert checkpointer.steps == steps
@@ -306,10 +295,10 @@ def test_memory_for_losses_is_that_of_an_epoch_whatever_the_logging_interval() -
     assert len(logger.curve("Step/loss")) == EPOCHS
 
 
-def validated(*losses: float, state: TrainState | None = None, **options: Any) -> tuple[Trainer, RecordedCheckpointer]:
+def validated(*losses: float, state: TrainState | None = None, **settings: Any) -> tuple[Trainer, RecordedCheckpointer]:
     """A training with these validation losses: untrained, unless it resumes from `state`, and after each epoch."""
     values, step = iter(losses), RecordedStep(done=state.step if state else 0)
-    trainer, _, checkpointer, loaders = make(step, validation=[batch(0.0)], state=state, **options)
+    trainer, _, checkpointer, loaders = make(step, validation=[batch(0.0)], state=state, **settings)
     loaders.valid.epoch = lambda epoch, first_batch=0: (batch(value) for value in [next(values)])
     return trainer, checkpointer
 
@@ -336,7 +325,7 @@ def test_training_ends_at_a_non_finite_validation_loss(value: float) -> None:
 # --- early stopping --------------------------------------------------------------------------------------------------
 
 
-class RecordedEvaluation(NullEvaluation):
+class RecordedEvaluation(Evaluation):
     """Records which epochs were announced as the last one."""
 
     def __init__(self) -> None:
@@ -364,10 +353,9 @@ def test_early_stopping_ends_a_training_also_if_it_was_resumed(
     losses: tuple[float, ...], settings: dict[str, Any], epochs: int, reason: str | None
 ) -> None:
     """After any epoch. The learning rates of the epochs that are trained are those of a complete training."""
-    options = {"early_stopping": EarlyStoppingConfig.model_validate(settings)}
 
     def end(*values: float, state: TrainState | None = None) -> tuple[Trainer, RecordedCheckpointer, FitResult]:
-        trainer, checkpointer = validated(*values, state=state, **options)
+        trainer, checkpointer = validated(*values, state=state, early_stopping=settings)
         trainer.evaluation = RecordedEvaluation()
         return trainer, checkpointer, trainer.fit()
 
@@ -413,7 +401,7 @@ def recorded(logger: RecordedLogger) -> tuple[list, list, list]:
 
 
 def run_in_parts(
-    events: list[int], log_interval: int = 2, bad_steps: dict | None = None, **options: Any
+    events: list[int], log_interval: int = 2, bad_steps: dict | None = None, **settings: Any
 ) -> tuple[TrainState, list[RecordedStep]]:
     """Trains to the end, stopped by a signal during the event of each number, with a new process each time.
 
@@ -424,7 +412,7 @@ def run_in_parts(
         signals = SignalAtEvent()
         step = RecordedStep(bad_steps, state.step, functools.partial(signals.receive, when=number))
         before = copy.deepcopy(state)
-        trainer, logger, checkpointer, _ = make(step, log_interval, signals=signals, state=before, **options)
+        trainer, logger, checkpointer, _ = make(step, log_interval, signals=signals, state=before, **settings)
         parts.append(logger)
         steps.append(step)
         if number == 0:
@@ -439,7 +427,7 @@ def run_in_parts(
             assert all(event.startswith("warm up") for event in step.events[number:-1]), "no further step or batch"
             assert checkpointer.closed
         state = checkpointer.states[-1] if checkpointer.states else state
-    trainer, whole, _, _ = make(RecordedStep(bad_steps), log_interval, **options)
+    trainer, whole, _, _ = make(RecordedStep(bad_steps), log_interval, **settings)
     trainer.fit()
     for found, expected in zip(zip(*map(recorded, parts), strict=True), recorded(whole), strict=True):
         assert [*itertools.chain(*found)] == expected
@@ -459,7 +447,7 @@ def test_a_training_stops_after_any_step_and_validation_batch_and_resumes(event:
 @pytest.mark.parametrize("every", [None, 1, 4])
 def test_many_stops_leave_the_records_of_an_uninterrupted_training(log_interval: int, every: int | None) -> None:
     # Events of a resumed process: the evaluation of one batch, the warm-up, then steps.
-    often = CheckpointConfig(every_steps=every, every_minutes=None)
+    often = {"every_steps": every, "every_minutes": None}
     state, _ = run_in_parts([5, 3, 3, 5, 3, 4], log_interval, checkpoint=often)
     assert state.step == STEPS * EPOCHS
 

@@ -230,7 +230,7 @@ def test_a_fault_is_one_warning_and_the_training_continues(
     logger.hparams(None, {"hparam/final loss": 0.5}, 9)
     logger.close()
     warnings = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-    assert warnings == [f"Cannot record scalars in {path}: Weights & Biases: {reason}; training continues"]
+    assert warnings == [f"Cannot record scalars in {path}: Weights & Biases: {reason}; the run continues"]
     assert stand_in.calls.count("init") == 1, "each attempt may last 30 s"
     assert stand_in.calls[-1] == "teardown"
     assert len((path / "metrics.jsonl").read_text().splitlines()) == 11

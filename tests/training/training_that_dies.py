@@ -10,9 +10,9 @@ from typing import Any
 
 import train
 from utils import files
-from utils.evaluation import report, training_figures
-from utils.training import summary
+from utils.evaluation import baselines, report, training_figures
 from utils.training.loggers.base import RunLogger
+from utils.training.run import SUMMARY, Run
 
 FLUSH = files._flush
 
@@ -23,17 +23,16 @@ def die(*_: Any, **__: Any) -> None:
 
 def die_in_summary(path: Path) -> None:
     FLUSH(path)
-    if path.name.startswith(f".{summary.SUMMARY}"):
+    if path.name.startswith(f".{SUMMARY}"):
         die()
 
 
 MOMENTS = {
-    "after the last checkpoint": (summary, "finish_run", die),
-    "before the hyperparameters": (RunLogger, "hparams", die),
-    "after the hyperparameters": (summary.baselines, "volume_losses", die),
+    "after the last checkpoint": (baselines, "volume_losses", die),
     "between two pictures": (training_figures, "write_slices", die),
     "after the pictures": (report, "write_run_report", die),
-    "before summary.json": (summary, "write_summary", die),
+    "before the hyperparameters": (RunLogger, "hparams", die),
+    "before summary.json": (Run, "_write_summary", die),
     "while summary.json is written": (files, "_flush", die_in_summary),
 }
 

@@ -23,8 +23,8 @@ from pydantic import Field
 
 from utils.cli import Options
 from utils.config import Config, parse_value, validate_section
-from utils.config.summary import describe_config
 from utils.config.sections import Section
+from utils.config.summary import describe_config
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users

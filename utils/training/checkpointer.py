@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,14 +123,15 @@ class AsyncCheckpointer(Checkpointer):
         return True
 
     def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
-        """Writes one checkpoint, points the link to the best one, and removes old ones."""
+        """Writes one checkpoint, points the link to the best one, and removes old ones.
+
+        The checkpoint is of use even if there can be no link, as on FAT or in a copy whose links became directories.
+        """
         step, best_step = weights["step"], weights["best_step"]
         target, started = step_directory(self._folder, step), time.perf_counter()
         try:
             self._copy.wait()
             write(target, weights, training)
-            update_best(self._folder, best_step)
-            prune(self._folder, self._keep_last, step, best_step)
         except Exception as error:  # no error of a checkpoint ends a run
             reason = reason_of(error)
             if not target.is_dir():
@@ -137,6 +139,18 @@ class AsyncCheckpointer(Checkpointer):
             log.warning("Cannot write checkpoint %s: %s; %searlier ones are kept", target, reason, self._outcome)
             return
         log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
+        with _errors_logged(f"Cannot point {self._folder / BEST} to the best checkpoint"):
+            update_best(self._folder, best_step)
+        with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
+            prune(self._folder, self._keep_last, step, best_step)
+
+
+@contextlib.contextmanager
+def _errors_logged(action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", action, reason_of(error))
 
 
 def update_best(folder: Path, best_step: int) -> None:

@@ -394,7 +394,7 @@ class _Claim:
         try:
             self._lock = open_locked(choice.path / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
         except UserError:
-            if not is_free(choice.path):
+            if choice.resume == "no" or not is_free(choice.path):  # without a choice of another directory
                 raise
         return self._lock is not None
 

@@ -15,25 +15,22 @@ import pytest
 from log_lines import messages
 from training_that_dies import MOMENTS
 from trainings import CLOCKS, YAML, NoWaiting, curves
-from utils.training.removal import remove_run
 
 import train
+from utils.evaluation import figures
+from utils.evaluation.results import FOLDER
 from utils.profiling.benchmark import Benchmark
-from utils.training import summary
+from utils.training import run as runs
 from utils.training.checkpoint import NO_BEST
+from utils.training.run import SUMMARY
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]
-
-
-FAST = {"while summary.json is written"}
-
-
-MARKS: tuple[Any, Any] = (pytest.mark.slow, ())
+FAST = "while summary.json is written"
 
 
 class Killed(BaseException):
-    """Ends a training at once, as a signal would."""
+    """Ends a run at once, as a signal would."""
 
 
 def flags(expdir: Path) -> list[str]:
@@ -44,7 +41,7 @@ def flags(expdir: Path) -> list[str]:
 def start(
     tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Path, str]]:
-    """start(name, *flags): one start of a training of config 'test' -> (its run directory, its log lines)."""
+    """start(name, *flags): one start of a run of config 'test' -> (its run directory, its log lines)."""
 
     NoWaiting().install(monkeypatch.setattr)
 
@@ -74,9 +71,13 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / SUMMARY).read_text())
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Path:
-    """The directory of a training that was not interrupted."""
+    """The directory of a run that was not interrupted."""
     expdir = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
         NoWaiting().install(patched.setattr)
@@ -85,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, data_flags: list[str]) -> Pa
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MOMENTS]
+    "moment", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in MOMENTS]
 )
 def test_a_restart_writes_the_summary_that_a_kill_prevented(
     moment: str, tmp_path: Path, start: Any, whole: Path, data_flags: list[str]
@@ -95,79 +96,85 @@ def test_a_restart_writes_the_summary_that_a_kill_prevented(
     ended = processes.run([script, moment, *flags(tmp_path), *data_flags, "--run_num=killed"], tmp_path / "output")
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
     run = tmp_path / "test" / "1ranks" / "killed"
-    assert not (run / summary.SUMMARY).exists()
+    assert not (run / SUMMARY).exists()
     before = contents(run)
     _, printed = start("killed")
-    assert "The summary of this training is missing" in printed
+    assert "The summary of this run is missing" in printed
     assert "trained network" in printed, "the table of results"
     assert messages(printed)[-2].startswith("Nothing was trained: ")
     assert scalars(run) == scalars(whole), "each value once"
     assert all((run / name).exists() for name in PICTURES)
     assert not list(run.glob(".*.partial"))
-    summaries = [json.loads((path / summary.SUMMARY).read_text()) for path in (run, whole)]
-    assert summaries[0]["steps"] == 16
-    assert summaries[0]["final_loss"] == summaries[1]["final_loss"]
-    assert scalars(run)["Loss/valid"][-1] == (16, pytest.approx(summaries[0]["final_loss"], rel=1e-6)), "as float32"
+    assert (summary(run)["steps"], summary(run)["final_loss"]) == (16, summary(whole)["final_loss"])
+    assert scalars(run)["Loss/valid"][-1] == (16, pytest.approx(summary(run)["final_loss"], rel=1e-6)), "as float32"
     after = contents(run)
     for name in ("config.yaml", "provenance.json", "metrics.jsonl"):
-        assert after[str(run / name)] == before[str(run / name)], f"{name} is the training's"
+        assert after[str(run / name)] == before[str(run / name)], f"{name} is that of the process that trained"
+
+
+def test_all_log_lines_are_in_the_log_file_with_those_before_it_was_open(start: Any) -> None:
+    run, printed = start("00")
+    lines = messages((run / "out.log").read_text())
+    assert lines == messages(printed)
+    first = next(number for number, line in enumerate(lines) if line.startswith("Run directory: "))
+    assert lines[0].startswith("Config test, "), "logged before the directory was chosen"
+    assert first > 0
+    _, printed = start("00", "--resume", "--num_epochs=3")
+    assert messages((run / "out.log").read_text()) == [*lines, *messages(printed)], "a resumed run appends"
 
 
 def test_a_run_that_never_beat_the_untrained_network_warns_at_its_end(start: Any) -> None:
     """Fixed: only predict.py and export.py reported it, as a run that had no best checkpoint yet."""
     flags = ("--set=lr_schedule.start_lr=1e-30", "--num_epochs=1", "--set=report_pictures=False")
     run, printed = start("00", *flags)
-    assert f"WARNING - This run has no best checkpoint: {NO_BEST}; " in printed
-    assert f"; --checkpoint {run}/checkpoints/step_00000008 uses the last one\n" in printed
+    (warning,) = messages(printed, "WARNING")
+    assert NO_BEST in warning
+    assert f"--checkpoint {run}/checkpoints/step_00000008 uses the last one" in warning
 
 
 def test_a_finished_run_is_left_unchanged(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command trains again, in a directory of its own; with --resume it has nothing to do."""
     run, printed = start("00")
-    assert "WARNING - This run has no best checkpoint" not in printed
+    assert messages(printed, "WARNING") == []
     before = contents(run)
     _, printed = start("00", "--set=log_interval=3")
-    assert f"Run directory: {run}-2 (00 is finished; --resume with more epochs would extend it)" in printed
+    assert f"Run directory: {run}-2 (00 is finished; " in printed
     assert "Resuming" not in printed
-    assert json.loads((run.with_name("00-2") / summary.SUMMARY).read_text())["steps"] == 16
+    assert summary(run.with_name("00-2"))["steps"] == 16
     shutil.rmtree(run.with_name("00-2"))
     _, printed = start("00", "--set=log_interval=3", "--resume")
     assert messages(printed)[-2].startswith("Nothing was trained: ")
-    assert printed.rstrip().endswith("DONE ---- rank 0")
+    assert messages(printed)[-1] == "DONE ---- rank 0"
     assert "Result:" not in printed
     assert contents(run) == before
     monkeypatch.setattr(Benchmark, "run", lambda benchmark: None)
     start("00", "--resume", "--enable_benchy")
     assert contents(run) == before, "a benchmark writes to no run directory"
-
-
-def test_resume_no_removes_a_finished_run_with_its_pictures(whole: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(whole, tmp_path / "00", symlinks=True)
-    (line,) = remove_run(copy)
-    assert all(name in line for name in (*PICTURES, "logs", "out.log"))
-    assert [path.name for path in copy.rglob("*")] == [".lock"]
+    assert [path.name for path in run.parent.iterdir()] == ["00"]
 
 
 def test_a_summary_that_cannot_be_written_is_no_success(
     start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run ended with exit code 0 and a warning."""
+    write = runs.atomic_write
+
+    def fail(paths: list[Path]) -> Any:
+        if paths[0].name == SUMMARY:
+            raise OSError(28, "No space left on device")
+        return write(paths)
+
     with monkeypatch.context() as patch:
-        patch.setattr(summary, "SUMMARY", "nowhere/summary.json")
+        patch.setattr(runs, "atomic_write", fail)
         with pytest.raises(SystemExit) as ended:
             start("00")
     assert ended.value.code == 2
-    assert "summary.json: No such file or directory; the network is saved; the same command writes it" in (
-        capsys.readouterr().err
-    )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "summary.json: No space left on device; " in error
+    assert "the network is saved; the same command writes it" in error
     run, printed = start("00")
-    assert "The summary of this training is missing" in printed
-    (run / summary.SUMMARY).unlink()
-    (run / summary.SUMMARY).mkdir()
-    with pytest.raises(SystemExit) as ended:
-        start("00")
-    assert ended.value.code == 2
-    assert f"error: cannot prepare the run directory {run}: Is a directory" in capsys.readouterr().err
+    assert "The summary of this run is missing" in printed
+    assert summary(run)["steps"] == 16
 
 
 def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
@@ -189,16 +196,16 @@ def test_an_interrupted_run_is_not_finished_by_fewer_epochs(
     assert "is the end of epoch 1, and num_epochs is 1; " in printed
     assert contents(run) == before
     start("00")
-    assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 16
+    assert summary(run)["steps"] == 16
 
 
 def test_more_epochs_replace_the_summary(start: Any) -> None:
     run, _ = start("00")
     start("00", "--num_epochs=3", "--resume")
     found = scalars(run)
-    assert json.loads((run / summary.SUMMARY).read_text())["steps"] == 24
-    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer training alone"
-    assert hyperparameters(run)["num_epochs"] == 3, "those of the shorter training were shown with the new loss"
+    assert summary(run)["steps"] == 24
+    assert found["hparam/final loss"] == [(25, found["Loss/valid"][-1][1])], "of the longer run alone"
+    assert hyperparameters(run)["num_epochs"] == 3, "those of the shorter run were shown with the new loss"
 
 
 def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,5 +220,26 @@ def test_without_matplotlib_only_the_pictures_are_missing(start: Any, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run, printed = start("00")
     assert "Cannot draw pictures" in printed
-    assert (run / summary.SUMMARY).exists()
+    assert (run / SUMMARY).exists()
     assert not (run / "loss_curves.png").exists()
+
+
+def test_a_run_that_stopped_early_is_finished(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two epochs is the last one, and evaluated as such; nothing resumes the run unasked."""
+    monkeypatch.setattr(figures, "PICTURES", {})
+    common = ["--set=early_stopping.min_delta=9", "--set=evaluation.every_epochs=5"]
+    common += ["--set=report_baselines=false", "--set=report_pictures=false"]
+    run, printed = start("00", *common, "--set=early_stopping.patience=1")
+    reason = "the validation loss has not improved by more than 9 for 1 epoch; the best was "
+    assert f"Early stopping after epoch 1: {reason}" in printed
+    before = summary(run)
+    assert before["steps"] == 8
+    assert before["early_stop"].startswith(reason)
+    assert [path.name for path in (run / FOLDER).iterdir()] == ["step_00000008.npz"]
+    _, printed = start("00", *common, "--set=early_stopping.patience=1", "--resume")
+    assert "is the end of epoch 1, and early_stopping ended it; raise early_stopping.patience to extend" in printed
+    (run / SUMMARY).unlink()
+    assert "The summary of this run is missing" in start("00", *common, "--set=early_stopping.patience=1")[1]
+    assert summary(run)["early_stop"] == before["early_stop"]
+    assert "Early stopping after" not in start("00", *common, "--set=early_stopping.patience=2", "--resume")[1]
+    assert (summary(run)["steps"], summary(run)["early_stop"]) == (16, None)

@@ -1,0 +1,545 @@
+"""The directory of a run: which one a command uses, that one process writes to it, and what --resume=no removes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import small_disk
+from processes import GENEROUS, run_ranks
+from trainings import TOP, YAML
+from utils.config.describe import describe_config
+
+from utils import config as configs
+from utils.config import Config
+from utils.config.schema import NEUTRAL_KEYS
+from utils.distributed.launch import Launch, lasting_jobs
+from utils.distributed.locks import open_locked
+from utils.distributed.world import World
+from utils.errors import UserError
+from utils.provenance import command
+from utils.training import checkpoint
+from utils.training import run as runs
+from utils.training.checkpoint import FOLDER, step_directory
+from utils.training.run import LOCK, Choice, Request, Run, choose, is_free, run_directory
+
+ALONE = World(Launch("test"), torch.device("cpu"))
+
+
+def config(**changes: Any) -> Config:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return configs.load(YAML, "test", dotted).for_world(1)
+
+
+TEST = config()
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """The first directory of run number 00."""
+    return tmp_path / "test" / "1ranks" / "00"
+
+
+def save(path: Path, config: Config, step: int = 16) -> None:
+    """Writes a checkpoint of the end of an epoch."""
+    weights = {"network": {}, "config": config.model_dump(), "best_step": step}
+    training = {"optimizer": {}, "scaler": {}, "random": [], "state": {"step": step, "epoch": step // 8}}
+    checkpoint.write(step_directory(path / FOLDER, step), weights, training)
+
+
+@pytest.fixture
+def run(first: Path) -> Callable[..., Path]:
+    """run(number, finished=True, config=…, jobs=…): leaves the directory of a run as a training run would."""
+
+    def leave(number: int, finished: bool = True, config: Config = TEST, tag: str = "00", **record: Any) -> Path:
+        path = first.with_name("00" if number == 1 else f"00-{number}")
+        save(path, config)
+        (path / "config.yaml").write_text(configs.to_yaml(config.model_copy(update={"local_batch_size": None}), "test"))
+        record = {"run_num": tag, "jobs": [], "origin": None, "command": command(), **record}
+        (path / "provenance.json").write_text(json.dumps(record))
+        if finished:
+            (path / "summary.json").write_text(json.dumps({"steps": 16}))
+        return path
+
+    return leave
+
+
+def request(first: Path, config: Config = TEST, **options: Any) -> Request:
+    return Request(config, "test", first, **options)
+
+
+def chosen(first: Path, **options: Any) -> tuple[str, str]:
+    """Name and reason of the choice."""
+    choice = choose(request(first, **options))
+    return choice.path.name, choice.reason
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# --- the rule, row by row --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "no", "/other/00"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_restarted_job_returns_to_its_run(first: Path, run: Any, resume: str | None, finished: bool) -> None:
+    """Regardless of its state, flags and config, which may have been edited; also if other jobs have continued it."""
+    run(1, finished=finished, jobs=["slurm 7"])
+    run(2, finished=False, jobs=["slurm 8"], earlier=[{"jobs": ["slurm 9"], "command": command()}])
+    for job, name in (("slurm 7", "00"), ("slurm 8", "00-2"), ("slurm 9", "00-2")):
+        choice = choose(request(first, config(seed=3), resume=resume, restarted=(job,)))
+        assert (choice.path.name, choice.reason) == (name, "")
+        assert choice.resume == (None if resume == "no" else resume), "a restart removes nothing"
+
+
+def test_resume_no_uses_the_first_directory(first: Path, run: Any) -> None:
+    assert choose(request(first, resume="no")) == Choice(first, "no")
+    run(1)
+    run(2, finished=False)
+    assert choose(request(first, resume="no", restarted=("slurm 10",))) == Choice(first, "no")
+
+
+def test_resume_uses_the_newest_run_or_the_given_one_regardless_of_state_and_config(first: Path, run: Any) -> None:
+    run(1, finished=False)
+    run(2)
+    for given in (TEST, config(num_epochs=5), config(seed=3)):
+        assert chosen(first, resume="auto", config=given) == ("00-2", "")
+        assert chosen(first, resume=str(first), config=given) == ("00", "")
+    assert chosen(first, resume=str(first / "checkpoints" / "step_00000016"))[0] == "00-3"
+    assert chosen(first, resume=str(first.with_name("other")))[0] == "00-3"
+
+
+def test_only_an_unfinished_idle_run_with_an_equal_config_is_continued(first: Path, run: Any) -> None:
+    run(1, finished=False)
+    run(2, finished=False, config=config(enable_amp=True))
+    run(3)
+    assert chosen(first) == ("00", "")
+    assert chosen(first, config=config(enable_amp=True)) == ("00-2", "")
+    assert chosen(first, config=config(num_epochs=5))[0] == "00-4"
+    with open_locked(first / LOCK, "locked"):
+        assert chosen(first)[0] == "00-4"
+    shutil.rmtree(first.with_name("00-3"))
+    name, reason = chosen(first, config=config(num_epochs=5))
+    assert name == "00-3"
+    assert "00-2 differs in num_epochs, enable_amp; --resume continues such a run only if" in reason
+
+
+def test_any_other_command_uses_the_next_free_directory(first: Path, run: Any) -> None:
+    assert chosen(first) == ("00", "")
+    run(1)
+    assert chosen(first) == ("00-2", "00 is finished; --resume with more epochs would extend it")
+    run(2)
+    run(10)
+    assert chosen(first)[0] == "00-11", "10 is more than 2"
+    assert chosen(first)[1].startswith("00-10 is finished; ")
+
+
+# --- the details of the rule -----------------------------------------------------------------------------------------
+
+
+def test_the_reason_promises_only_what_resume_does(first: Path, run: Any) -> None:
+    """Fixed: "--resume would continue it" stood for runs that a resume refused."""
+    wide = config(network__width=5)
+    run(1)
+    assert "finished and differs in network.width; --resume continues such" in chosen(first, config=wide)[1]
+    with open_locked(first / LOCK, "locked"):
+        assert "is finished and is being trained" in chosen(first)[1]
+    run(2, finished=False)
+    shutil.rmtree(first.with_name("00-2") / "checkpoints")
+    assert chosen(first, config=wide)[1] == "00-2 differs in network.width and has no checkpoint"
+    (first.with_name("00-2") / "config.yaml").write_text("")
+    assert chosen(first)[1] == "00-2 has no readable config"
+
+
+def test_resume_without_a_run_starts_from_scratch_and_logs_it(first: Path) -> None:
+    """It is no error, because a job script may give --resume at each start."""
+    assert chosen(first, resume="auto") == ("00", "--resume has found no run to resume")
+
+
+def test_settings_that_change_no_result_do_not_count(first: Path, run: Any) -> None:
+    run(1, finished=False)
+    neutral = {
+        "num_data_workers": 7,
+        "data_loader_config": "dali-lowmem",
+        "train_path": "/elsewhere.h5",
+        "expdir": "/elsewhere",
+        "local_batch_size": 8,
+        "checkpoint__every_steps": 3,
+        "enable_manual_profiling": True,
+    }
+    assert chosen(first, config=config(**neutral))[0] == "00"
+    others = {"global_batch_size": 4, "seed": 1, "bucket_cap_mb": 100.0, "data_loader_config": "synthetic"}
+    for key, value in {**others, "lr_schedule__start_lr": 0.1, "resident_dtype": "float16"}.items():
+        assert chosen(first, config=config(**{key: value}))[0] == "00-2", key
+
+
+def test_every_key_that_changes_no_result_is_a_key() -> None:
+    flat = configs.flatten(TEST)
+    assert not {key for key in NEUTRAL_KEYS if not any(name == key or name.startswith(f"{key}.") for name in flat)}
+
+
+def test_weights_and_other_runs_are_part_of_what_a_run_is(first: Path, run: Any) -> None:
+    """A run that began with --init_from is not continued by a command without it, nor with other weights."""
+    run(1, finished=False, origin="--init_from=/weights.pt")
+    assert chosen(first, init_from="/weights.pt") == ("00", "")
+    for options in ({}, {"init_from": "/others.pt"}):
+        name, reason = chosen(first, **options)
+        assert name == "00-2"
+        assert "00 differs in --init_from; " in reason
+    run(2, finished=False, origin="--resume=/other/00")
+    assert chosen(first, resume="/other/00")[0] == "00-2"
+    assert chosen(first, resume="/another/00")[0] == "00-3"
+
+
+def test_each_command_of_a_restarted_job_returns_to_its_own_run(first: Path, run: Any, monkeypatch: Any) -> None:
+    """A job script with two runs that was requeued during the second one, and one before its second began."""
+    run(1, jobs=["slurm 7"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--enable_amp"])
+    assert chosen(first, restarted=("slurm 7",))[0] == "00-2"
+    run(2, finished=False, jobs=["slurm 7"])
+    assert chosen(first, restarted=("slurm 7",))[0] == "00-2"
+    monkeypatch.setattr(sys, "argv", sys.argv[:-1])
+    assert chosen(first, restarted=("slurm 7",))[0] == "00"
+
+
+def test_names_of_a_job_last_across_restarts() -> None:
+    """Two torchruns have the same run id, none, but not the same directory of logs."""
+    logs = "/tmp/torchelastic_a/none_x"
+    agent = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": f"{logs}/attempt_0/1/error.json"}
+    again = {**agent, "TORCHELASTIC_ERROR_FILE": f"{logs}/attempt_1/0/error.json", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert lasting_jobs({}) == ([], [])
+    assert lasting_jobs(agent) == (["torchrun none_x"], [])
+    assert lasting_jobs(again) == (["torchrun none_x"],) * 2
+    assert lasting_jobs({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}) == ([], [])
+    assert lasting_jobs({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_ERROR_FILE": ""}) == (["torchrun a"], [])
+    requeued = {**agent, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+    assert lasting_jobs(requeued) == (["slurm 7", "torchrun none_x"], ["slurm 7"])
+    assert lasting_jobs({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}) == (["slurm 7"], [])
+
+
+# --- names of directories --------------------------------------------------------------------------------------------
+
+
+def test_the_second_directory_of_a_run_number_and_the_task_of_an_array_stay_apart(first: Path, run: Any) -> None:
+    """submit_pm.sh gives task 2 of an array the run number 00-2."""
+    run(1)
+    run(2, finished=False, tag="00-2")
+    task = first.with_name("00-2")
+    assert chosen(first)[0] == "00-3"
+    assert chosen(first, resume="auto")[0] == "00"
+    assert chosen(task)[0] == "00-2"
+    run(2, finished=False, tag="00")
+    assert chosen(first)[0] == "00-2"
+    for resume in (None, "auto", "no"):
+        assert chosen(task, resume=resume)[0] == "00-2-2", "the run of another run number is never replaced"
+    assert chosen(task) == ("00-2-2", "00-2 belongs to another run")
+
+
+def test_a_directory_in_which_no_run_has_begun_is_free(first: Path, run: Any) -> None:
+    run(1)
+    first.with_name("00-2").mkdir()
+    (first.with_name("00-2") / LOCK).touch()
+    assert chosen(first)[0] == "00-2"
+    (first.with_name("00-2") / "notes.txt").touch()
+    assert chosen(first)[0] == "00-3"
+    first.with_name("00-3").touch()
+    first.with_name("00-04").mkdir()
+    assert chosen(first)[0] == "00-4"
+
+
+@pytest.mark.parametrize(
+    ("device", "has_gpus", "name"),
+    [("auto", False, "4ranks"), ("auto", True, "4GPU"), ("cpu", True, "4ranks"), ("cuda", False, "4GPU")],
+)
+def test_run_directories_are_named_after_gpus_only_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_gpus: bool, name: str
+) -> None:
+    """A run on CPUs was once in 1GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    config = configs.validate({"device": device, "expdir": "runs"}, "demo")
+    assert run_directory(config, "demo", "00", 4) == Path("runs", "demo", name, "00")
+
+
+def test_the_log_shows_what_differs_from_the_defaults_and_first_what_the_user_typed() -> None:
+    """It once began with all hundred keys."""
+    assert describe_config(configs.validate({}, "base"), "base", []) == (
+        "Config base, all keys have their default values"
+    )
+    few = {"num_epochs": 3, "network": {"width": 8}, "train_path": "/a.h5", "local_batch_size": 4}
+    assert describe_config(configs.validate(few, "x"), "x", ["network", "train_path"]).splitlines() == [
+        "Config x, keys that differ from the defaults:",
+        "  train_path: /a.h5 (default /data/train.h5)",
+        "  network.width: 8 (default 64)",
+        "  num_epochs: 3 (default 10)",
+    ]
+    many = configs.load(f"{TOP}/config/UNet.yaml", "demo_opt", {"log_interval": 3, "ema_decay": 0.5})
+    lines = describe_config(many, "demo_opt", ["ema_decay", "log_interval"]).splitlines()
+    assert len(lines) == 15
+    assert lines[1:3] == ["  ema_decay: 0.5 (default null)", "  log_interval: 3 (default 50)"]
+    assert lines[-1] == f"  and {len(configs.differences(many)) - 13} more, in config.yaml"
+
+
+# --- one writer ------------------------------------------------------------------------------------------------------
+
+
+def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run]:
+    return Run.open(request(first, **options), ALONE)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("options", [{"resume": "auto"}, {"resume": "no"}, {"restarted": ("slurm 7",)}], ids=str)
+def test_a_run_that_is_being_trained_is_refused_and_not_touched(
+    first: Path, run: Any, finished: bool, options: dict[str, Any]
+) -> None:
+    run(1, finished, jobs=["slurm 7"])
+    (first / FOLDER / ".step_00000020.abc.partial").mkdir()  # of a save in progress
+    before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
+    with open_locked(first / LOCK, "locked"):
+        with pytest.raises(UserError, match=rf"^another run is writing to {first}; .*--run_num"):
+            opened(first, **options).__enter__()
+        assert names(first.parent) == ["00"]
+    (first / LOCK).unlink()
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == before
+    with opened(first, **options) as again:
+        assert again.directory == first
+
+
+def test_a_second_run_with_the_same_command_takes_the_next_directory(first: Path) -> None:
+    """Before the first one has begun, while it is trained, and while a third one starts."""
+    with opened(first) as one, opened(first) as two:
+        assert [run.directory.name for run in (one, two)] == ["00", "00-2"]
+        one.restore(None)
+        with opened(first) as three:
+            assert three.directory.name == "00-3"
+    assert names(first.parent) == ["00"], "the others have written nothing"
+    with opened(first) as again:
+        assert again.directory == first, "it is idle and unfinished"
+
+
+def test_two_new_runs_with_resume_no_do_not_wait_for_each_other(first: Path) -> None:
+    """Fixed: the second one tried again and again, without a pause, until the first one had read its data."""
+    with opened(first, resume="no"), pytest.raises(UserError, match=r"^another run is writing to "):
+        opened(first, resume="no").__enter__()
+    assert not first.exists()
+
+
+def test_runs_that_start_at_once_use_different_directories(first: Path) -> None:
+    ready, done, directories = threading.Barrier(4), threading.Barrier(4), []
+
+    def start() -> None:
+        ready.wait(GENEROUS)
+        with opened(first) as run:
+            directories.append(run.directory.name)
+            done.wait(GENEROUS)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GENEROUS)
+    assert len(set(directories)) == 4
+
+
+def test_a_run_that_finishes_while_another_one_chooses_is_not_continued(
+    first: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(1, finished=False)
+    lock, done = runs.open_locked, []
+
+    def finish_the_other(*arguments: Any) -> Any:
+        if not done:
+            done.append(run(1))
+        return lock(*arguments)
+
+    monkeypatch.setattr(runs, "open_locked", finish_the_other)
+    with opened(first) as another:
+        assert another.directory.name == "00-2", "chosen again under the lock"
+    assert (first / "summary.json").exists()
+
+
+def test_only_directories_that_were_created_and_not_used_are_removed(tmp_path: Path, first: Path) -> None:
+    with opened(first) as run:
+        assert first.is_dir()
+        assert ALONE.watchdog.folder == run.directory, "for the files after a hang"
+    assert names(tmp_path) == []
+    first.mkdir(parents=True)
+    with opened(first):
+        pass
+    assert names(first) == [LOCK], "an existing directory stays, and so does its lock"
+    with opened(first.with_name("01")) as run:
+        (run.directory / "out.log").touch()
+    assert names(first.with_name("01")) == [LOCK, "out.log"]
+
+
+def test_a_choice_changes_nothing(first: Path, run: Any) -> None:
+    before = run(1, finished=False).stat().st_mtime_ns
+    chosen(first)
+    chosen(first.parents[1] / "missing" / "00")
+    assert first.stat().st_mtime_ns == before
+    assert names(first.parents[1]) == ["1ranks"]
+    assert is_free(first.with_name("01"))
+
+
+def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    first.mkdir(parents=True)
+    (first / "config.yaml").touch()
+    predecessor = open_locked(first / LOCK, "locked")
+    threading.Timer(0.1, predecessor.close).start()
+    with opened(first, resume="no"):
+        assert predecessor.closed
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = r"^cannot write to the run directory .*: {}; choose another with --set expdir=DIR$"
+    with pytest.raises(UserError, match=line.format("Not a directory")):
+        opened(tmp_path / "file" / "00").__enter__()
+    with (
+        small_disk(tmp_path / "disk", "200k,ro"),
+        pytest.raises(UserError, match=line.format("Read-only file system")),
+    ):
+        opened(tmp_path / "disk" / "00").__enter__()
+
+
+def open_on_ranks(world: World, first: str, blocked: str) -> list[Any]:
+    """Rank 0 decides; the request of the others leads elsewhere. Then a directory that cannot be created."""
+    directory = Path(first) if world.is_root else Path("/nowhere/00")
+    with Run.open(request(directory, resume="no"), world) as run:
+        choice = str(run.directory), run.choice.resume
+    try:
+        with Run.open(request(Path(blocked)), world):
+            return [choice, "opened"]
+    except UserError as error:
+        return [choice, str(error)]
+
+
+def test_all_ranks_follow_rank_0(first: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    one, two = run_ranks(open_on_ranks, 2, str(first), str(tmp_path / "file" / "00"))
+    assert one == two
+    assert one[0] == (str(first), "no")
+    assert one[1].startswith("rank 0: cannot write to the run directory ")
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+class NoStep:
+    """A step without state."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def load_weights(self, weights: dict[str, Any]) -> None:
+        pass
+
+
+def begin(first: Path, **options: Any) -> None:
+    """Begins a run that is killed at once."""
+    with opened(first, **options) as run:
+        run.restore(NoStep())  # type: ignore[arg-type]
+
+
+def test_the_origin_of_a_run_and_its_jobs_outlast_its_processes(first: Path, tmp_path: Path) -> None:
+    """The second process was started with --resume alone; the command of the first still finds its run."""
+    save(tmp_path / "source", TEST)
+    weights = str(tmp_path / "source" / FOLDER / "step_00000016")
+    begin(first, init_from=weights, jobs=("slurm 7",))
+    save(first, TEST, 8)
+    begin(first, resume="auto", jobs=("slurm 8",))
+    begin(first, resume="auto", jobs=("slurm 9",))
+    assert chosen(first, init_from=weights)[0] == "00"
+    assert chosen(first)[0] == "00-2"
+    for job in ("slurm 7", "slurm 8", "slurm 9"):
+        assert chosen(first, restarted=(job,))[0] == "00"
+    record = json.loads((first / "provenance.json").read_text())
+    assert [earlier["jobs"] for earlier in record["earlier"]] == [["slurm 7"], ["slurm 8"]]
+    assert all("earlier" not in earlier for earlier in record["earlier"])
+
+
+def test_saved_config_keeps_the_global_batch_for_another_number_of_ranks(first: Path) -> None:
+    begin(first, config=configs.load(YAML, "test").for_world(4))
+    path = str(first / "config.yaml")
+    again = configs.load(path, configs.default_name(path)).for_world(2)
+    assert (again.global_batch_size, again.local_batch_size) == (8, 4)
+
+
+# --- --resume=no -----------------------------------------------------------------------------------------------------
+
+RECORDS = ["config.yaml", "evaluation/step_00000008.npz", "flight_recorder_rank1.json", "logs/events.out.tfevents.1"]
+RECORDS += ["loss_curves.png", "metrics.jsonl", "out.log", "provenance.json", "report.html", "slices.png"]
+RECORDS += ["top_operations_rank1.txt", "trace.json.gz", ".profile-ab/trace.json", "wandb/id", "summary.json"]
+
+
+@pytest.fixture
+def recorded(first: Path, run: Any) -> Path:
+    """A run directory with all that a run may write, and two files of the user."""
+    run(1)
+    for name in (*RECORDS, "checkpoints/.step_00000009.12.partial/weights.pt", "notes.txt", "plots/mine.png"):
+        (first / name).parent.mkdir(parents=True, exist_ok=True)
+        if not (first / name).exists():
+            (first / name).write_text(name)
+    return first
+
+
+def test_resume_no_removes_what_a_run_has_written_and_nothing_else(
+    recorded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Report, traces and old event files once stayed; TensorBoard showed old hyperparameters with the new loss."""
+    caplog.set_level("INFO")
+    before = {path: path.read_bytes() for path in recorded.rglob("*") if path.is_file()}
+    with opened(recorded, resume="no", config=config(seed=3)) as run:
+        assert all(path.read_bytes() == content for path, content in before.items()), "only once it begins"
+        run.restore(NoStep())  # type: ignore[arg-type]
+    assert names(recorded) == [LOCK, "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
+    (line,) = [line for line in caplog.messages if line.startswith(f"Removed the earlier run in {recorded}: ")]
+    assert "report.html" in line
+    assert "seed: 3" in (recorded / "config.yaml").read_text()
+
+
+def test_an_interrupted_removal_is_completed_by_the_next_start(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.yaml goes first: without it no later command continues what is left of the run."""
+
+    class Killed(BaseException):
+        pass
+
+    unlink, count = Path.unlink, 0
+
+    def die(path: Path, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise Killed
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", die)
+        patch.setattr(shutil, "rmtree", lambda path: die(path))
+        with pytest.raises(Killed):
+            begin(recorded, resume="no")
+    assert not {"summary.json", "config.yaml"} & set(names(recorded))
+    assert {"checkpoints", "metrics.jsonl", "provenance.json"} <= set(names(recorded))
+    assert chosen(recorded)[0] == "00-2"
+    begin(recorded, resume="no")
+    assert names(recorded) == [LOCK, "config.yaml", "notes.txt", "out.log", "plots", "provenance.json"]
+
+
+@pytest.mark.parametrize("resume", [None, "no"])
+def test_a_run_that_died_before_its_first_checkpoint_keeps_its_log_unless_resume_no(
+    recorded: Path, resume: str | None
+) -> None:
+    shutil.rmtree(recorded / FOLDER)
+    (recorded / "summary.json").unlink()
+    begin(recorded, resume=resume)
+    assert (recorded / "out.log").read_text().startswith("out.log") == (resume is None)
