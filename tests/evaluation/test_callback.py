@@ -15,7 +15,6 @@ import torch
 from matplotlib.figure import Figure
 from processes import wait_until
 from sample_results import SIMULATION, sample_results
-from utils.runs.logger import read_records
 
 import train
 from utils.distributed.launch import Launch
@@ -30,6 +29,7 @@ from utils.lyman_alpha import forest
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.training.checkpoint import read_weights
 from utils.training.evaluations import FOLDER
+from utils.training.loggers.base import read_records
 
 EVERY_EPOCH = "--set=evaluation.every_epochs=1"
 

@@ -18,10 +18,10 @@ from trainings import CLOCKS, YAML, NoWaiting, curves
 
 import train
 from utils.evaluation import figures
-from utils.evaluation.results import FOLDER
 from utils.profiling.benchmark import Benchmark
 from utils.training import run as runs
 from utils.training.checkpoint import NO_BEST
+from utils.training.evaluations import FOLDER
 from utils.training.run import SUMMARY
 from utils.training.trainer import Trainer
 

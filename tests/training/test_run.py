@@ -17,11 +17,11 @@ import torch
 from disks import small_disk
 from processes import GENEROUS, run_ranks
 from trainings import TOP, YAML
-from utils.config.describe import describe_config
 
 from utils import config as configs
 from utils.config import Config
 from utils.config.schema import NEUTRAL_KEYS
+from utils.config.summary import describe_config
 from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
