@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from utils import build, cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.describe import describe_config
+from utils.config.overview import describe_config
 from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect

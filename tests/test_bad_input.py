@@ -410,7 +410,7 @@ def test_training_logs_the_lines_of_the_original(trained: Trained) -> None:
         assert re.fullmatch(pattern, message)
         assert message in trained.stderr, "the terminal shows the lines of the log file"
     assert messages[-1] == "DONE ---- rank 0"
-    dump = next(index for index, message in enumerate(messages) if message.startswith("Configuration test"))
+    dump = next(index for index, message in enumerate(messages) if message.startswith("Config test"))
     assert dump < messages.index(found[0])
     assert "  num_epochs: 2 (default 10)" in messages[dump:]
     assert "Traceback" not in trained.stderr

@@ -169,7 +169,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert "run directory: " not in report("--enable_benchy"), "a benchmark has none"
     with open_locked(directory / ".lock", "locked"):
         for flags in ([], ["--resume"]):
-            says = f"warning: {directory} is locked: another run is writing to it; wait for its end, or give another "
+            says = f"warning: {directory} is locked: another run is writing to it; wait for its end"
             assert says in report(*flags)
     (directory / ".lock").unlink()
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != ".lock"} == {

@@ -20,7 +20,7 @@ from trainings import TOP, YAML
 
 from utils import config as configs
 from utils.config import Config
-from utils.config.describe import describe_config
+from utils.config.overview import describe_config
 from utils.config.schema import NEUTRAL_KEYS
 from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.locks import open_locked
