@@ -260,7 +260,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     directory = tmp_path / "test" / "1ranks" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    AsyncCheckpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), wait=True)
+    AsyncCheckpointer(directory / "checkpoints", small_config(), {}).save(state, TrainState(step=1), wait=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 

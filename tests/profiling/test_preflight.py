@@ -142,7 +142,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert f"warning: {data_flags[0].partition('train_path=')[2]}: {warning}\n" in text
     assert text.endswith("no errors; warnings: 1\n")
     text = report("--resume")
-    assert f"run directory: {directory} exists: training resumes from its newest checkpoint\n" in text
+    assert f"run directory: {directory} exists: the run resumes from its newest checkpoint\n" in text
     assert "warning: Nothing is left to train: " in text
     assert text.endswith("no errors; warnings: 2\n")
     text = report("--resume", "--set=lr_schedule.start_lr=0.5", "--set=lr_schedule.scaling=sqrt")
@@ -159,7 +159,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
         f"Resuming from {directory}/checkpoints/step_00000008, after step 8\nChanged config keys: num_epochs 1 ->"
         in text
     )
-    for flags in (["--set=global_batch_size=16"], ["--set=network.width=5"]):
+    for flags in (["--set=global_batch_size=16"], ["--set=network.width=5", "--num_epochs=2"]):
         refused = report("--resume", *flags, code=2)
         with pytest.raises(SystemExit):
             train.main([*command, "--resume", *flags])
@@ -168,7 +168,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert f"{directory.with_name('01')} is new" in report("--run_num=01")
     assert "run directory: " not in report("--enable_benchy"), "a benchmark has none"
     with open_locked(directory / ".lock", "locked"):
-        for flags in ([], ["--resume"]):
+        for flags in (["--resume"], ["--resume=no"]):
             says = f"warning: {directory} is locked: another run is writing to it; wait for its end"
             assert says in report(*flags)
     (directory / ".lock").unlink()
