@@ -16,8 +16,8 @@ def messages(text: str, level: str | None = None) -> list[str]:
 
 
 def other_lines(text: str) -> list[str]:
-    """The lines of a text that are not log lines."""
-    return [line for line in text.splitlines() if not LOG_LINE.match(line)]
+    """The lines of a text that are neither log lines nor their indented continuations."""
+    return [line for line in text.splitlines() if not LOG_LINE.match(line) and not line.startswith("  ")]
 
 
 class CollectedLines(logging.Handler):

@@ -46,14 +46,9 @@ FLAGS = [
 ]
 START, BETWEEN, SAVE, END = "start", "between saves", "save", "end"
 WEIGHTS = {START: 30, BETWEEN: 20, SAVE: 20, END: 30}
-TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this training is missing"  # lines of the log
-EXIT_CODES = {
-    0,
-    1,
-    2,
-    76,
-    -signal.SIGKILL,
-}  # of plain processes; 76: the peer is gone; 2: a survivor that waited for its peer in the rendezvous
+TRAINS, WRITES_SUMMARY = "Warm-up, first forward", "The summary of this run is missing"  # lines of the log
+# Of plain processes; 76: the peer is gone; 2: a survivor that waited for its peer in the rendezvous.
+EXIT_CODES = {0, 1, 2, 76, -signal.SIGKILL}
 CLOCKS = ("seconds", "samples_per_second")  # measured times in summary.json
 
 

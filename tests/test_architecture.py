@@ -279,3 +279,16 @@ def test_unsafe_calls_are_found_and_safe_ones_pass() -> None:
     safe += ["yaml.load(text, Loader=yaml.SafeLoader)", "class L(yaml.SafeLoader): pass", "run(['ls'], shell=False)"]
     for source in safe:
         assert unsafe_statements(source) == [], source
+
+
+def test_no_module_replaces_a_name_of_its_package() -> None:
+    """Fixed: after an import of utils.config.describe, the function `describe` in utils.config was that module."""
+    for path in sorted([*ROOT.glob("utils/**/__init__.py"), ROOT / "networks" / "__init__.py"]):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        modules = {module.stem for module in path.parent.iterdir() if module.suffix == ".py" or module.is_dir()}
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.module != package:
+                defined |= {alias.asname or alias.name for alias in node.names}
+        assert not modules & defined, path

@@ -212,7 +212,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     directory = tmp_path / "test" / "1ranks" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    AsyncCheckpointer(directory / "checkpoints", {}, 2).save(state, TrainState(step=1), wait=True)
+    AsyncCheckpointer(directory / "checkpoints", small_config(), {}).save(state, TrainState(step=1), wait=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 
@@ -362,7 +362,7 @@ def test_training_logs_the_lines_of_the_tutorial(trained: Trained) -> None:
         assert re.fullmatch(pattern, message)
         assert message in trained.stderr, "the terminal shows the lines of the log file"
     assert messages[-1] == "DONE ---- rank 0"
-    dump = next(index for index, message in enumerate(messages) if message.startswith("Configuration test"))
+    dump = next(index for index, message in enumerate(messages) if message.startswith("Config test"))
     assert dump < messages.index(logged[0])
     assert "  num_epochs: 2 (default 10)" in messages[dump:]
     assert "Traceback" not in trained.stderr

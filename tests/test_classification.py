@@ -35,7 +35,7 @@ SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs":
 def run(world: World, flags: list[str]) -> None:
     options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
     config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
-    train.train(options, config, world, EagerStep, NullSignals())
+    train.run(options, config, world, EagerStep, NullSignals())
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -112,5 +112,5 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
     monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(seen[0]()))
     with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
-        train.train(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, NullSignals())
+        train.run(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, NullSignals())
     assert events == ["closed", None]

@@ -236,7 +236,7 @@ def test_repeated_signals_still_save(start: Start, flags: list[str], tmp_path: P
 @pytest.mark.slow
 def test_a_signal_before_the_first_step_stops_cleanly(train: Start, tmp_path: Path) -> None:
     program = train(LONG)
-    program.wait_for("Configuration test")
+    program.wait_for("Config test")
     program.signal(signal.SIGTERM)
     assert program.end().returncode == 75, program.text
     assert "Traceback" not in program.text
@@ -285,7 +285,7 @@ def test_a_signal_ends_a_benchmark_at_once(start: Start, flags: list[str], tmp_p
     settings.write_text("IO: {batches: 2, trials: 1000000, warmup_trials: 1}\n")
     variables = {"BENCHY_CONFIG_FILE": str(settings), "BENCHY_OUTPUT": f"{tmp_path}/x"}
     program = start(["train.py", *flags, "--enable_benchy"], **variables)
-    program.wait_for("BENCHY|Configuration test")
+    program.wait_for("BENCHY|Config test")
     program.signal(signal.SIGTERM)
     assert program.end().returncode == 128 + signal.SIGTERM
     assert "Stopping" not in program.text

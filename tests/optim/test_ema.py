@@ -171,7 +171,7 @@ class RecordingStep(EagerStep):
 def run(flags: list[str]) -> EagerStep:
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    train.train(options, config, ALONE, RecordingStep, NullSignals())
+    train.run(options, config, ALONE, RecordingStep, NullSignals())
     return RecordingStep.last
 
 

@@ -160,7 +160,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
         f"Resuming from {directory}/checkpoints/step_00000008, after step 8\nChanged config keys: num_epochs 1 ->"
         in text
     )
-    for flags in (["--set=global_batch_size=16"], ["--set=network.width=5"]):
+    for flags in (["--set=global_batch_size=16"], ["--set=network.width=5", "--num_epochs=2"]):
         refused = report("--resume", *flags, code=2)
         with pytest.raises(SystemExit):
             train.main([*command, "--resume", *flags])
@@ -169,8 +169,8 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert f"{directory.with_name('01')} is new" in report("--run_num=01")
     assert "run directory: " not in report("--enable_benchy"), "a benchmark has none"
     with open_locked(directory / ".lock", "locked"):
-        for flags in ([], ["--resume"]):
-            says = f"warning: {directory} is locked: another run is writing to it; wait for its end, or give another "
+        for flags in (["--resume"], ["--resume=no"]):
+            says = f"warning: {directory} is locked: another run is writing to it; wait for its end"
             assert says in report(*flags)
     (directory / ".lock").unlink()
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != ".lock"} == {

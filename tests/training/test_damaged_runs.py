@@ -20,7 +20,7 @@ from volume_files import write_volume
 
 from utils.errors import UserError
 from utils.evaluation import report, results
-from utils.training import checkpoint
+from utils.training import checkpoint, evaluations
 from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory, weights_file
 from utils.training.run import finished_steps
 
@@ -161,7 +161,7 @@ def test_a_damaged_evaluation_is_missing_in_the_report(
     run: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The archive has checksums: no damage of its bytes may change a result."""
-    path = results.path_of_step(run / results.FOLDER, STEP)
+    path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
     whole = results.load(path)
     DAMAGES[damage](path)
     if damage == "flipped":  # perhaps a byte that holds no value

@@ -110,7 +110,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
 
     HookedStep.hook(interrupt, valid)
     try:
-        train.train(options, config, world, HookedStep, signals)
+        train.run(options, config, world, HookedStep, signals)
     except Stopped:
         return False
     return True

@@ -132,7 +132,7 @@ class WindowProfiler(Profiler):
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
-    """The profiler of this rank, which does nothing if it is not to be profiled.
+    """The profiler of this rank, one that does nothing if it is not to be profiled.
 
     Raises UserError, on every rank, if the config asks for an impossible profile.
     """
