@@ -26,7 +26,7 @@ from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler
 from utils.steps import build
-from utils.steps.backends import log_backends, set_backends
+from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.training.callbacks import Callbacks
 from utils.training.run import Run, identity, run_request
@@ -67,7 +67,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
             state = run.restore(step)
             log.info(describe_config(config, options.config, options.overrides))
-            log_backends(config, world)
+            build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)
             callbacks = Callbacks(run.logger, run.checkpointer, profiler, evaluation, signals)

@@ -64,7 +64,7 @@ def snapshot(step: EagerStep) -> dict[str, torch.Tensor]:
     """Copies of the weights and of the optimizer's state."""
     found = {name: value.clone() for name, value in weights(step).items()}
     for number, parameter in enumerate(step._parameters):
-        state = step._optimizer.state.get(parameter, {})
+        state = step.optimizer.state.get(parameter, {})
         found |= {f"{key} of {number}": torch.as_tensor(value).clone() for key, value in state.items()}
     return found
 

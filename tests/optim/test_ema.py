@@ -138,7 +138,7 @@ def test_an_average_starts_at_the_loaded_weights() -> None:
         assert differing(step.network.state_dict(), source.network.state_dict()) == []
         assert differing(step._trained.network.state_dict(), source.network.state_dict()) == []
         assert int(step.state()["average"]["updates"]) == 0
-    assert not fresh._optimizer.state
+    assert not fresh.optimizer.state
 
 
 def test_channel_weights_affect_the_training_loss_only() -> None:

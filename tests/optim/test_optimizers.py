@@ -166,8 +166,8 @@ def test_enable_apex_does_not_make_the_host_wait(name: str, monkeypatch: pytest.
         enable_apex=True, optimizer=OptimizerConfig(name=name), data_size=8, network=NetworkConfig(width=4, scales=2)
     )
     step = build.step(config, alone, build.model(config))
-    assert isinstance(step._optimizer, FusedAdam) == (name == "apex_adam")
-    assert hasattr(step._optimizer, "_step_supports_amp_scaling") == (name != "apex_adam")
+    assert isinstance(step.optimizer, FusedAdam) == (name == "apex_adam")
+    assert hasattr(step.optimizer, "_step_supports_amp_scaling") == (name != "apex_adam")
     notes = [note for note in build.options_without_effect(config, alone) if "enable_apex" in note]
     said = [] if name in ("adam", "apex_adam") else [f"enable_apex has no effect: optimizer.name is {name}"]
     assert notes == said

@@ -160,7 +160,7 @@ def test_a_warm_up_runs_forward_and_backward_like_a_step_and_changes_nothing(
         assert torch.equal(torch.cuda.get_rng_state(), device_state)
     assert differing(before, snapshot(step)) == []
     assert step._scaler.state_dict() == scale
-    assert not step._optimizer.state
+    assert not step.optimizer.state
     assert all(parameter.grad is None for parameter in step.network.parameters())
     warm = list(passes)
     passes.clear()
@@ -389,7 +389,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("optimizer", SETTINGS)
 def test_a_step_never_waits_for_the_device_not_even_to_skip_an_update(optimizer: str, options: dict[str, Any]) -> None:
     step = make_step(SETTINGS[optimizer], world=cuda_world(), **options)
-    if not getattr(step._optimizer, "_step_supports_amp_scaling", False):
+    if not getattr(step.optimizer, "_step_supports_amp_scaling", False):
         pytest.skip("the host waits for apex's optimizer")
     fix_scale(step, 1024.0)
     good = [part.cuda() for part in batch()]

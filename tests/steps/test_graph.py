@@ -72,7 +72,7 @@ def curve(step: EagerStep, slots: list[Slot], steps: int = STEPS) -> torch.Tenso
 def exact_lr(step: EagerStep, lr: float) -> float:
     """A tensor for torch's NAdam, which on a CPU rounds differently if its learning rate is one."""
     held: Any = torch.tensor(lr)
-    return held if isinstance(step._optimizer, torch.optim.NAdam) and held.device == step._device else lr
+    return held if isinstance(step.optimizer, torch.optim.NAdam) and held.device == step._device else lr
 
 
 def make_bad(slot: Slot) -> None:
@@ -146,7 +146,7 @@ class FakeGraph:
     def recording(self, step: GraphStep) -> Iterator[None]:
         FakeGraph.now = self
         plain = step._train
-        states = [value for parameter in step._parameters for value in step._optimizer.state[parameter].values()]
+        states = [value for parameter in step._parameters for value in step.optimizer.state[parameter].values()]
         written = [*weights(step).values(), *states]
         before = [value.clone() for value in written]
 
@@ -361,7 +361,7 @@ def test_a_step_resumes_from_its_state_and_then_records(
     torch.save(first.state(), tmp_path / "state.pt")
     second.load_state(torch.load(tmp_path / "state.pt", weights_only=True, map_location="cpu"))
     assert differing(snapshot(first), snapshot(second)) == []
-    lr = second._optimizer.param_groups[0]["lr"]
+    lr = second.optimizer.param_groups[0]["lr"]
     assert isinstance(lr, torch.Tensor)
     assert lr.device.type == device
     expected, got = (curve(step, [slot]) for step in (first, second))
@@ -370,7 +370,7 @@ def test_a_step_resumes_from_its_state_and_then_records(
         assert differing(snapshot(first), snapshot(second)) == []
     else:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert second._optimizer.param_groups[0]["lr"] is lr
+    assert second.optimizer.param_groups[0]["lr"] is lr
     assert len(second._graphs) == 1
 
 

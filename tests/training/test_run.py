@@ -370,7 +370,7 @@ def test_a_run_that_finishes_while_another_one_chooses_is_not_continued(
 def test_only_directories_that_were_created_and_not_used_are_removed(tmp_path: Path, first: Path) -> None:
     with opened(first) as run:
         assert first.is_dir()
-        assert ALONE.watchdog.folder == run.directory, "for the files after a hang"
+        assert ALONE.heartbeat.folder == run.directory, "for the files after a hang"
     assert names(tmp_path) == []
     first.mkdir(parents=True)
     with opened(first):

@@ -35,13 +35,18 @@ def build_optimizer(
     A `capturable` one keeps everything that changes from step to step on the device, as a CUDA graph needs it: the
     learning rate is a tensor, to be set with `fill_`.
     """
-    if options.name not in OPTIMIZERS:
-        hint = nearest(options.name, OPTIMIZERS)
-        raise ValueError(f"optimizer.name: unknown optimizer {options.name}; known: {', '.join(OPTIMIZERS)}{hint}")
+    check_optimizer(options.name)
     parameters = dict(named_parameters)
     device = next(iter(parameters.values())).device
     learning_rate = torch.tensor(lr, dtype=torch.float32, device=device) if capturable else lr
     return OPTIMIZERS[options.name](options, parameters, learning_rate)
+
+
+def check_optimizer(name: str) -> None:
+    """Raises ValueError for an unknown name."""
+    if name not in OPTIMIZERS:
+        hint = nearest(name, OPTIMIZERS)
+        raise ValueError(f"optimizer.name: unknown optimizer {name}; known: {', '.join(OPTIMIZERS)}{hint}")
 
 
 def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:

@@ -35,7 +35,6 @@ from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchron
 from utils.progress import Progress
 from utils.provenance import provenance
 from utils.steps import build
-from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 
@@ -211,6 +210,6 @@ def run(options: Options, config: Config, world: World, step_class: type[EagerSt
     settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
         log.info(describe_config(config, options.config, options.overrides))
-        log_backends(config, world)
+        build.log_settings(config, step, world)
         Benchmark(config, step, loaders.train, world, settings).run()
     log.info("DONE ---- rank %d", world.rank)

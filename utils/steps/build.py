@@ -17,7 +17,8 @@ from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.optim.optimizers import build_optimizer, describe_optimizer
+from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
+from utils.steps.backends import log_backends
 from utils.steps.eager import EagerStep, NetworkWithLoss, StepOptions, TrainingModules
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def model(config: Config) -> TrainingModules:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
+        check_optimizer(config.optimizer.name)
         metrics = build_metrics(config.metrics, config.is_classification)
         combine = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
         return TrainingModules(network(config), loss(config), metrics, combine)
@@ -97,9 +99,6 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
     with value_errors_for_users():
         optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
     train_step = step_class(modules, optimizer, world, step_options(config))
-    log.info(describe_optimizer(choice.name, optimizer))
-    for line in options_without_effect(config, world):
-        log.info(line)
     torch.manual_seed(config.seed + world.rank)
     return train_step
 
@@ -107,6 +106,14 @@ def step(config: Config, world: World, modules: TrainingModules, step_class: typ
 def step_options(config: Config) -> StepOptions:
     """The config's keys about the step."""
     return StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
+
+
+def log_settings(config: Config, step: EagerStep, world: World) -> None:
+    """Logs how the step computes, and the options that have no effect in this run."""
+    log.info(describe_optimizer(config.optimizer.name, step.optimizer))
+    log_backends(config, world)
+    for line in options_without_effect(config, world):
+        log.info(line)
 
 
 def options_without_effect(config: Config, world: World) -> list[str]:

@@ -114,7 +114,7 @@ class EagerStep:
         self, modules: TrainingModules, optimizer: torch.optim.Optimizer, world: World, options: StepOptions
     ) -> None:
         network, self.loss, self._metrics, combine = modules
-        self._options, self._device, self._optimizer = options, world.device, optimizer
+        self._options, self._device, self.optimizer = options, world.device, optimizer
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self._autocast_dtype = getattr(torch, options.precision)
@@ -146,24 +146,24 @@ class EagerStep:
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         """Trains on one local batch; returns its loss, detached, on the device."""
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
         return self._train(inputs, targets)
 
     def _train(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Gradients and update, at the learning rate that the optimizer holds."""
         self._trained.train()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(inputs, targets)
         with annotate("optimizer"):
-            self._scaler.unscale_(self._optimizer)
+            self._scaler.unscale_(self.optimizer)
             self.gradient_norm = self._clip()
             finite = self.gradient_norm.isfinite()
             if self._scaler.is_enabled():
-                self._scaler.step(self._optimizer)  # skips the update itself if a gradient is not finite
+                self._scaler.step(self.optimizer)  # skips the update itself if a gradient is not finite
                 self._scaler.update()
             else:
-                update(self._optimizer, finite)
+                update(self.optimizer, finite)
             if self._average is not None:
                 self._average.update(finite)
         return loss
@@ -190,7 +190,7 @@ class EagerStep:
         """Everything that changes from step to step. Holds the tensors themselves: copy them to keep them."""
         state = {
             "network": self.network.state_dict(),
-            "optimizer": saved_state(self._optimizer),
+            "optimizer": saved_state(self.optimizer),
             "scaler": self._scaler.state_dict(),
         }
         return state if self._average is None else {**state, **self._average.state()}
@@ -200,7 +200,7 @@ class EagerStep:
         self.load_weights(trained_weights(state))
         if self._average is not None:
             self._average.load_state(state)
-        load_state(self._optimizer, state["optimizer"])
+        load_state(self.optimizer, state["optimizer"])
         if state["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(state["scaler"]))
 

@@ -89,7 +89,7 @@ class GraphStep(EagerStep):
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
         with self._on_stream():
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"].fill_(lr)
             if self._eager_steps < WARMUP_STEPS:
                 self._eager_steps += 1
@@ -98,7 +98,7 @@ class GraphStep(EagerStep):
             recorded = self._recorded(inputs, targets)
             with annotate("replay"):
                 recorded.graph.replay()
-                renew(self._optimizer)
+                renew(self.optimizer)
         self.gradient_norm = recorded.gradient_norm
         return recorded.loss
 

@@ -1,4 +1,4 @@
-"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/training/loggers.py."""
+"""Log lines on stderr and in out.log, scalars in metrics.jsonl; further loggers are in utils/training/loggers."""
 
 from __future__ import annotations
 
