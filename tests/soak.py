@@ -193,7 +193,8 @@ def assert_same_run(expected: Path, found: Path, steps: int) -> None:
         for clock in CLOCKS:
             summary.pop(clock)
     assert summaries[0] == summaries[1]
-    assert files(expected) == files(found)
+    differences = set(files(expected)) ^ set(files(found))
+    assert not differences, differences
 
 
 def files(run: Path) -> list[str]:

@@ -406,7 +406,7 @@ def test_blocks_hold_whole_chunks_and_few_values(chunk: tuple[int, int] | None) 
 # --- inputs that were once misread -----------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_density_that_float32_cannot_scale_is_refused(tmp_path: Path, refuse: Any) -> None:
     """Fixed: its channels were infinite."""
     source = write_nyx(tmp_path / "snapshot.h5", {DARK: 1e-40 * FIELDS[DARK].astype("f8")}, dtype="f8")

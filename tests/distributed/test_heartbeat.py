@@ -22,7 +22,7 @@ from utils import errors
 from utils.config.sections import TimeoutsConfig
 from utils.distributed import heartbeat as heartbeats
 from utils.distributed import rendezvous
-from utils.distributed.heartbeat import Heartbeat, Phase, Verdict
+from utils.distributed.heartbeat import Diagnosis, Heartbeat, Phase
 from utils.distributed.launch import Launch, run_script
 from utils.distributed.world import World, connect
 from utils.errors import EXIT_HANG, LocalError, UserError, one_line_errors
@@ -31,7 +31,7 @@ HANG = 10.0  # seconds; for the scenarios in which a rank hangs or is suspended
 NEVER = 2 * GENEROUS  # so that no rank seems to hang on a busy machine
 
 
-# --- the verdict of rank 0 -----------------------------------------------------------------------------------------
+# --- the diagnosis of rank 0 -----------------------------------------------------------------------------------------
 
 
 class Reports:
@@ -47,12 +47,12 @@ class Reports:
         report.update(phase=phase, step=step, beat=report["beat"] + 1, **more)
         self.root._store.set(f"heartbeat: rank {rank}", json.dumps(report))
 
-    def verdict_after(self, seconds: float) -> Verdict | None:
+    def diagnosis_after(self, seconds: float) -> Diagnosis | None:
         """Rank 0 reads all reports once, `seconds` after the start."""
-        now, verdict = self.start + seconds, None
+        now, diagnosis = self.start + seconds, None
         for _ in range(-(-self.size // 128)):
-            verdict = verdict or self.root._find_cause(self.root._read(now), now)
-        return verdict
+            diagnosis = diagnosis or self.root._find_cause(self.root._read(now), now)
+        return diagnosis
 
 
 STEP: tuple[Phase, int] = ("step", 18)
@@ -70,11 +70,11 @@ DATA: tuple[Phase, int] = ("data", 18)
 )
 def test_the_rank_furthest_behind_hangs_in_every_phase(positions: list[tuple[Phase, int]], message: str) -> None:
     reports = Reports(len(positions))
-    for seconds, verdict in ((40, False), (70, False), (99.9, False), (100.1, True)):
+    for seconds, diagnosis in ((40, False), (70, False), (99.9, False), (100.1, True)):
         for rank, position in enumerate(positions):
             reports.write(rank, *position)
-        found = reports.verdict_after(seconds)
-        assert (found is not None) == verdict, found
+        found = reports.diagnosis_after(seconds)
+        assert (found is not None) == diagnosis, found
     assert found is not None
     assert re.match(message, found.line)
     assert (found.kind, found.code) == ("hangs", EXIT_HANG)
@@ -85,7 +85,7 @@ def test_the_collectives_tell_ranks_apart_that_hang_in_one_step() -> None:
     for seconds in (0, 30, 60.1):
         for rank, collectives in enumerate((7, 7, 6)):
             reports.write(rank, collectives=collectives)
-        found = reports.verdict_after(seconds)
+        found = reports.diagnosis_after(seconds)
     assert found is not None
     assert found.rank == 2
 
@@ -97,20 +97,20 @@ def test_progress_of_any_rank_or_no_limit_is_no_hang() -> None:
         for number, call in enumerate(calls):
             reports.write(0)
             reports.write(1, "prediction", calls=call)
-            assert reports.verdict_after(25 * number) is None
+            assert reports.diagnosis_after(25 * number) is None
 
 
 def test_a_silent_rank_is_gone_after_30_s_and_sooner_once_a_peer_is_lost() -> None:
     reports = Reports(3, hang=0)
     for rank in range(3):
         reports.write(rank)
-    assert reports.verdict_after(0) is None
+    assert reports.diagnosis_after(0) is None
     for rank in (0, 1):
         reports.write(rank)
-    assert reports.verdict_after(29.9) is None
+    assert reports.diagnosis_after(29.9) is None
     reports.write(0, state="lost a peer")
     reports.write(1, state="left")  # and never silent again
-    found = reports.verdict_after(29.95)
+    found = reports.diagnosis_after(29.95)
     assert found is not None
     assert (found.kind, found.rank, found.code) == ("gone", 2, EXIT_HANG)
     assert "rank 2 (host node2) sends no heartbeat for 30 s, last seen at step 18 (step)" in found.line

@@ -31,7 +31,6 @@ from utils.distributed.locks import open_locked
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
-from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint, checkpointer
 from utils.training import run as runs
@@ -343,7 +342,7 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
     """A job with --resume=no that ends while it still stages its data, or before it has removed the checkpoints."""
     before = saved_steps(finished / FOLDER)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for module, function in ((build, "loaders"), (runs, "_remove_run")):
+    for module, function in ((train, "open_loaders"), (runs, "_remove_run")):
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143

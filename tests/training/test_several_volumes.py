@@ -10,7 +10,7 @@ import pytest
 from trainings import YAML, NoWaiting, directory, last
 
 import train
-from utils.evaluation import results
+from utils.training import evaluations
 
 BOXES = {"a": (16, 8, 12), "b": (8, 20, 9), "valid": (12, 8, 16)}
 
@@ -32,7 +32,7 @@ def test_a_training_on_two_volumes_resumes_with_moved_files_but_not_with_others(
     run = directory(tmp_path / "runs")
     shapes = {name: list(box) for name, box in BOXES.items()}
     assert last(run).weights["config"]["box_size"] == [[shapes["a"], shapes["b"]], [shapes["valid"]]]
-    assert len(list((run / results.FOLDER).iterdir())) == 1
+    assert len(list((run / evaluations.FOLDER).iterdir())) == 1
     moved = [shutil.move(path, tmp_path / f"moved_{path.name}") for path in (a, b)]
     training(*moved)
     assert "differs from the data" not in (run / "out.log").read_text()

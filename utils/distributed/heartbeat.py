@@ -1,7 +1,7 @@
 """Heartbeat: a rank that hangs, fails or is gone ends the run on all ranks, and one line names it.
 
 A thread of each rank writes a report (phase and step) to the process group's store. Rank 0 reads the reports of all
-ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the verdict to the store, and
+ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the diagnosis to the store, and
 all ranks end. Together the ranks write at most RANKS_PER_SECOND reports per second, and rank 0 reads as many, so that
 its work does not grow with their number. The threads run while the main thread waits in a collective.
 """
@@ -40,18 +40,18 @@ SILENT_SECONDS = 30.0  # without a heartbeat, after which a rank is gone
 LOST_SECONDS = 1.5  # the same after a rank has lost a connection: then another one is gone for sure
 LOST_LIMIT = 10.0  # for rank 0 to find out which one
 GAP = 5.0  # a thread that did not run for longer was suspended, probably together with all other ranks
-READ_SECONDS = 3.0  # for the other ranks to read a verdict from the store, which rank 0's process may hold
+READ_SECONDS = 3.0  # for the other ranks to read a diagnosis from the store, which rank 0's process may hold
 LEAVING_SECONDS = 10.0  # the same at a normal end
 LEAVE_SECONDS = 5.0  # for another rank to report its normal end
 REPORT_SECONDS = 15.0  # for a thread to end the process
-END, READ = "heartbeat: end", "heartbeat: read"  # keys of the verdict and of the number of ranks that know it
+END, READ = "heartbeat: end", "heartbeat: read"  # keys of the diagnosis and of the number of ranks that know it
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
 RECORD = "flight_recorder_rank{}.json"
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """The end of the run: the rank that is the cause, the line about it, and the exit code of all ranks."""
 
     kind: Literal["ended", "failed", "gone", "hangs"]  # ended: rank 0 is done
@@ -215,16 +215,16 @@ class Heartbeat:
         self._report.update(beat=self._report["beat"] + 1, collectives=_collectives(), calls=calls)
         self._store.set(_key(self.rank), json.dumps(self._report))
         if self._store.check([END]):
-            self._follow(Verdict(*json.loads(self._store.get(END))))
+            self._follow(Diagnosis(*json.loads(self._store.get(END))))
         elif self._report["state"] == "left" and self.rank:
             self._store.add(READ, 1)
             self._over.set()
         else:
-            verdict = self._own_end(now) or self._find_cause(self._read(now), now)
-            if verdict is not None:
-                text = json.dumps(verdict)
+            diagnosis = self._own_end(now) or self._find_cause(self._read(now), now)
+            if diagnosis is not None:
+                text = json.dumps(diagnosis)
                 end = self._store.compare_set(END, "", text).decode()
-                self._follow(Verdict(*json.loads(end)), speaks=end == text)
+                self._follow(Diagnosis(*json.loads(end)), speaks=end == text)
 
     def _read(self, now: float) -> Iterable[int]:
         """Reads a slice of the reports; returns its ranks."""
@@ -238,15 +238,15 @@ class Heartbeat:
             self._lost |= status.state == "lost a peer"
         return ranks
 
-    # --- the verdict -------------------------------------------------------------------------------------------------
+    # --- the diagnosis -------------------------------------------------------------------------------------------------
 
-    def _own_end(self, now: float) -> Verdict | None:
-        """The verdict if this rank's main thread has ended."""
+    def _own_end(self, now: float) -> Diagnosis | None:
+        """The diagnosis if this rank's main thread has ended."""
         if self._report["state"] == "left":
-            return Verdict("ended", self.rank)
+            return Diagnosis("ended", self.rank)
         return None if self._error is None or now < self._error_due else self._describe(self._error)
 
-    def _find_cause(self, ranks: Iterable[int], now: float) -> Verdict | None:
+    def _find_cause(self, ranks: Iterable[int], now: float) -> Diagnosis | None:
         """The rank of these that is silent for longest, or the rank furthest behind if no rank makes progress."""
         limit = self._lost_limit if self._lost else SILENT_SECONDS
         silent = [rank for rank in ranks if self._is_running(rank) and now - self._statuses[rank].heard > limit]
@@ -267,7 +267,7 @@ class Heartbeat:
         else:
             others = "; so do all others" if len(running) > 1 else ""
         line = f"rank {rank} (host {status.host}) hangs at {status} for {now - self._changed:.0f} s{others}"
-        return Verdict("hangs", rank, f"{line}; exit code {EXIT_HANG}, and the stacks of all ranks", EXIT_HANG)
+        return Diagnosis("hangs", rank, f"{line}; exit code {EXIT_HANG}, and the stacks of all ranks", EXIT_HANG)
 
     def _is_running(self, rank: int) -> bool:
         return self._statuses[rank].state != "left"
@@ -276,42 +276,42 @@ class Heartbeat:
         """True if a live rank would have sent a heartbeat in the meantime."""
         return self._is_running(rank) and now - self._statuses[rank].heard > self._lost_limit
 
-    def _gone(self, rank: int, what: str) -> Verdict:
+    def _gone(self, rank: int, what: str) -> Diagnosis:
         status = self._statuses[rank]
         hint = "killed, suspended, or its machine gone? See the launcher's output"
         line = f"rank {rank} (host {status.host}) {what}, last seen at {status}: {hint}; exit code {EXIT_HANG}"
-        return Verdict("gone", rank, line, EXIT_HANG)
+        return Diagnosis("gone", rank, line, EXIT_HANG)
 
-    def _describe(self, error: BaseException) -> Verdict:
-        """The verdict about an exception of this rank."""
+    def _describe(self, error: BaseException) -> Diagnosis:
+        """The diagnosis about an exception of this rank."""
         if isinstance(error, LocalError):  # prints its own line
-            return Verdict("failed", self.rank, "", EXIT_USER_ERROR)
+            return Diagnosis("failed", self.rank, "", EXIT_USER_ERROR)
         text = " ".join(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].split())[:400].rstrip(": ")
         place = f"at step {self._report['step']} ({self._report['phase']})"
         rank = f"rank {self.rank} (host {self._report['host']})"
         if _is_peer_gone(error):
             line = f"{rank} lost its connection to another rank {place}: {text}; exit code {EXIT_HANG}"
-            return Verdict("gone", self.rank, line, EXIT_HANG)
-        return Verdict("failed", self.rank, f"{rank} failed {place}: {text}; stopping all ranks", 1)
+            return Diagnosis("gone", self.rank, line, EXIT_HANG)
+        return Diagnosis("failed", self.rank, f"{rank} failed {place}: {text}; stopping all ranks", 1)
 
-    def _follow(self, verdict: Verdict, speaks: bool = False) -> None:
+    def _follow(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
         """Ends the heartbeat, and the process unless the main thread does."""
-        if verdict.line and speaks:
-            _write(f"error: {verdict.line}\n")
-        if verdict.kind == "hangs":
+        if diagnosis.line and speaks:
+            _write(f"error: {diagnosis.line}\n")
+        if diagnosis.kind == "hangs":
             self._write_stacks()
         if self.rank:
             self._store.add(READ, 1)
         else:
-            self._wait_for_readers(verdict)
-        if verdict.kind == "ended" or (verdict.kind == "failed" and verdict.rank == self.rank):
+            self._wait_for_readers(diagnosis)
+        if diagnosis.kind == "ended" or (diagnosis.kind == "failed" and diagnosis.rank == self.rank):
             self._over.set()  # the main thread ends the process itself
         else:
-            self._exit(verdict.code)
+            self._exit(diagnosis.code, diagnosis.kind == "hangs")
 
-    def _wait_for_readers(self, verdict: Verdict) -> None:
-        """Keeps rank 0's process, and so the store, until all other ranks know the verdict."""
-        now, is_end = time.monotonic(), verdict.kind == "ended"
+    def _wait_for_readers(self, diagnosis: Diagnosis) -> None:
+        """Keeps rank 0's process, and so the store, until all other ranks know the diagnosis."""
+        now, is_end = time.monotonic(), diagnosis.kind == "ended"
         deadline = now + (LEAVING_SECONDS if is_end else READ_SECONDS + self._interval)
         readers = sum(is_end or not self._is_silent(rank, now) for rank in self._statuses) - 1
         while self._store.add(READ, 0) < readers and time.monotonic() < deadline:
@@ -324,13 +324,13 @@ class Heartbeat:
             file.seek(0)
             _write(f"rank {self.rank} (host {self._report['host']}):\n{file.read().decode(errors='replace')}")
 
-    def _exit(self, code: int) -> None:
+    def _exit(self, code: int, hangs: bool = False) -> None:
         """Ends the process from this thread, because the main thread may never return from a collective."""
         self._exiting.set()
         self._over.set()
         record_exit_code(code)  # now, because the launcher may end this process during the delay
         started = time.monotonic()
-        if code == EXIT_HANG:
+        if hangs:
             write_collectives(self.folder, self.rank)
         # A launcher that sees one rank exit stops the others, which may have to print.
         time.sleep(max(0.0, 1 + self._interval - (time.monotonic() - started)))
