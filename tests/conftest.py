@@ -85,5 +85,8 @@ def own_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
     root.handlers[:] = handlers
     root.setLevel(level)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("utils")]:
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(logging.NOTSET)
     torch.backends.cudnn.benchmark = benchmark
     torch.set_num_threads(1)

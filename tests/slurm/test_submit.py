@@ -52,7 +52,7 @@ def flags(data_flags: list[str]) -> list[str]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same training on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    command = ["train.py", *flags, f"--set=expdir={folder / LOGS}"]
+    command = ["train.py", *flags, f"--set=expdir={json.dumps(str(folder / LOGS), ensure_ascii=False)}"]
     environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
     ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text

@@ -238,7 +238,7 @@ class Heartbeat:
             self._lost |= status.state == "lost a peer"
         return ranks
 
-    # --- the diagnosis -------------------------------------------------------------------------------------------------
+    # --- the diagnosis ------------------------------------------------------------------------------------------------
 
     def _own_end(self, now: float) -> Diagnosis | None:
         """The diagnosis if this rank's main thread has ended."""
