@@ -52,7 +52,8 @@ def flags(data_flags: list[str]) -> list[str]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """The same training on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
-    command = ["train.py", *flags, f"--set=expdir={json.dumps(str(folder / LOGS), ensure_ascii=False)}"]
+    path = json.dumps(str(folder / LOGS).replace("$", "$$"), ensure_ascii=False)
+    command = ["train.py", *flags, f"--set=expdir={path}"]
     environments = [{**os.environ, **rank_variables(rank, 4, port)} for rank in range(4)]
     ranks = [Program(command, folder / str(rank), environment=each) for rank, each in enumerate(environments)]
     assert [rank.end().returncode for rank in ranks] == [0] * 4, ranks[0].text
