@@ -51,8 +51,8 @@ from utils.provenance import read_provenance
 from utils.steps import build
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
+from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
-from utils.training.run import run_directory
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
 from utils.steps import build
 from utils.steps.eager import EagerStep
+from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
-from utils.training.run import run_directory
 
 ROUNDS = 9  # timed steps of each network, of which the fastest third counts
 EPOCHS = 2

@@ -22,7 +22,7 @@ from utils.errors import UserError
 from utils.evaluation import report, results
 from utils.training import checkpoint, evaluations
 from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory, weights_file
-from utils.training.run import finished_steps
+from utils.training.choice import finished_steps
 
 STEP = 16
 FLAGS = [f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", "--set=report_pictures=false"]

@@ -24,8 +24,9 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.files import MIB
 from utils.training import checkpoint
+from utils.training.choice import Request
 from utils.training.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
-from utils.training.run import Request, Run
+from utils.training.run import Run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -21,8 +21,8 @@ from utils.evaluation import figures
 from utils.profiling.benchmark import Benchmark
 from utils.training import run as runs
 from utils.training.checkpoint import NO_BEST
+from utils.training.choice import SUMMARY
 from utils.training.evaluations import FOLDER
-from utils.training.run import SUMMARY
 from utils.training.trainer import Trainer
 
 PICTURES = ["loss_curves.png", "slices.png"]

@@ -30,7 +30,8 @@ from utils.provenance import command
 from utils.training import checkpoint
 from utils.training import run as runs
 from utils.training.checkpoint import FOLDER, step_directory
-from utils.training.run import LOCK, Choice, Request, Run, choose, is_free, run_directory
+from utils.training.choice import LOCK, Choice, Request, choose, is_free, run_directory
+from utils.training.run import Run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 

@@ -11,8 +11,9 @@ from typing import Any
 import train
 from utils import files
 from utils.evaluation import baselines, report, training_figures
+from utils.training.choice import SUMMARY
 from utils.training.loggers.base import RunLogger
-from utils.training.run import SUMMARY, Run
+from utils.training.run import Run
 
 FLUSH = files._flush
 

@@ -38,9 +38,9 @@ from utils.progress import Progress
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.training.checkpoint import FOLDER, saved_steps
+from utils.training.choice import LOCK, Request, choose, is_free, run_directory
 from utils.training.loggers import check_loggers
 from utils.training.resume import find_start
-from utils.training.run import LOCK, Request, choose, is_free, run_directory
 
 WARNING = "warning: "
 OTHER_BATCH = "lower local_batch_size or raise accumulation_steps"
