@@ -20,8 +20,8 @@ from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
 from utils import errors
 from utils.config.sections import TimeoutsConfig
+from utils.distributed import flight_recorder, rendezvous
 from utils.distributed import heartbeat as heartbeats
-from utils.distributed import rendezvous
 from utils.distributed.heartbeat import Diagnosis, Heartbeat, Phase
 from utils.distributed.launch import Launch, run_script
 from utils.distributed.world import World, connect
@@ -414,7 +414,7 @@ def test_the_users_number_of_entries_is_kept(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    heartbeats.record_collectives()
+    flight_recorder.record_collectives()
     assert os.environ.get("TORCH_FR_BUFFER_SIZE") == entries
 
 
@@ -431,8 +431,8 @@ def sleep_with_gil() -> bytes:
 def write_and_exit(dump: Callable[[], bytes], folder: Path) -> None:
     os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY), 2)
     dist.is_initialized = lambda: True  # type: ignore[assignment]
-    setattr(heartbeats.c10d, heartbeats.RECORDERS["gloo"], dump)
-    heartbeats.write_collectives(folder, 0, seconds=0.5)
+    setattr(flight_recorder.c10d, flight_recorder.RECORDERS["gloo"], dump)
+    flight_recorder.write_collectives(folder, 0, seconds=0.5)
     os._exit(EXIT_HANG)
 
 

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
+from utils.distributed.flight_recorder import write_collectives
 from utils.distributed.launch import Launch
 from utils.errors import EXIT_HANG, EXIT_USER_ERROR, LocalError, Stopped, UserError, record_exit_code
-from utils.files import atomic_write
 from utils.progress import Progress
 
 Phase = Literal["start", "data", "step", "validation", "prediction", "save", "end"]
@@ -47,8 +46,6 @@ REPORT_SECONDS = 15.0  # for a thread to end the process
 END, READ = "heartbeat: end", "heartbeat: read"  # keys of the diagnosis and of the number of ranks that know it
 # Errors of gloo, NCCL and the store about a lost peer; gloo begins each message with the path of its source file.
 PEER_GONE = ("gloo", "nccl", "tcpstore", "by peer", "broken pipe", "socket closed")
-RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
-RECORD = "flight_recorder_rank{}.json"
 
 
 class Diagnosis(NamedTuple):
@@ -374,35 +371,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-
-
-# --- PyTorch's flight recorder ---------------------------------------------------------------------------------------
-
-
-def record_collectives() -> None:
-    """Switches the recorder on, before there is a process group. In older versions of PyTorch it is off by default."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries
-
-
-def write_collectives(folder: Path, rank: int, seconds: float = 5.0) -> None:
-    """Writes the last collectives of this rank to a file; returns after at most `seconds`.
-
-    PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
-    No Python thread runs then, and faulthandler's timer ends the process.
-    """
-    if not dist.is_initialized():
-        return
-    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=2)
-    writing = threading.Thread(target=_write_record, args=(folder / RECORD.format(rank),), daemon=True)
-    writing.start()
-    writing.join(seconds)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _write_record(path: Path) -> None:
-    dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
-    with contextlib.suppress(OSError, RuntimeError):
-        parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
-        with atomic_write([path]) as (partial,):
-            partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")

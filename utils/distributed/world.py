@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
-from utils.distributed.heartbeat import Heartbeat, record_collectives
+from utils.distributed.flight_recorder import record_collectives
+from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads

@@ -1,0 +1,46 @@
+"""PyTorch's flight recorder: the last collectives of each rank, written to the run directory after a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from utils.files import atomic_write
+
+RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
+RECORD = "flight_recorder_rank{}.json"
+
+
+def record_collectives() -> None:
+    """Switches the recorder on, before there is a process group. In older versions of PyTorch it is off by default."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries
+
+
+def write_collectives(folder: Path, rank: int, seconds: float = 5.0) -> None:
+    """Writes the last collectives of this rank to a file; returns after at most `seconds`.
+
+    PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
+    No Python thread runs then, and faulthandler's timer ends the process.
+    """
+    if not dist.is_initialized():
+        return
+    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=2)
+    writing = threading.Thread(target=_write_record, args=(folder / RECORD.format(rank),), daemon=True)
+    writing.start()
+    writing.join(seconds)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _write_record(path: Path) -> None:
+    dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
+    with contextlib.suppress(OSError, RuntimeError):
+        parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
+        with atomic_write([path]) as (partial,):
+            partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")
