@@ -241,7 +241,7 @@ def test_a_rank_that_dies_fails_the_job(cluster: Cluster, tmp_path: Path, flags:
     os.kill(ranks.pop(2), signal.SIGKILL)
     resume(ranks)
     job.ends("FAILED")
-    assert job.field("ExitCode") == "1:0"
+    assert job.field("ExitCode") == "76:0"
     assert "task 2: Killed" in job.output
     assert "error: rank 2 (host " in job.output
 
