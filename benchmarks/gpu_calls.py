@@ -53,7 +53,7 @@ class Part(NamedTuple):
     name: str
     action: Callable[[float], None]
     seconds: float = 0.0  # assumed, without those of `states`
-    states: Callable[[], Sequence[State]] = tuple  # the trainings that it builds
+    states: Callable[[], Sequence[State]] = tuple  # the states that it builds
 
 
 Perform = Callable[[Part, float, float], None]  # a part, the seconds that are left, and those that it needs
@@ -132,7 +132,7 @@ class Call:
             self.searched.update(map(self.search_key, part.states()))
 
     def perform(self, part: Part, left: float, needed: float) -> None:
-        """Runs a part and writes the results so far. Ends the process if the device cannot be used afterwards: then
+        """Runs a part and writes the results so far. Ends the process if the device cannot be used afterward: then
         benchmarks/gpu.py starts another one."""
         sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
         started, skipped = time.perf_counter(), self.results["skipped"]
@@ -197,13 +197,13 @@ class Call:
         ]
 
     def assumed(self, states: Sequence[State]) -> float:
-        """Seconds to build and measure trainings."""
+        """Seconds to build and measure training runs."""
         new = {self.search_key(state) for state in states} - self.searched
         compiled = [state for state in states if state["changes"].get("enable_jit")]
         return TRIALS * len(states) + SEARCH * len(new) + COMPILATION * len(compiled)
 
     def search_key(self, state: State) -> tuple[Any, ...]:
-        """Trainings with the same key have the same convolutions."""
+        """Training runs with the same key have the same convolutions."""
         changes = state["changes"]
         return (
             changes.get("local_batch_size", self.options.batch),
@@ -290,7 +290,7 @@ class Call:
             result["ledger"] = ledger.measure(built.synthetic, self.world.device, steps=10)
 
     def comparisons(self) -> list[Part]:
-        """Alternating trials in one process: the original's best and ours, and the eager step and a CUDA graph."""
+        """Alternating trials in one process: the tutorial's best and ours, and the eager step and a CUDA graph."""
         original = GPU_RUNGS[ORIGINAL]
 
         def ours() -> dict[str, State]:
@@ -309,7 +309,7 @@ class Call:
 
         return [
             part(f"eager step and CUDA graph, batch {SMALL_BATCH}", graph),
-            part("the original's best and ours", ours),
+            part("the tutorial's best and ours", ours),
         ]
 
     def loaders(self, left: float) -> None:

@@ -99,7 +99,7 @@ def test_layers_and_gradients_are_those_of_the_network() -> None:
 def test_128_ranks_are_predicted_from_one_and_two_nodes() -> None:
     """The predictions are within five points of the published ones, and equal the result in the repository."""
     model = fit(PUBLISHED, original(), UNKNOWN)
-    assert all(figure.modelled(model) == pytest.approx(figure.value, rel=0.03) for figure in PUBLISHED)
+    assert all(figure.modeled(model) == pytest.approx(figure.value, rel=0.03) for figure in PUBLISHED)
     shipped = json.loads((RESULTS / "scaling_model" / "scaling_model.json").read_text())
     for batch, predicted in at_goal(model).items():
         assert predicted == pytest.approx(GOALS[int(batch)], abs=0.05), batch

@@ -104,7 +104,7 @@ class Heartbeat:
         self._calls = 0
         self._error: BaseException | None = None  # of the main thread
         self._error_due = 0.0  # when it is the cause, unless another one is found before
-        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between two reports of a rank
+        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of the same rank
         self._lost_limit = LOST_SECONDS + 2 * self._interval
         now = time.monotonic()
         self._statuses = {rank: Status(now, now) for rank in (range(self._size) if self.rank == 0 else [0])}
@@ -346,7 +346,7 @@ def _key(rank: int) -> str:
 
 
 def _collectives() -> int:
-    """The number of collectives that this rank has entered. It tells ranks apart that hang within one step."""
+    """The number of collectives that this rank has entered. It distinguishes ranks that hang within one step."""
     with contextlib.suppress(RuntimeError):  # a backend that does not count
         group: Any = dist.group.WORLD
         return 0 if group is None else group._get_sequence_number_for_group()

@@ -199,8 +199,8 @@ def _earlier_runs(directory: Path) -> list[EarlierRun]:
     names = os.listdir(directory.parent) if directory.parent.is_dir() else []
     matches = [(match, directory.with_name(name)) for name in names if (match := pattern.fullmatch(name))]
     runs = [EarlierRun(path, int(match[1] or 1)) for match, path in matches if path.is_dir() and not is_free(path)]
-    own = [run for run in runs if run.belongs_to(directory.name)]
-    return sorted(own, key=lambda run: run.number, reverse=True)
+    matching = [run for run in runs if run.belongs_to(directory.name)]
+    return sorted(matching, key=lambda run: run.number, reverse=True)
 
 
 def _numbered(directory: Path, number: int) -> Path:
@@ -351,7 +351,7 @@ class Run:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """Closes the records at the end of the block, and tells the loggers of the error that ends the run."""
+        """Closes the records at the end of the block, and passes the loggers the error that ends the run."""
         with self._files:
             try:
                 yield
