@@ -21,7 +21,7 @@ from benchmarks import common, convolutions, gpu_report, gpu_tests, ladder, ledg
 from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
 from benchmarks.processes import failure_of
-from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
+from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, OTHERS, TUTORIAL, VARIANTS, Rung
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import EXIT_RESUMABLE, UserError, one_line_errors
@@ -291,11 +291,11 @@ class Call:
 
     def comparisons(self) -> list[Part]:
         """Alternating trials in one process: the tutorial's best and ours, and the eager step and a CUDA graph."""
-        original = GPU_RUNGS[ORIGINAL]
+        tutorial = GPU_RUNGS[TUTORIAL]
 
         def ours() -> dict[str, State]:
             best = self.fastest()
-            return {"original's best": rungs.state_of(original), best["name"]: best["state"]}
+            return {"tutorial's best": rungs.state_of(tutorial), best["name"]: best["state"]}
 
         def graph() -> dict[str, State]:
             changes = {**rungs.state_of(BEST[0])["changes"], "local_batch_size": SMALL_BATCH}

@@ -85,7 +85,7 @@ OTHERS = (
     Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
 )
 GPU_RUNGS = {rung.key: rung for rung in (*BEST, *FURTHER, *VARIANTS, *HISTORY, *OTHERS)}
-ORIGINAL = "G"
+TUTORIAL = "G"
 
 CPU_RUNGS = (
     Rung("float32"),

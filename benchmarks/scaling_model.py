@@ -263,7 +263,7 @@ GOALS, GOAL_RANKS = _published["goals"], 128
 JITTER = 0.318 / 707.966 * 64**0.5
 
 
-def original() -> Model:
+def tutorial_base() -> Model:
     """The tutorial's fastest run of config 'base'; its values are the start of a fit."""
     with torch.device("meta"):
         layers, gradients = examine(build_network("unet", 64), torch.empty(1, 4, 64, 64, 64))
@@ -320,7 +320,9 @@ def report(figures: Sequence[Figure], model: Model, result: Mapping[str, Any]) -
 
 def run(options: argparse.Namespace) -> None:
     """Fits, predicts, and writes result and tables."""
-    figures, start, unknown = calibrate(options.calibrate) if options.calibrate else (PUBLISHED, original(), UNKNOWN)
+    figures, start, unknown = (
+        calibrate(options.calibrate) if options.calibrate else (PUBLISHED, tutorial_base(), UNKNOWN)
+    )
     model = fit(figures, start, unknown)
     result: dict[str, Any] = {
         "settings": settings(options),

@@ -147,7 +147,7 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
     assert type(built(tmp_path, rank=1)) is Profiler
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
-        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but .* runs on cpu; use --profiler=torch"),
+        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but this run uses cpu; use --profiler=torch"),
         ({"first_step": 16}, "profile.first_step 16 is not a step of the run, which has 16 steps, .*; lower it"),
     ):
         for rank in (0, 1):

@@ -210,7 +210,7 @@ def _numbered(directory: Path, number: int) -> Path:
 class RunReport(NamedTuple):
     """Lines of the result table in addition to the result."""
 
-    losses: dict[str, float]  # of predictors that learn nothing, by name
+    losses: dict[str, float]  # of the baselines, by name
     lines: list[str]  # the files that were written
 
 

@@ -38,7 +38,7 @@ def _strides(box: Sequence[int]) -> np.ndarray:
 
 
 def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
-    """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
+    """The kernel's path through crop and sample for each symmetry, [48, 9] int64.
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
     column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
