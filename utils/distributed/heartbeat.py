@@ -1,4 +1,4 @@
-"""Heartbeat: a rank that hangs, fails or is gone ends the run on all ranks, and one line names it.
+"""Heartbeat: if a rank hangs, fails or is gone, stop the run on all ranks and report which one.
 
 A thread of each rank writes a report (phase and step) to the process group's store. Rank 0 reads the reports of all
 ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the diagnosis to the store, and
@@ -190,7 +190,7 @@ class Heartbeat:
             raise ConnectionError
 
     def _watch_store(self) -> None:
-        """Ends the process if the store does not answer: then the other thread does not return from an operation."""
+        """Ends the process if the store does not answer, because the other thread then waits for it forever."""
         last = time.monotonic()
         while not self._over.wait(1.0):
             now = time.monotonic()
@@ -201,7 +201,7 @@ class Heartbeat:
                 self._lose_store(f"does not answer for {now - self._answered:.0f} s")
 
     def _lose_store(self, what: str) -> None:
-        """Without its store the run cannot continue, unless torchrun held it, whose end is a stop signal for ranks."""
+        """Handles the loss of the store, which ends the run; if torchrun held the store, its end stops the ranks."""
         if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
@@ -247,7 +247,7 @@ class Heartbeat:
         return None if self._error is None or now < self._error_due else self._describe(self._error)
 
     def _find_cause(self, ranks: Iterable[int], now: float) -> Diagnosis | None:
-        """The rank of these that is silent for longest, or the rank furthest behind if no rank makes progress."""
+        """The diagnosis of the rank that is silent for longest or, if no rank makes progress, furthest behind."""
         limit = self._lost_limit if self._lost else SILENT_SECONDS
         silent = [rank for rank in ranks if self._is_running(rank) and now - self._statuses[rank].heard > limit]
         if silent:
@@ -295,7 +295,7 @@ class Heartbeat:
         return Diagnosis("failed", self.rank, f"{rank} failed {place}: {text}; stopping all ranks", 1)
 
     def _follow(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
-        """Ends the heartbeat, and the process unless the main thread does."""
+        """Ends the heartbeat, and ends the process unless the main thread does so."""
         if diagnosis.line and speaks:
             _write(f"error: {diagnosis.line}\n")
         if diagnosis.kind == "hangs":

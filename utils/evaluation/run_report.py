@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> RunReport:
-    """Measures the baselines on `loader`, the validation's, and draws the pictures. Every rank calls it.
+    """Measures the baselines on the validation `loader`, and draws the pictures. Every rank calls it.
 
     `steps` is the number of steps that the run has made.
     """
