@@ -64,7 +64,7 @@ def export(options: Options) -> None:
     check_target(target, options.overwrite)
     if not target.parent.is_dir():
         raise UserError(f"directory {target.parent} does not exist; create it, or give another --output")
-    weights = weights_file(Path(options.checkpoint))  # once: a training that still runs may move its best checkpoint
+    weights = weights_file(Path(options.checkpoint))  # once: a run in progress may move its best checkpoint
     trained = TrainedNetwork.load(weights, cpu)
     exported = ExportedNetwork.of(trained, options.units)
     record = provenance(World(Launch("export"), cpu))

@@ -14,8 +14,8 @@
 #   sbatch -q shared -n 1 --gpus-per-node=1 submit_pm.sh --config=short
 #   sbatch -q shared -n 2 --ntasks-per-node=2 --gpus-per-node=2 submit_pm.sh --config=short
 #
-# Before its time limit and when it is preempted, the training saves a checkpoint; the job requeues itself and resumes.
-# The job's exit code is that of the training; 75 means that a checkpoint is saved and the same command resumes from it.
+# Before its time limit and when it is preempted, the run saves a checkpoint; the job requeues itself and resumes.
+# The job's exit code is that of the run; 75 means that a checkpoint is saved and the same command resumes from it.
 #
 # The options below fit Perlmutter (64 cores, 128 threads and 4 GPUs per node). sbatch's command line and its variables,
 # such as SBATCH_ACCOUNT, SBATCH_QOS and SBATCH_RESERVATION, override them. On another cluster for example:
@@ -55,7 +55,7 @@ CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-} # the names below; default: shifter if 
 CONTAINER_CUDA=${CONTAINER_CUDA:-13}     # CUDA version of the image, 12 or 13: chooses NERSC's plug-in for NCCL
 # CONTAINER_OPTIONS: options of the runtime for GPUs and network (defaults below), separated by spaces
 STOP_SIGNAL=${STOP_SIGNAL:-USR1} # requests the ranks to save and stop: stop_signal of the config
-# maximum number of restarts, whatever their reason. NERSC forbids chains of jobs in the debug QOS
+# maximum number of restarts, regardless of their reason. NERSC forbids chains of jobs in the debug QOS
 case ${SLURM_JOB_QOS:-} in
 *debug*) MAX_REQUEUES=${MAX_REQUEUES:-0} ;;
 *) MAX_REQUEUES=${MAX_REQUEUES:-100} ;;
@@ -197,7 +197,7 @@ add_data_flags() {
   done
 }
 
-# Only the training has these flags. The user's arguments follow and win.
+# Only the training scripts have these flags. The user's arguments follow and win.
 if [[ ${TRAIN_SCRIPT##*/} == train*.py ]]; then
   if [ -n "$LOGS_DIR" ] && [ "$CONTAINER_RUNTIME" = none ]; then add_path expdir "$LOGS_DIR"; fi
   if [ -n "$DATA_DIR" ]; then add_data_flags; fi
@@ -224,7 +224,7 @@ fi
 
 # --- job step and signals ---
 
-# A job that is being cancelled, requeued or timed out is no longer RUNNING.
+# A job that is being canceled, requeued or timed out is no longer RUNNING.
 running() { [[ $(scontrol show job "$job" 2>/dev/null) == *' JobState=RUNNING '* ]]; }
 preempted() { [[ $(scontrol show job "$job" 2>/dev/null) =~ ' PreemptTime='[0-9] ]]; }
 
@@ -248,7 +248,7 @@ on_warning() {
   fi
 }
 
-# Either a warning (--signal=B:TERM@120), or Slurm ends the job and has signalled the ranks itself. Then a second signal
+# Either a warning (--signal=B:TERM@120), or Slurm ends the job and has signaled the ranks itself. Then a second signal
 # would end them before they have saved.
 on_term() {
   interrupted=1
@@ -295,7 +295,7 @@ if resumable; then
   if [ "${SLURM_TASK_PID:-}" != $$ ]; then
     echo "submit_pm.sh: stopped; the same command resumes" >&2 # the allocation belongs to the user
   elif ! running; then
-    : # the user has cancelled the job, or Slurm requeues it
+    : # the user has canceled the job, or Slurm requeues it
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$MAX_REQUEUES" ]; then
     echo "submit_pm.sh: stopped, not requeued: MAX_REQUEUES=$MAX_REQUEUES is reached;" \
       "the same command resumes${SLURM_JOB_QOS:+ (QOS $SLURM_JOB_QOS)}" >&2

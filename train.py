@@ -37,7 +37,7 @@ log = logging.getLogger("utils.training")
 
 
 def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerStep) -> None:
-    """Trains; bad input ends with one line and exit code 2, a stop signal with exit code 75."""
+    """Trains. Invalid input is reported in one line with exit code 2; a stop signal leads to exit code 75."""
     with one_line_errors():
         options = cli.parse(argv)
         config = configs.load(options.yaml_config, options.config, options.overrides)

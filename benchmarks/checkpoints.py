@@ -1,4 +1,4 @@
-"""Cost of a checkpoint to the training: the pause for the copy, and the slowdown while it is written.
+"""Cost of a checkpoint during training: the pause for the copy, and the slowdown while it is written.
 
 python -m benchmarks.checkpoints
 

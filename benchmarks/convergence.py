@@ -1,4 +1,4 @@
-"""Convergence studies: conditions × ranks × seeds, each a separate training; mean and spread over seeds.
+"""Convergence studies: conditions × ranks × seeds, each a separate run; mean and spread over seeds.
 
 python -m benchmarks.convergence digits      from a naive large batch to LAMB, 8 ranks, on 1,797 digits
 python -m benchmarks.convergence cifar10     the same on CIFAR-10, whose files must be in data/cifar10
@@ -11,9 +11,9 @@ python -m benchmarks.convergence batch32          SOAP with a larger batch
 python -m benchmarks.convergence scale            Adam and SOAP at other widths, depths and batches
 python -m benchmarks.convergence demo             the config demo, and with a larger batch
 
-benchmarks/studies.yaml defines the studies. Trainings are kept in --runs: an interrupted study resumes with the missing
-ones. A training counts as finished if its config is the same, whatever its commit: remove it after a change to the
-training itself. A training that fails, for example because it diverges, does not end the study. A table, a plot and all
+benchmarks/studies.yaml defines the studies. Runs are kept in --runs: an interrupted study resumes with the missing
+ones. A run counts as finished if its config is the same, regardless of its commit: remove it after a change to the
+training itself. A run that fails, for example because it diverges, does not end the study. A table, a plot and all
 curves go to --output. Spreads are standard deviations over seeds; each seed has its own weights and order of samples.
 """
 
@@ -103,7 +103,7 @@ def read_studies(path: Path) -> dict[str, Study]:
 STUDIES = read_studies(Path(__file__).with_name("studies.yaml"))
 
 
-# --- trainings -------------------------------------------------------------------------------------------------------
+# --- training runs ---------------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -123,7 +123,7 @@ class Training:
         return [*launcher(self.condition.ranks), "train.py", *flags]
 
     def is_trained(self) -> bool:
-        """True if the training is finished, with these settings and any commit."""
+        """True if the run is finished, with these settings and any commit."""
         try:
             config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
             requested = with_file_values(self.config, get_loader(self.config.data_loader_config).reads)
@@ -138,7 +138,7 @@ class Training:
         log = self._runs / f"{self._run_num}.log"
         reason = failure_of(self.command(), log, limit=limit)
         if reason:
-            raise UserError(f"the training {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
+            raise UserError(f"the run {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
 
     def curve(self) -> list[dict[str, float]]:
         """The scalars of each validation: at the start and after each epoch.
@@ -182,10 +182,8 @@ def training_accuracy(config: Config, directory: Path) -> float:
     return right / samples
 
 
-def trainings_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
-    """The trainings of a study: all conditions with one seed, then with the next, so that drift of the machine affects
-    all conditions.
-    """
+def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
+    """The runs of a study, seed by seed over all conditions, so that drift of the machine affects all conditions."""
     study, directory = STUDIES[name], runs.absolute()
     return [
         Training(f"{name}-{number}", condition, study.first_seed + seed, directory, changes)
@@ -194,19 +192,19 @@ def trainings_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) 
     ]
 
 
-def run_missing(trainings: Sequence[Training], limit: float, hours: float | None = None) -> None:
-    """Runs the trainings that are not finished, and starts none after `hours`; a UserError at the end if some failed.
+def run_missing(training_runs: Sequence[Training], limit: float, hours: float | None = None) -> None:
+    """Trains what is not finished yet, and starts no run after `hours`; a UserError at the end if some failed.
 
     If nothing has succeeded yet, the first failure ends it.
     """
-    started, missing = time.monotonic(), [training for training in trainings if not training.is_trained()]
-    kept, failures = len(trainings) - len(missing), []
+    started, missing = time.monotonic(), [training for training in training_runs if not training.is_trained()]
+    kept, failures = len(training_runs) - len(missing), []
     if kept:
-        sys.stderr.write(f"{kept} of {len(trainings)} trainings are finished, whatever their commit\n")
+        sys.stderr.write(f"{kept} of {len(training_runs)} training runs are finished, regardless of their commit\n")
     for number, training in enumerate(missing):
         passed = time.monotonic() - started
         if hours is not None and passed > 3600 * hours:
-            sys.stderr.write(f"{len(missing) - number} trainings are not started after {hours:g} hours\n")
+            sys.stderr.write(f"{len(missing) - number} training runs are not started after {hours:g} hours\n")
             break
         left = passed / max(1, number) * (len(missing) - number)
         about = f", about {format_duration(left)} left" if number else ""
@@ -219,7 +217,7 @@ def run_missing(trainings: Sequence[Training], limit: float, hours: float | None
                 raise
             sys.stderr.write(f"warning: {error}\n")
     if failures:
-        raise UserError(f"{len(failures)} of {len(trainings)} trainings failed; {failures[0]}")
+        raise UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -231,7 +229,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
 
 
-def summarise(study: Study, condition: Condition, config: Config, results: Sequence[Mapping[str, Any]]) -> Any:
+def summarize(study: Study, condition: Condition, config: Config, results: Sequence[Mapping[str, Any]]) -> Any:
     """One condition's final values, and mean and spread of its curve at each epoch."""
     curves = [result["curve"] for result in results]
     points = []
@@ -277,14 +275,14 @@ def reach(
 
 def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
     """Final values of each condition, and where it is as good as the first one at its end."""
-    labelled = "training accuracy" in summaries[0]
+    labeled = "training accuracy" in summaries[0]
     goal, samples = summaries[0][study.measure]["mean"], summaries[0]["curve"][-1]["samples"]
-    heads = ["condition", "batch", "epochs", "steps", study.label, *(["training accuracy"] if labelled else [])]
+    heads = ["condition", "batch", "epochs", "steps", study.label, *(["training accuracy"] if labeled else [])]
     heads += ["seconds", "as good as the first after", "of its samples"]
     rows = []
     for summary in summaries:
         cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"]]
-        for key in (study.measure, "training accuracy") if labelled else (study.measure,):
+        for key in (study.measure, "training accuracy") if labeled else (study.measure,):
             factor, form, unit = (1, ".5f", "") if key.startswith("Loss/") else (100, ".1f", " %")
             cells.append(common.plus_minus(summary[key], form, factor) + unit)
         cells.append(f"{summary['seconds']['mean']:.0f}")
@@ -307,7 +305,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
     names, goal = [summary["name"] for summary in summaries], summaries[0][study.measure]["mean"]
     found = [(summary[study.measure]["mean"], summary[study.measure]["stdev"]) for summary in summaries]
     means = [mean for mean, _ in found]
-    scale = "log" if max(means) > 10 * min(means) else "linear"  # trainings that diverged
+    scale = "log" if max(means) > 10 * min(means) else "linear"  # training runs that diverged
     final = [{"median": mean, "min": mean - deviation, "max": mean + deviation} for mean, deviation in found]
     reached = [reach(summary["curve"], goal, study.rises, interpolate=True) for summary in summaries]
     samples = [dict.fromkeys(("median", "min", "max"), each["samples"] if each else 0) for each in reached]
@@ -342,48 +340,48 @@ def draw_curves(
 
 
 def add_options(parser: common.Parser, runs: str) -> None:
-    """Adds the options of commands that run trainings."""
+    """Adds the options of commands that train."""
     directory = common.REPOSITORY / "runs" / runs
-    parser.add_argument("--runs", type=Path, default=directory, help="directory of the trainings (%(default)s)")
-    parser.add_argument("--limit", type=positive, default=3600, help="seconds per training (%(default)s)")
+    parser.add_argument("--runs", type=Path, default=directory, help="directory of the training runs (%(default)s)")
+    parser.add_argument("--limit", type=positive, default=3600, help="seconds per run (%(default)s)")
     parser.add_changes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--seeds", type=positive, default=5, help="trainings of each condition (%(default)s)")
-    text = "start no training after this time, and report those that are finished"
+    parser.add_argument("--seeds", type=positive, default=5, help="training runs of each condition (%(default)s)")
+    text = "start no run after this time, and report those that are finished"
     parser.add_argument("--hours", type=common.positive_float, help=text)
     add_options(parser, "convergence")
     options = parser.parse_args(argv)
-    trainings = trainings_of(options.study, options.seeds, options.runs, read_changes(options.changes))
+    training_runs = training_runs_of(options.study, options.seeds, options.runs, read_changes(options.changes))
     failure: UserError | None = None
     try:
-        run_missing(trainings, options.limit, options.hours)
+        run_missing(training_runs, options.limit, options.hours)
     except UserError as error:
         failure = error
-    report(options, trainings, failure)
+    report(options, training_runs, failure)
     if failure is not None:
         raise failure
 
 
-def report(options: argparse.Namespace, trainings: Sequence[Training], failure: UserError | None) -> None:
-    """Publishes the finished trainings; UserError if the first condition has none."""
+def report(options: argparse.Namespace, training_runs: Sequence[Training], failure: UserError | None) -> None:
+    """Publishes the finished training runs; UserError if the first condition has none."""
     study, summaries, missing = STUDIES[options.study], [], []
     for condition in study.conditions:
-        own = [training for training in trainings if training.condition is condition]
+        own = [training for training in training_runs if training.condition is condition]
         finished = [training for training in own if training.is_trained()]
         if len(finished) < len(own):
             missing.append(f"{condition.name} ({len(own) - len(finished)} of {len(own)})")
         if finished:
             results = [training.result() for training in finished]
-            summaries.append(summarise(study, condition, own[0].config, results))
+            summaries.append(summarize(study, condition, own[0].config, results))
         elif condition is study.conditions[0]:
-            raise failure or UserError(f"no training of {condition.name} is finished; give more --hours")
+            raise failure or UserError(f"no training run of {condition.name} is finished; give more --hours")
     result = {"study": options.study, "settings": common.settings(options), "missing": missing, "conditions": summaries}
     seconds = [each for summary in summaries for each in summary["seconds"]["values"]]
-    text = f"{result_table(study, summaries)}\n\n{len(seconds)} trainings, {sum(seconds) / 3600:.2f} hours in all."
+    text = f"{result_table(study, summaries)}\n\n{len(seconds)} training runs, {sum(seconds) / 3600:.2f} hours in all."
     text += f" Missing: {'; '.join(missing)}." if missing else ""
     common.publish(
         f"convergence_{options.study}", result, options.output, text, lambda path: draw(study, summaries, path)

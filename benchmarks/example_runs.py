@@ -1,10 +1,10 @@
-"""Example runs: real trainings whose logs are kept in example_logs, and the samples and time of each to the first
+"""Example runs: real training runs whose logs are kept in example_logs, and the samples and time of each to the first
 one's final loss.
 
 python -m benchmarks.example_runs demo    the demo with other recipes and batch sizes, on the boxes of `make demo`
 python -m benchmarks.example_runs gpu     base, short_opt and bs64_opt on simulated boxes of 512³ and 256³ cells
 
-benchmarks/example_runs.yaml defines the sets. Trainings are kept in --runs: an interrupted set resumes with the missing
+benchmarks/example_runs.yaml defines the sets. Runs are kept in --runs: an interrupted set resumes with the missing
 ones. Their logs, without checkpoints, are copied to --logs.
 """
 
@@ -55,7 +55,7 @@ def simulate(path: str, grid: int, seed: int) -> None:
         raise UserError(f"simulating {path} failed with exit code {code}")
 
 
-def summarise(training: Training, goal: float) -> dict[str, Any]:
+def summarize(training: Training, goal: float) -> dict[str, Any]:
     """One run: its final loss, and the samples and seconds at the first validation as good as `goal`."""
     curve, config = training.curve(), training.config
     started = curve[0]["seconds"]
@@ -116,14 +116,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Relative paths: the logs should not contain directories of this machine.
     os.chdir(REPOSITORY)
     directory = Path(os.path.relpath(options.runs, REPOSITORY))
-    trainings = [Training(condition.name, condition, 0, directory, changes) for condition in conditions(chosen)]
+    training_runs = [Training(condition.name, condition, 0, directory, changes) for condition in conditions(chosen)]
     for box in chosen["boxes"]:
         simulate(**box)
-    run_missing(trainings, options.limit)
-    goal = trainings[0].curve()[-1]["Loss/valid"]
-    results = [summarise(training, goal) for training in trainings]
+    run_missing(training_runs, options.limit)
+    goal = training_runs[0].curve()[-1]["Loss/valid"]
+    results = [summarize(training, goal) for training in training_runs]
     result = {"set": options.set, "settings": settings(options), "goal": goal, "runs": results}
-    for training in trainings:
+    for training in training_runs:
         keep(training, options.logs)
     named, text = {run["name"]: run["curve"] for run in results}, result_table(results, chosen["goal"])
     publish(

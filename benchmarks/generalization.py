@@ -101,7 +101,7 @@ class Study:
             yield condition.box(self._folder / "boxes", held_out["grid"], seed)
 
     def networks(self, conditions: Sequence[Condition], seeds: int) -> dict[str, Path]:
-        """The last checkpoints of trainings on one box of each condition, by name; one per seed."""
+        """The last checkpoints of runs on one box of each condition, by name; one per seed."""
         label = "+".join(condition.label for condition in conditions)
         if (label, seeds) not in self._networks:
             plan, folder = self._plan["training"], self._folder / "boxes"
@@ -113,15 +113,15 @@ class Study:
                 "box_size": plan["grid"],
             }
             recipe = convergence.Condition(label, plan["config"], 1, plan.get("changes", {}))
-            trainings = (
+            training_runs = (
                 convergence.Training(label, recipe, seed, self._folder, {**files, **self._changes})
                 for seed in range(seeds)
             )
-            self._networks[label, seeds] = {each.directory.name: self._checkpoint(each) for each in trainings}
+            self._networks[label, seeds] = {each.directory.name: self._checkpoint(each) for each in training_runs}
         return self._networks[label, seeds]
 
     def _checkpoint(self, training: convergence.Training) -> Path:
-        """The last checkpoint of a training, which is run if it is missing."""
+        """The last checkpoint of a run, which is trained first if it is missing."""
         if not training.is_trained():
             sys.stderr.write(f"training {training.directory.name}\n")
             training.run(self._limit)

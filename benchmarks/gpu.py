@@ -1,9 +1,9 @@
 """The measurements that need a GPU, in three calls of at most 8 minutes each: `make bench-gpu CALL=1`.
 
 python -m benchmarks.gpu --call 1          peaks, convolutions, the fastest rungs, the best one's step in detail, and
-                                           larger batches and the original's options
+                                           larger batches and the tutorial's options
 python -m benchmarks.gpu --call 2          pytest -m gpu, in parallel processes
-python -m benchmarks.gpu --call 3          single options, comparisons, loaders, and the original's way to its best
+python -m benchmarks.gpu --call 3          single options, comparisons, loaders, and the tutorial's steps to its best
 python -m benchmarks.gpu --rungs A TF32    these rungs alone
 python -m benchmarks.gpu --call 1 --dry_run    on any machine: what the call would reach, at assumed costs
 python -m benchmarks.gpu --draw FILE.json      writes the page and the plot of a result again

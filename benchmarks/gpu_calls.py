@@ -21,7 +21,7 @@ from benchmarks import common, convolutions, gpu_report, gpu_tests, ladder, ledg
 from benchmarks.convolutions import scales
 from benchmarks.ladder import Machine
 from benchmarks.processes import failure_of
-from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, ORIGINAL, OTHERS, VARIANTS, Rung
+from benchmarks.rungs import BEST, FASTEST, FURTHER, GPU_RUNGS, HISTORY, OTHERS, TUTORIAL, VARIANTS, Rung
 from utils.cli import positive
 from utils.distributed.world import World
 from utils.errors import EXIT_RESUMABLE, UserError, one_line_errors
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     name: str
     action: Callable[[float], None]
     seconds: float = 0.0  # assumed, without those of `states`
-    states: Callable[[], Sequence[State]] = tuple  # the trainings that it builds
+    states: Callable[[], Sequence[State]] = tuple  # the states that it builds
 
 
 Perform = Callable[[Part, float, float], None]  # a part, the seconds that are left, and those that it needs
@@ -132,7 +132,7 @@ class Call:
             self.searched.update(map(self.search_key, part.states()))
 
     def perform(self, part: Part, left: float, needed: float) -> None:
-        """Runs a part and writes the results so far. Ends the process if the device cannot be used afterwards: then
+        """Runs a part and writes the results so far. Ends the process if the device cannot be used afterward: then
         benchmarks/gpu.py starts another one."""
         sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
         started, skipped = time.perf_counter(), self.results["skipped"]
@@ -197,13 +197,13 @@ class Call:
         ]
 
     def assumed(self, states: Sequence[State]) -> float:
-        """Seconds to build and measure trainings."""
+        """Seconds to build and measure training runs."""
         new = {self.search_key(state) for state in states} - self.searched
         compiled = [state for state in states if state["changes"].get("enable_jit")]
         return TRIALS * len(states) + SEARCH * len(new) + COMPILATION * len(compiled)
 
     def search_key(self, state: State) -> tuple[Any, ...]:
-        """Trainings with the same key have the same convolutions."""
+        """Training runs with the same key have the same convolutions."""
         changes = state["changes"]
         return (
             changes.get("local_batch_size", self.options.batch),
@@ -290,12 +290,12 @@ class Call:
             result["ledger"] = ledger.measure(built.synthetic, self.world.device, steps=10)
 
     def comparisons(self) -> list[Part]:
-        """Alternating trials in one process: the original's best and ours, and the eager step and a CUDA graph."""
-        original = GPU_RUNGS[ORIGINAL]
+        """Alternating trials in one process: the tutorial's best and ours, and the eager step and a CUDA graph."""
+        tutorial = GPU_RUNGS[TUTORIAL]
 
         def ours() -> dict[str, State]:
             best = self.fastest()
-            return {"original's best": rungs.state_of(original), best["name"]: best["state"]}
+            return {"tutorial's best": rungs.state_of(tutorial), best["name"]: best["state"]}
 
         def graph() -> dict[str, State]:
             changes = {**rungs.state_of(BEST[0])["changes"], "local_batch_size": SMALL_BATCH}
@@ -309,7 +309,7 @@ class Call:
 
         return [
             part(f"eager step and CUDA graph, batch {SMALL_BATCH}", graph),
-            part("the original's best and ours", ours),
+            part("the tutorial's best and ours", ours),
         ]
 
     def loaders(self, left: float) -> None:

@@ -1,9 +1,9 @@
-"""The optimization ladder: each rung is a training with a fixed set of options.
+"""The optimization ladder: each rung is a training run with a fixed set of options.
 
 python -m benchmarks.ladder                      the rungs of a CPU, at most 8 minutes; a GPU's: make bench-gpu
 python -m benchmarks.ladder --budget 300 --width 16 --crop 32
 
-A rung is a training as `train.py --enable_benchy` runs it: SYNTHETIC steps on one batch, FULL steps on real ones, in
+A rung is measured as `train.py --enable_benchy` does: SYNTHETIC steps on one batch, FULL steps on real ones, in
 interleaved trials. Each also reports loss and gradient norm after the same number of steps on the same samples (random
 values, from which nothing can be learned): speeds are comparable only if these agree.
 """
@@ -122,7 +122,7 @@ class Built:
 
 
 def prepare(machine: Machine, changes: Changes, graph: bool) -> Built:
-    """Builds the training, and warms it up on the first samples of the first epoch."""
+    """Builds the step and the loader, and warms them up on the first samples of the first epoch."""
     config, device = machine.config(changes), machine.world.device
     set_backends(config, device)
     loaders = machine.loaders(config)
@@ -218,7 +218,7 @@ def recover_from_failed_recording(device: torch.device) -> None:
 
 
 def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: int = 5) -> dict[str, Any]:
-    """SYNTHETIC trials of several trainings in turn, so that drift affects all of them; ratios to the first.
+    """SYNTHETIC trials of several sets of options in turn, so that drift affects all of them; ratios to the first.
 
     states: arguments of `prepare` by name.
     """
@@ -238,7 +238,7 @@ def compare(machine: Machine, states: Mapping[str, Mapping[str, Any]], trials: i
 
 
 def command(changes: Changes, graph: bool) -> str:
-    """The command line of this training."""
+    """The command line of this run."""
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
     changed = [f"--set={key}={text}" for key, text in texts.items()]
     return shlex.join(["python", "train_graph.py" if graph else "train.py", "--config=base", *changed])

@@ -48,7 +48,7 @@ def _measured(entry: Mapping[str, Any], peak: Mapping[str, float], first: float 
 
 
 def peak_of(changes: Mapping[str, Any], peak: Mapping[str, float]) -> float | None:
-    """TFLOP/s of a matrix product in the training's precision."""
+    """TFLOP/s of a matrix product in the precision of training."""
     if changes.get("enable_amp"):
         name = changes.get("precision", "bfloat16")
     else:

@@ -164,8 +164,8 @@ def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
         yield from loader
 
 
-def endless_original(options: argparse.Namespace, device: torch.device) -> Generator[Any, None, None]:
-    """Batches of the original's DALI operators: rotation with interpolation, mirroring, transposition."""
+def endless_tutorial(options: argparse.Namespace, device: torch.device) -> Generator[Any, None, None]:
+    """Batches of the tutorial's DALI operators: rotation with interpolation, mirroring, transposition."""
     fn, types, pipeline_class = dali.import_dali()
     device_id = (device.index or 0) if device.type == "cuda" else None
     pipeline = pipeline_class(options.batch, options.workers, device_id, prefetch_queue_depth=dali.QUEUE)
@@ -238,7 +238,7 @@ def throughput(options: argparse.Namespace, with_plain: bool = True) -> dict[str
             ways[f"plain DataLoader, {options.workers} processes"] = endless_plain(options)
         if "dali-lowmem" in names:
             make_npy(options.data, options.valid_data)
-            ways["the original's DALI operators"] = endless_original(options, device)
+            ways["the original's DALI operators"] = endless_tutorial(options, device)
         for name in names:
             ways[name] = common.endless(stack.enter_context(build_loader(options, name)).train)
         measures: dict[str, Callable[[], float]] = {}

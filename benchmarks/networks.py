@@ -6,7 +6,7 @@ The last layer of `unet` doubles the grid with a strided transposed convolution,
 Compared with it, on the boxes and with the recipe of the demo: `smooth_unet`; sub-pixel and resize convolutions; a
 convolution at full resolution that also reads the input; and a prediction of the difference from the input's density
 and velocity. One thread trains each network for as long as `unet` needs for --steps steps, according to the CPU seconds
-per step that are measured first. Trainings and step counts are kept in --runs: an interrupted study resumes. Spreads
+per step that are measured first. Runs and step counts are kept in --runs: an interrupted study resumes. Spreads
 are standard deviations over seeds.
 """
 
@@ -42,7 +42,7 @@ from utils.steps.eager import EagerStep
 from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
 
-ROUNDS = 9  # timed steps of each network, of which the fastest third counts
+ROUNDS = 9  # timed steps of each network; the fastest third is averaged
 EPOCHS = 2
 CONFIG = "demo"
 WAVENUMBERS = (1.0, 2.0, 3.0)  # h/Mpc; beyond, the target has no power
@@ -117,7 +117,7 @@ VARIANTS: dict[str, type[UNet]] = {
 }
 
 
-# --- trainings -------------------------------------------------------------------------------------------------------
+# --- training runs ---------------------------------------------------------------------------------------------------
 
 
 def seconds_per_step(names: Sequence[str]) -> dict[str, float]:
@@ -176,7 +176,7 @@ def training_name(name: str, steps: int, seed: int) -> str:
 
 
 def result_of(name: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The result of a training; UserError with the reason if it fails."""
+    """The result of a training run; UserError with the reason if it fails."""
     path = options.runs / f"{training_name(name, steps, seed)}.json"
     if not path.exists():
         sys.stderr.write(f"{name}, seed {seed}, {steps} steps\n")
@@ -184,7 +184,7 @@ def result_of(name: str, steps: int, seed: int, options: argparse.Namespace) -> 
         command = [sys.executable, "-m", "benchmarks.networks", *flags]
         reason = failure_of(command, path.with_suffix(".log"), {"OMP_NUM_THREADS": "1"})
         if reason:
-            raise UserError(f"the training of {name}, seed {seed}, failed: {reason}; see {path.with_suffix('.log')}")
+            raise UserError(f"the run of {name}, seed {seed}, failed: {reason}; see {path.with_suffix('.log')}")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -220,11 +220,11 @@ def markdown(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
-    parser.add_argument("--seeds", type=positive, default=2, help="trainings of each network (%(default)s)")
+    parser.add_argument("--seeds", type=positive, default=2, help="training runs of each network (%(default)s)")
     text = "training steps of unet (%(default)s); the other networks train for the same time"
     parser.add_argument("--steps", type=positive, default=400, help=text)
     directory = common.REPOSITORY / "runs" / "networks"
-    parser.add_argument("--runs", type=Path, default=directory, help="directory of the trainings (%(default)s)")
+    parser.add_argument("--runs", type=Path, default=directory, help="directory of the training runs (%(default)s)")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     with mock.patch.dict(NETWORKS, VARIANTS):

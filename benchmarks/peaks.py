@@ -64,7 +64,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
-    """Turns TF32 on or off for float32 matrix products and convolutions on CUDA; restored afterwards.
+    """Turns TF32 on or off for float32 matrix products and convolutions on CUDA; restored afterward.
 
     Uses PyTorch's older switches, like `utils.steps.backends`.
     """

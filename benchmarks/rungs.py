@@ -1,4 +1,4 @@
-"""The rungs of the optimization ladder: fixed sets of options, each measured as one training, and their predictions.
+"""The rungs of the optimization ladder: fixed sets of options, each measured as one run, and their predictions.
 
 No rung depends on whether an earlier one was faster, with one exception: `on` names rungs of which the fastest one's
 options come first. So an option that pays only together with another one is still measured.
@@ -61,7 +61,7 @@ FURTHER = (
     Rung("E: the fastest at batch 64, at batch 256", {"local_batch_size": 256}, on=FASTEST, gigabytes=46.28),
     Rung("F: A without space-to-depth", _FUSED, gigabytes=15.12),
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
-    Rung("G: the original's best, float16, fused Adam, compiled, 8 loader threads", {**_FLOAT16, "enable_jit": True}),
+    Rung("G: the tutorial's best, float16, fused Adam, compiled, 8 loader threads", {**_FLOAT16, "enable_jit": True}),
 )
 # Single options.
 VARIANTS = (
@@ -70,7 +70,7 @@ VARIANTS = (
     Rung("EMA: base with averaged weights", {"ema_decay": 0.999}, on=("base",), gigabytes=16.85),
     Rung("limit 0: base, cuDNN times all algorithms", {"cudnn_benchmark_limit": 0}, on=("base",), alone=True),
 )
-# The original's way to its best options, and further steps between it and F.
+# The tutorial's steps to its best options, and further steps between it and F.
 HISTORY = (
     Rung("float16: fused Adam, 8 loader threads", _FLOAT16, gigabytes=20.8),
     Rung("TF32: 2 loader threads"),
@@ -85,7 +85,7 @@ OTHERS = (
     Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
 )
 GPU_RUNGS = {rung.key: rung for rung in (*BEST, *FURTHER, *VARIANTS, *HISTORY, *OTHERS)}
-ORIGINAL = "G"
+TUTORIAL = "G"
 
 CPU_RUNGS = (
     Rung("float32"),
@@ -118,7 +118,7 @@ def key_of(entry: Entry) -> str:
 
 
 def score(entry: Entry) -> float:
-    """Both count: an option may speed up the network while the input limits the training, or only the input."""
+    """Both count: an option may speed up the network while the input limits the speed, or only the input."""
     return math.sqrt(entry["SYNTHETIC"]["median"] * entry["FULL"]["median"])
 
 

@@ -1,6 +1,6 @@
 """Predicts weak scaling of data-parallel training on many ranks from measurements on a few.
 
-python -m benchmarks.scaling_model                                fitted to the original tutorial's one and two nodes
+python -m benchmarks.scaling_model                                fitted to the SC21 tutorial's one and two nodes
 python -m benchmarks.scaling_model --calibrate DIR/scaling.json   fitted to a result of benchmarks.scaling
 
 Seconds per step of a rank = forward + backward + fixed + exposed communication + jitter + exposed input.
@@ -10,7 +10,7 @@ previous one is done; the time after the end of the backward pass is exposed. Fi
 not grow with the batch. Jitter: all ranks wait for the slowest one of p, which takes longer by
 deviation × (forward + backward + fixed) × E[maximum of p independent numbers from N(0, 1)].
 
-The fit to the original's runs does not use its 128 GPUs, but those figures were known when the model was written.
+The fit to the tutorial's runs does not use its 128 GPUs, but those figures were known when the model was written.
 Costs among the four ranks of a node count as fixed time. Congestion, switches and file systems are not in the model.
 """
 
@@ -43,7 +43,7 @@ Gradients = tuple[tuple[str, int], ...]  # (layer, bytes) in the order of the ba
 
 @dataclass(frozen=True)
 class Model:
-    """A training on a cluster; bandwidths in bytes/s in one direction, latencies in seconds per hop."""
+    """A training run on a cluster; bandwidths in bytes/s in one direction, latencies in seconds per hop."""
 
     layers: Layers
     gradients: Gradients
@@ -181,7 +181,7 @@ class Figure:
     bucket_cap_mb: float = 25.0
     what: str = ""
 
-    def modelled(self, model: Model) -> float:
+    def modeled(self, model: Model) -> float:
         measured = replace(model, local_batch=self.local_batch, bucket_cap_mb=self.bucket_cap_mb)
         return rate(measured, self.ranks, self.kind)
 
@@ -196,7 +196,7 @@ def fit(figures: Sequence[Figure], start: Model, unknown: Sequence[str]) -> Mode
 
     def residuals(logarithms: Iterable[float]) -> list[float]:
         model = changed(logarithms)
-        return [math.log(figure.modelled(model) / figure.value) for figure in figures]
+        return [math.log(figure.modeled(model) / figure.value) for figure in figures]
 
     given = [math.log(getattr(start, name)) for name in unknown]
     # A bandwidth has no slope where all its time is hidden, or another one is lower: several starts.
@@ -263,8 +263,8 @@ GOALS, GOAL_RANKS = _published["goals"], 128
 JITTER = 0.318 / 707.966 * 64**0.5
 
 
-def original() -> Model:
-    """The original's fastest training of config 'base'; its values are the start of a fit."""
+def tutorial_base() -> Model:
+    """The tutorial's fastest run of config 'base'; its values are the start of a fit."""
     with torch.device("meta"):
         layers, gradients = examine(build_network("unet", 64), torch.empty(1, 4, 64, 64, 64))
     # PyTorch 1.10's first bucket is 1 MB.
@@ -296,7 +296,7 @@ def predictions(model: Model) -> dict[str, dict[str, float]]:
 def report(figures: Sequence[Figure], model: Model, result: Mapping[str, Any]) -> str:
     """Measured and fitted values, predicted and published ones, and efficiencies."""
     fits = [
-        (f"{figure.what}: {figure.kind}", figure.local_batch, f"{figure.value:.4g}", f"{figure.modelled(model):.4g}")
+        (f"{figure.what}: {figure.kind}", figure.local_batch, f"{figure.value:.4g}", f"{figure.modeled(model):.4g}")
         for figure in figures
     ]
     goals = [
@@ -320,11 +320,13 @@ def report(figures: Sequence[Figure], model: Model, result: Mapping[str, Any]) -
 
 def run(options: argparse.Namespace) -> None:
     """Fits, predicts, and writes result and tables."""
-    figures, start, unknown = calibrate(options.calibrate) if options.calibrate else (PUBLISHED, original(), UNKNOWN)
+    figures, start, unknown = (
+        calibrate(options.calibrate) if options.calibrate else (PUBLISHED, tutorial_base(), UNKNOWN)
+    )
     model = fit(figures, start, unknown)
     result: dict[str, Any] = {
         "settings": settings(options),
-        "figures": [{**asdict(figure), "fitted": figure.modelled(model)} for figure in figures],
+        "figures": [{**asdict(figure), "fitted": figure.modeled(model)} for figure in figures],
         "fitted": {name: getattr(model, name) for name in unknown},
         "efficiency": predictions(model),
         **({} if options.calibrate else {"published": GOALS, "predicted": at_goal(model)}),

@@ -149,10 +149,10 @@ def near_faces(grid: WindowGrid) -> np.ndarray:
         periodic = any(origin + axis.window > axis.size for origin in axis.origins)
         faces = {place for origin in axis.origins for place in (origin, origin + axis.window)}
         faces = {face % axis.size for face in faces} if periodic else faces - {0, axis.size}
-        centre = np.arange(axis.size) + 0.5
+        center = np.arange(axis.size) + 0.5
         close = np.zeros(axis.size, dtype=bool)
         for face in faces:
-            away = np.abs(centre - face)
+            away = np.abs(center - face)
             close |= np.minimum(away, axis.size - away if periodic else away) < NEAR_CELLS
         near.append(close)
     return near[0][:, None, None] | near[1][:, None] | near[2]

@@ -1,4 +1,4 @@
-"""Samples/s of short trainings with one and with several CPU threads per rank, alone and next to a busy process.
+"""Samples/s of short training runs with one and with several CPU threads per rank, alone and next to a busy process.
 
 python -m benchmarks.threads        after make demo, which simulates the data; about 15 minutes
 
@@ -32,7 +32,7 @@ SPINS = {"short": "1000", "long": "300000"}  # rounds
 
 
 class Case(NamedTuple):
-    """A training; `busy`: next to a process that uses one core."""
+    """A training run; `busy`: next to a process that uses one core."""
 
     width: int
     ranks: int
@@ -60,7 +60,7 @@ def busy_process() -> Iterator[None]:
 
 
 def samples_per_second(options: argparse.Namespace, case: Case, setting: Setting) -> float:
-    """The rate in the second half of a training of 2 · `steps` steps; UserError if it fails."""
+    """The rate in the second half of a training run of 2 · `steps` steps; UserError if it fails."""
     keys = {
         "device": "cpu",
         "global_batch_size": options.batch,

@@ -1,14 +1,14 @@
-"""Time to quality: samples and seconds until the validation loss is that of the original's recipe at its end.
+"""Time to quality: samples and seconds until the validation loss is that of the tutorial's recipe at its end.
 
 python -m benchmarks.time_to_quality
 
 The study `time_to_quality` in benchmarks/studies.yaml has the recipes. They train on the boxes of `make demo`, in turn
 with one seed after the other. The goal is the mean, over seeds, of the first recipe's final losses. As in MLPerf, a
 training reaches it at the first validation that is as good. A schedule is part of a recipe: it is chosen in advance,
-and no training ends early. The first recipe counts with its whole training.
+and no training run ends early. The first recipe counts with its whole run.
 
 Seconds are those of the epochs' steps with their data, from the first one. Start, compilation, validations and
-checkpoints do not count. Trainings are kept in --runs: an interrupted study resumes with the missing ones. Remove them
+checkpoints do not count. Runs are kept in --runs: an interrupted study resumes with the missing ones. Remove them
 after a change of the machine or the speed. A table, a plot and all curves go to --output. Spreads are standard
 deviations over seeds; shares are relative to the first recipe with the same seed.
 """
@@ -26,8 +26,8 @@ from benchmarks.convergence import (
     reach,
     run_missing,
     spread,
-    summarise,
-    trainings_of,
+    summarize,
+    training_runs_of,
 )
 from utils.cli import positive, read_changes
 from utils.errors import one_line_errors
@@ -37,7 +37,7 @@ MEASURED = ("samples", "seconds")
 
 
 def without_pauses(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A training's result with the seconds of its steps alone."""
+    """A run's result with the seconds of its steps alone."""
     curve = [{**point, "seconds": point["training seconds"]} for point in result["curve"]]
     return {**result, "curve": curve, "seconds": curve[-1]["seconds"]}
 
@@ -45,9 +45,9 @@ def without_pauses(result: Mapping[str, Any]) -> dict[str, Any]:
 def to_goal(
     results: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]], measure: str, goal: float
 ) -> dict[str, Any]:
-    """Samples and seconds of each training to the goal, and as a share of the reference's whole training.
+    """Samples and seconds of each run to the goal, and as a share of the reference's whole run.
 
-    Without them if a training does not reach the goal: a mean over the others would be too good.
+    Without them if a run does not reach the goal: a mean over the others would be too good.
     """
     whole = [result["curve"][-1] for result in reference]
     if results is reference:
@@ -95,19 +95,19 @@ def result_table(recipes: Sequence[Mapping[str, Any]], measure: str, label: str)
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.Parser(__doc__)
-    parser.add_argument("--seeds", type=positive, default=5, help="trainings of each recipe (%(default)s)")
+    parser.add_argument("--seeds", type=positive, default=5, help="training runs of each recipe (%(default)s)")
     add_options(parser, NAME)
     options = parser.parse_args(argv)
     study = STUDIES[NAME]
-    trainings = trainings_of(NAME, options.seeds, options.runs, read_changes(options.changes))
-    run_missing(trainings, options.limit)
+    training_runs = training_runs_of(NAME, options.seeds, options.runs, read_changes(options.changes))
+    run_missing(training_runs, options.limit)
     recipes: list[dict[str, Any]] = []
     reference: list[dict[str, Any]] = []
     for condition in study.conditions:
-        own = [training for training in trainings if training.condition is condition]
+        own = [training for training in training_runs if training.condition is condition]
         results = [without_pauses(training.result()) for training in own]
         reference = reference or results
-        recipes.append(summarise(study, condition, own[0].config, results))
+        recipes.append(summarize(study, condition, own[0].config, results))
         goal = recipes[0][study.measure]["mean"]
         recipes[-1]["to the goal"] = to_goal(results, reference, study.measure, goal)
     result = {"settings": common.settings(options), "goal": goal, "recipes": recipes}

@@ -141,7 +141,7 @@ class Search:
 
 
 def benchmark(arguments: Sequence[str], ranks: int, batches: int) -> Measure:
-    """Runs the training's own command in benchmark mode, with `arguments` for the config."""
+    """Runs the job's own command in benchmark mode, with `arguments` for the config."""
     warmup = math.ceil(GRAPH_STEPS / batches)
     trials = {"batches": batches, "trials": 3, "warmup_trials": warmup}
     settings = {kind: {**trials, "trials": 5} if kind == "FULL" else trials for kind in KINDS}

@@ -53,10 +53,16 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     if crop is not None:
         options["crop"] = crop
     required = SAMPLES.keys() & options.keys()
-    _check_name(name, NETWORKS, [other for other in NETWORKS if required <= _options(other)], "network.name", "network")
+    _check_name(
+        name,
+        NETWORKS,
+        [candidate for candidate in NETWORKS if required <= _options(candidate)],
+        "network.name",
+        "network",
+    )
     for option in options:
         needed = {option} if option in SAMPLES else required | {option}
-        suitable = [other for other in NETWORKS if needed <= _options(other)]
+        suitable = [candidate for candidate in NETWORKS if needed <= _options(candidate)]
         if name not in suitable:
             fault = f"cannot be used with {SAMPLES[option]}" if option in SAMPLES else f"has no option {option}"
             raise ValueError(f"network {name} {fault}; {_use(suitable) if suitable else 'remove it'}")
@@ -65,7 +71,7 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
 
 def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
     """The loss `name`; ValueError if it does not compare what the dataset holds, classes or fields."""
-    suitable = [other for other in LOSSES if LOSSES[other].is_classification == is_classification]
+    suitable = [candidate for candidate in LOSSES if LOSSES[candidate].is_classification == is_classification]
     _check_name(name, LOSSES, suitable, "loss", "loss")
     if name not in suitable:
         samples = "labeled samples" if is_classification else "volumes"

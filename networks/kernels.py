@@ -1,7 +1,7 @@
 """The Triton kernels of fused.py and tail.py, imported when the first kernel is needed.
 
 Triton comes with CUDA builds of torch only. Indices of cells and elements are int64: 128 channels of 32³ cells exceed
-2^31 elements from batch size 512 on. NaN passes through all kernels, so that a training that diverges can be noticed.
+2^31 elements from batch size 512 on. NaN passes through all kernels, so that a run that diverges can be noticed.
 tanh follows tanhf of Moshier's Cephes library, because Triton does not have it on every target.
 """
 

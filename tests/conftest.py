@@ -51,7 +51,7 @@ def volume_file() -> VolumeFile:
 
 @pytest.fixture(scope="session")
 def data_flags(tmp_path_factory: pytest.TempPathFactory, volume_file: VolumeFile) -> list[str]:
-    """Flags for config 'test': a training and a validation volume of 16³ cells, and the CPU."""
+    """Flags for config 'test': one volume each for training and validation, 16³ cells, and the CPU."""
     folder = tmp_path_factory.mktemp("volumes")
     train, valid = volume_file(folder / "train.h5", seed=1), volume_file(folder / "valid.h5", seed=2)
     return [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]

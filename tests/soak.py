@@ -1,4 +1,4 @@
-"""Kills trainings at random moments, resumes them to the end, and compares the bits with an undisturbed training.
+"""Kills runs at random moments, resumes them to the end, and compares the bits with an undisturbed training run.
 
 python tests/soak.py 100                                        100 kills; make soak N=100 does the same
 python tests/soak.py 200 --launchers plain,torchrun,srun        a share of the kills under each launcher
@@ -70,7 +70,7 @@ class Kill(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One training of a soak test."""
+    """One training run of a soak test."""
 
     directory: Path
     launcher: Launcher
@@ -88,7 +88,7 @@ class Run(NamedTuple):
         return (self.directory / "summary.json").exists()
 
     def has_finished(self) -> bool:
-        """True if the next start would be another training, in a directory of its own."""
+        """True if the next start would be another training run, in a directory of its own."""
         return self.has_summary() and self.launcher.has_ended()
 
     def phase(self) -> str:
@@ -105,7 +105,7 @@ class Run(NamedTuple):
 
 
 def wait_for_moment(run: Run, planned: PlannedKill, durations: dict[str, float]) -> None:
-    """Returns at the planned moment, or when the training has ended."""
+    """Returns at the planned moment, or when the run has ended."""
     launcher, victims = run.launcher, set(planned.victims)
     reached = {START: lambda: victims & set(launcher.running()), END: lambda: run.phase() == END}
     begun = reached.get(planned.phase, lambda: run.phase() != START)
@@ -119,7 +119,7 @@ def wait_for_moment(run: Run, planned: PlannedKill, durations: dict[str, float])
 
 
 def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | None:
-    """Carries out a planned kill and waits for its consequences; None if the training had ended before."""
+    """Carries out a planned kill and waits for its consequences; None if the run had ended before."""
     victims: list[int | str] = []
     running: dict[int | str, int] = {}
     phase = planned.phase
@@ -144,7 +144,7 @@ def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | 
 
 
 def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str, float]) -> list[Kill]:
-    """Runs one training to its end, with one planned kill after each start; returns the executed kills."""
+    """Runs one training run to its end, with one planned kill after each start; returns the executed kills."""
     done: list[Kill] = []
     for planned in plan:
         steps = {} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps)
@@ -153,7 +153,7 @@ def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str,
         run.launcher.start(steps)  # type: ignore[arg-type] # only ranks kill themselves
         executed = kill(run, planned, durations)
         if executed is None:
-            break  # the training has ended
+            break  # the run has ended
         done.append(executed)
     if not run.has_finished():
         run.launcher.start({})
@@ -165,7 +165,7 @@ def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str,
 
 
 def measure(run: Run) -> dict[str, float]:
-    """Runs one training undisturbed; returns the durations of its phases in seconds."""
+    """Trains once undisturbed; returns the durations of its phases in seconds."""
     run.launcher.start({})
     moments: dict[str, float] = {}
     while not run.launcher.has_ended():
@@ -209,7 +209,7 @@ def files(run: Path) -> list[str]:
 
 
 class KillTest:
-    """Trainings in one folder, each compared with an undisturbed one of plain processes."""
+    """Training runs in one folder, each compared with an undisturbed one of plain processes."""
 
     def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: str = "plain", slurm: Any = None) -> None:
         from volume_files import write_volume
@@ -243,13 +243,13 @@ class KillTest:
 
 
 def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKill]:
-    """Kills of one training; those of the end phase, and some of the start, come after the last checkpoint."""
+    """Kills of one training run; those of the end phase, and some of the start, come after the last checkpoint."""
     plan = []
     for phase in draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count):
         victims: list[int | str] = list(range(RANKS)) if draw.random() < 0.4 else [draw.randrange(RANKS)]
         if launcher == "torchrun" and draw.random() < 0.25:
             victims = [AGENT]
-        # A resumed training is shorter: later moments would often find it finished.
+        # A resumed training run is shorter: later moments would often find it finished.
         latest = {START: 0.8, END: 0.9}.get(phase, 0.6)
         last = phase == END or (phase == START and draw.random() < 0.3)
         plan.append((last, PlannedKill(victims, phase, draw.uniform(0.0, latest))))
@@ -258,22 +258,22 @@ def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKil
 
 
 def soak(kills: int, seed: int, folder: Path, launcher: str = "plain", log: bool = False) -> list[Kill]:
-    """Carries out that many kills at random moments, over several trainings; none if the launcher is unavailable."""
-    draw, done, trainings = random.Random(seed), list[Kill](), 0
+    """Carries out that many kills at random moments, over several runs; none if the launcher is unavailable."""
+    draw, done, started = random.Random(seed), list[Kill](), 0
     with allocation() if launcher == "srun" else contextlib.nullcontext() as slurm:
         if launcher == "srun" and slurm is None:
             return []
         test = KillTest(folder, EPOCHS, True, launcher, slurm)
         test.measure()
         while len(done) < kills:
-            trainings += 1
+            started += 1
             plan = draw_plan(draw, min(kills - len(done), 10), launcher)
-            more = test.run(f"soak{trainings}", plan)
+            more = test.run(f"soak{started}", plan)
             done += more
             if log:
                 slowest = max((kill.seconds for kill in done), default=0.0)
                 print(
-                    f"{launcher}, training {trainings}: {len(more)} kills, same bits; {len(done)} kills so far, "
+                    f"{launcher}, run {started}: {len(more)} kills, same bits; {len(done)} kills so far, "
                     f"survivors ended within {slowest:.1f} s",
                     flush=True,
                 )

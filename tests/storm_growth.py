@@ -110,7 +110,7 @@ def rank_main(run: Path, folder: Path, flags: list[str]) -> None:
 
 
 def measure(steps: int, ranks: int, folder: Path) -> list[list[Sample]]:
-    """The samples of each rank, from a training of at least that many steps."""
+    """The samples of each rank, from a training run of at least that many steps."""
     volumes = [write_volume(folder / f"{name}.h5", seed=seed) for seed, name in enumerate(("train", "valid"))]
     settings = {
         "train_path": volumes[0],

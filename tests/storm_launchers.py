@@ -1,6 +1,6 @@
 """The launchers of tests/soak.py: plain processes, torchrun, and srun on two nodes of a real Slurm.
 
-Each one starts two ranks of the same training, gives the process ids of those that run, and waits for their end.
+Each one starts two ranks of the same run, gives the process ids of those that run, and waits for their end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slurm_cluster import NODES, Cluster, free_ports  # noqa: E402 # found by th
 
 RANKS = 2
 AGENT = "agent"  # a victim: the process of torchrun
-MARK = "SOAK_MARK"  # a variable that identifies the processes of one training
+MARK = "SOAK_MARK"  # a variable that identifies the processes of one training run
 
 
 class Launcher(Protocol):
-    """Starts of one training."""
+    """Starts of one training run."""
 
     def start(self, steps: Mapping[int, int]) -> None:
         """Starts all ranks; a rank in `steps` kills itself after that number of steps."""
@@ -45,7 +45,7 @@ class Launcher(Protocol):
         return {}
 
     def has_ended(self) -> bool:
-        """True if no process of the training is left."""
+        """True if no process of the run is left."""
         return True
 
     def settle(self, victims: Sequence[int | str], running: Mapping[int | str, int]) -> list[int]:
@@ -139,7 +139,7 @@ class _Command(Launcher):
         self._environment = {**environment, MARK: self._mark, **ONE_THREAD}
         self._process: subprocess.Popen[bytes] | None = None
         self._start_of_text = 0
-        self._others: set[str] = set()  # processes that are older than this training
+        self._others: set[str] = set()  # processes that are older than this training run
 
     @abc.abstractmethod
     def _command(self) -> list[str]:
@@ -158,7 +158,7 @@ class _Command(Launcher):
         return self._log.read_bytes()[self._start_of_text :].decode(errors="replace")
 
     def _found(self) -> dict[int, str]:
-        """Process id -> RANK, or an empty text, of all processes of this training."""
+        """Process id -> RANK, or an empty text, of all processes of this training run."""
         found = {}
         for name in set(os.listdir("/proc")) - self._others:
             with contextlib.suppress(OSError):  # the process has ended

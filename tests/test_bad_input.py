@@ -255,7 +255,7 @@ def volume_with_a_nan(path: Path, volume_file: Any) -> int:
 def test_training_skips_updates_with_nan_up_to_a_limit(
     data_flags: list[str], tmp_path: Path, volume_file, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The training continues to its end, or stops after max_consecutive_skips."""
+    """The run continues to its end, or stops after max_consecutive_skips."""
     monkeypatch.chdir(TOP)
     path = tmp_path / "nan.h5"
     step = volume_with_a_nan(path, volume_file)

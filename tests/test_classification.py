@@ -39,7 +39,7 @@ def run(world: World, flags: list[str]) -> None:
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The error line of a training that ends with exit code 2."""
+    """The error line of a training run that ends with exit code 2."""
     with pytest.raises(SystemExit) as stop:
         train.main([f"--yaml_config={YAML}", "--set=device=cpu", *arguments])
     assert stop.value.code == 2

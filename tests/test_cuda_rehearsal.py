@@ -42,7 +42,7 @@ LOSS = {"Triton l1", "Triton l1_backward"}
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each step chooses."""
+    """The choices of each step."""
     cuda, *folders = subprocess.run([PYTHON, "-c", FIND], capture_output=True, text=True).stdout.splitlines() or [""]
     if not cuda:
         pytest.skip(f"{PYTHON} has no CUDA build of torch; {Path(__file__).name} says how to make an environment")

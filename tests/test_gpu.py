@@ -106,7 +106,7 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file, channels_last, dtype) -> None:
-    """Of two volumes, over two epochs after an unfinished one, while kernels that use the batches still run."""
+    """Two volumes, two epochs after an unfinished one; kernels that use the batches still run."""
     boxes = ((16, 16, 16), (9, 20, 12))
     volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
     plan = SamplePlan(46, boxes, 9, seed=1, split="train")
@@ -267,7 +267,7 @@ class Interrupted(NullSignals):
             self.received = "SIGTERM"
 
 
-class Signalled:
+class Signaled:
     """A step that a signal interrupts."""
 
     signals: ClassVar[Interrupted]
@@ -277,10 +277,10 @@ class Signalled:
         return super().__call__(inputs, targets, lr)
 
 
-class InterruptedStep(Signalled, EagerStep): ...
+class InterruptedStep(Signaled, EagerStep): ...
 
 
-class InterruptedGraphStep(Signalled, GraphStep): ...
+class InterruptedGraphStep(Signaled, GraphStep): ...
 
 
 # Also in what is not trained: baselines, and the sums of the evaluations.

@@ -1,6 +1,6 @@
 """The shell blocks of README.md and docs/ run as they are pasted, in order, and leave nothing that git would add.
 
-A comment on the line above a block tells when it runs; without one it runs in `make test`:
+A comment on the line above a block states when it runs; without one it runs in `make test`:
 
     <!-- long -->                  it runs in `make test-slow`
     <!-- not run: needs Slurm -->  it never runs, for this reason

@@ -54,7 +54,7 @@ SIMULATED = {"velocity_scale_km_s": 500.0, "redshift": 2.0, "cosmology": "planck
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a training, whose data state their transform and their simulation."""
+    """The directory of a training run, whose data state their transform and their simulation."""
     folder = tmp_path_factory.mktemp("trained")
     paths = {
         f"{split}_path": write_volume(folder / f"{split}.h5", seed=seed) for seed, split in ((1, "train"), (2, "val"))
@@ -166,7 +166,7 @@ def test_the_file_holds_the_prediction_and_its_provenance(whole: Path, run: Path
     assert "width: 4" in attributes["config"]
     assert (attributes["window"], attributes["periodic"], attributes["precision"]) == (8, True, "float32")
     assert {"command", "git_commit", "versions"} <= set(json.loads(attributes["provenance"]))
-    fields = FieldReader(str(whole), "Hydro", 5, transform)  # a training or evaluation can read it
+    fields = FieldReader(str(whole), "Hydro", 5, transform)  # a training run or evaluation can read it
     assert (fields.shape, fields.cell) == (BOX, 0.5)
     np.testing.assert_array_equal(fields.planes(3, 7), contents(whole)["Hydro"][:, 3:7])
     fields.close()

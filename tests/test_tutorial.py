@@ -1,6 +1,6 @@
-"""The commands of the original tutorial, as they are typed, one after the other with the same run number.
+"""The commands of the SC21 tutorial, unchanged, one after the other with the same run number.
 
-Each trains, measures or leaves a trace. From the second on they once printed that the training is complete.
+Each trains, measures or leaves a trace. From the second on they once printed that the run is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainings of config 'test', their run directories, and the comparison of two of them bit for bit."""
+"""Training runs of config 'test', their run directories, and the comparison of two of them bit for bit."""
 
 from __future__ import annotations
 

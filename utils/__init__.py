@@ -1,4 +1,4 @@
-"""Everything a training run is assembled from; `networks` is the only part kept apart."""
+"""All parts of a training run except the networks, which are in `networks`."""
 
 import os
 import platform

@@ -201,7 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     given = {name: value for name, value in vars(arguments).items() if name in SWITCHES or name in VALUES}
     flags = {KEYS.get(name, name): value for name, value in given.items()}
     changes = read_changes(arguments.set)
-    # Each is translated on its own, so that --set overrides flags whatever the spelling of either.
+    # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = (translate(values, "command line", on_command_line=True) for values in (flags, changes))
     _check_run_num(arguments.run_num)
     if arguments.plot is not None and arguments.preflight is None:

@@ -1,4 +1,4 @@
-"""The convergence study: how it evaluates trainings, and that it runs each of them once."""
+"""The convergence study: how it evaluates training runs, and that it runs each of them once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import convergence, processes
 from benchmarks.common import YAML
-from benchmarks.convergence import STUDIES, Condition, Study, Training, expand, reach, result_table, summarise
+from benchmarks.convergence import STUDIES, Condition, Study, Training, expand, reach, result_table, summarize
 from utils import config as configs
 from utils.cli import read_changes
 from utils.data.volumes import with_file_values
@@ -24,7 +24,7 @@ STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)
 
 
 def result(accuracies: list[float], seconds: float = 1.0) -> dict[str, Any]:
-    """A training of 100 samples per epoch; its losses are one less the accuracies."""
+    """A training run of 100 samples per epoch; its losses are one less the accuracies."""
     curve = [
         {
             "epoch": float(epoch),
@@ -44,7 +44,7 @@ def result(accuracies: list[float], seconds: float = 1.0) -> dict[str, Any]:
 def summaries(study: Study, *results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     config = configs.load(YAML, "digits_naive").for_world(1)
     return [
-        summarise(study, condition, config, made) for condition, made in zip(study.conditions, results, strict=True)
+        summarize(study, condition, config, made) for condition, made in zip(study.conditions, results, strict=True)
     ]
 
 
@@ -97,19 +97,19 @@ def test_tables_and_plots_compare_with_the_first_condition(tmp_path: Path, both:
 @pytest.mark.parametrize("name", STUDIES)
 def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> None:
     conditions = STUDIES[name].conditions
-    trainings = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
-    assert all(training.config.seed == 3 and not training.is_trained() for training in trainings)
-    batches = {training.config.global_batch_size for training in trainings}
+    training_runs = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
+    assert all(training.config.seed == 3 and not training.is_trained() for training in training_runs)
+    batches = {training.config.global_batch_size for training in training_runs}
     assert max(batches) == {"digits": 8, "cifar10": 8, "unet": 8, "scale": 16, "demo": 4}.get(name, 1) * min(batches)
-    assert len({training.directory for training in trainings}) == len(trainings)
-    different = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in trainings}
-    assert len(different) == len(trainings)
+    assert len({training.directory for training in training_runs}) == len(training_runs)
+    different = {(training.condition.ranks, configs.to_yaml(training.config, "it")) for training in training_runs}
+    assert len(different) == len(training_runs)
 
 
 def test_trainings_run_once_and_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_forked: Any
 ) -> None:
-    """Finished trainings are kept, whatever their commit; those of another config run again. A failure is one line."""
+    """Finished runs are kept, regardless of their commit; those of another config repeated. A failure is one line."""
     monkeypatch.setitem(STUDIES, "digits", STUDY)
     monkeypatch.setattr(processes, "run_group", run_forked)
     arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
@@ -122,7 +122,7 @@ def test_trainings_run_once_and_are_compared(
     curve = [(point["epoch"], point["samples"], point["step"]) for point in found["conditions"][1]["curve"]]
     assert curve == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
     assert (tmp_path / "out" / "convergence_digits.md").read_text() in printed.out
-    (trained,) = convergence.trainings_of(
+    (trained,) = convergence.training_runs_of(
         "digits", 1, tmp_path / "runs", read_changes([each.partition("=")[2] for each in small])
     )[:1]
     start, first, last = trained.curve()
@@ -138,13 +138,13 @@ def test_trainings_run_once_and_are_compared(
         assert started == []
         found = json.loads((tmp_path / "out" / "convergence_digits.json").read_text())
         assert found["conditions"][0]["commits"] == ["another"]
-        with pytest.raises(UserError, match="no training of one is finished"):
+        with pytest.raises(UserError, match="no training run of one is finished"):
             convergence.main([*arguments, *small, "--set=num_epochs=1"])
         assert started == ["one", "two"]
 
     wrong = Training("wrong", CONDITIONS[0], 0, tmp_path / "runs", {})
     wrong._changes["network.name"] = "unet"
-    with pytest.raises(UserError, match="the training one, seed 0, failed: network unet cannot be used with labeled"):
+    with pytest.raises(UserError, match="the run one, seed 0, failed: network unet cannot be used with labeled"):
         wrong.run(60)
 
 
@@ -182,14 +182,14 @@ def test_a_diverged_training_does_not_end_the_study(
     monkeypatch.setattr(Training, "is_trained", is_trained)
     monkeypatch.setattr(Training, "result", lambda training: {**result([0.1, 0.5]), "seed": training.seed})
     arguments = ["digits", "--seeds=2", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
-    with pytest.raises(UserError, match=r"no training of it, start_lr 0\.01 is finished; give more --hours"):
+    with pytest.raises(UserError, match=r"no training run of it, start_lr 0\.01 is finished; give more --hours"):
         convergence.main([*arguments, "--hours=1e-12"])
-    with pytest.raises(UserError, match="1 of 6 trainings failed; it diverged"):
+    with pytest.raises(UserError, match="1 of 6 training runs failed; it diverged"):
         convergence.main(arguments)
     assert finished == [
         (each.name, seed) for seed in (100, 101) for each in conditions if (each, seed) != (conditions[1], 101)
     ]
-    assert "5 trainings, 0.00 hours in all. Missing: it, start_lr 0.1 (1 of 2)." in capsys.readouterr().out
+    assert "5 training runs, 0.00 hours in all. Missing: it, start_lr 0.1 (1 of 2)." in capsys.readouterr().out
     found = json.loads((tmp_path / "convergence_digits.json").read_text())["conditions"]
     assert [condition["seeds"] for condition in found] == [[100, 101], [100], [100, 101]]
 

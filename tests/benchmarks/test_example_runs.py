@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.convergence import Condition, Training
-from benchmarks.example_runs import SETS, conditions, keep, result_table, summarise
+from benchmarks.example_runs import SETS, conditions, keep, result_table, summarize
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_every_run_has_a_valid_config(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_is_summarized_from_its_records(training: Training) -> None:
-    runs = [summarise(training, goal) for goal in (0.03, 0.001)]
+    runs = [summarize(training, goal) for goal in (0.03, 0.001)]
     found = runs[0]
     assert (found["batch"], found["epochs"], found["steps"], found["samples"]) == (8, 4, 40, 320)
     assert (found["initial loss"], found["final loss"], found["seconds"]) == (0.14, 0.01, 40.0)

@@ -1,4 +1,4 @@
-"""The rungs are fixed trainings, their commands are those trainings, and a failed rung does not end the ladder."""
+"""The rungs are fixed sets of options, their commands have these options, and a failed rung does not end the ladder."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_each_variant_predicts_fields_and_trains_all_its_weights(name: str) -> N
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_operations_of_each_variant_are_counted(name: str) -> None:
-    """As at the start of a training."""
+    """As at the start of a training run."""
     found = training_flops(build(name), torch.empty(1, 4, 8, 8, 8))
     plain = training_flops(build("unet"), torch.empty(1, 4, 8, 8, 8))
     assert (found == plain) == (name in ("unet", "residual"))
@@ -112,7 +112,7 @@ def test_finished_trainings_are_reported(tmp_path: Path, monkeypatch: pytest.Mon
     assert (found["steps"], found["measures"]["validation loss"]["mean"]) == (10, pytest.approx(0.015))
     assert found["measures"]["P ratio of velocity, k = 2 h/Mpc"]["values"] == [0.5, 0.5]
     assert "| flux P1D ratio at k = 0.002 | 0.9 ± 0 |" in (tmp_path / "networks.md").read_text()
-    # Other step counts are other trainings; with one seed there is no spread.
+    # Other step counts are other training runs; with one seed there is no spread.
     networks.main([*arguments[1:], "--steps=12", "--seeds=1"])
     assert started[-6:] == list(zip(VARIANTS, (12, 6, 4, 2, 2, 2), strict=True))
     found = json.loads((tmp_path / "networks.json").read_text(), parse_constant=pytest.fail)["networks"]["residual"]

@@ -1,4 +1,4 @@
-"""Trainings as child processes: none of their processes outlives them, and a failure is reported in one line."""
+"""Training runs as child processes: none of their processes outlives them, and a failure is reported in one line."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_bad_input_is_one_line_before_anything_runs(
 
 
 class Recorder:
-    """Stands in for run_group: records its calls, and writes the results that trainings would."""
+    """Stands in for run_group: records its calls, and writes the results that training runs would."""
 
     def __init__(self, code: int = 0, says: str = "") -> None:
         self.calls: list[tuple[list[str], dict[str, str]]] = []

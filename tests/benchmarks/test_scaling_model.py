@@ -22,9 +22,9 @@ from benchmarks.scaling_model import (
     efficiency,
     examine,
     fit,
-    original,
     rate,
     step_seconds,
+    tutorial_base,
 )
 from networks import build_network
 
@@ -88,7 +88,7 @@ def test_step_seconds_equal_values_computed_by_hand() -> None:
 
 
 def test_layers_and_gradients_are_those_of_the_network() -> None:
-    model = original()
+    model = tutorial_base()
     assert [name for name, *_ in model.layers][::10] == ["down1", "up2"]
     assert sum(forward + backward for _, forward, backward in model.layers) == pytest.approx(80.46e9, rel=1e-3)
     assert model.layers[0][1] == model.layers[0][2], "the gradient of the data is not computed"
@@ -98,8 +98,8 @@ def test_layers_and_gradients_are_those_of_the_network() -> None:
 
 def test_128_ranks_are_predicted_from_one_and_two_nodes() -> None:
     """The predictions are within five points of the published ones, and equal the result in the repository."""
-    model = fit(PUBLISHED, original(), UNKNOWN)
-    assert all(figure.modelled(model) == pytest.approx(figure.value, rel=0.03) for figure in PUBLISHED)
+    model = fit(PUBLISHED, tutorial_base(), UNKNOWN)
+    assert all(figure.modeled(model) == pytest.approx(figure.value, rel=0.03) for figure in PUBLISHED)
     shipped = json.loads((RESULTS / "scaling_model" / "scaling_model.json").read_text())
     for batch, predicted in at_goal(model).items():
         assert predicted == pytest.approx(GOALS[int(batch)], abs=0.05), batch

@@ -1,4 +1,4 @@
-"""benchmarks/threads.py with a stand-in for the trainings."""
+"""benchmarks/threads.py with a stand-in for the training runs."""
 
 from __future__ import annotations
 

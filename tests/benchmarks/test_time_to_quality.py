@@ -1,4 +1,4 @@
-"""Time to quality: when a training reaches the goal, and the report of small trainings."""
+"""Time to quality: when a run reaches the goal, and the report of small runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSS = "Loss/valid"
 
 
 def trained(losses: list[float], seconds: float = 1.0) -> dict[str, Any]:
-    """A training with a validation after every 10 samples."""
+    """A training run with a validation after every 10 samples."""
     curve = [
         {"epoch": number, "samples": 10 * number, "step": number, "seconds": seconds * number, LOSS: loss}
         for number, loss in enumerate(losses)

@@ -25,7 +25,7 @@ class Launched:
     """Stands in for `run_group`: records what would be started, and writes what --enable_benchy would."""
 
     def __init__(self, rates: Callable[[list[str]], float] = lambda command: 100.0, output: str = "") -> None:
-        """`rates`: samples/s by command; 0 is a training that fails with `output`."""
+        """`rates`: samples/s by command; 0 is a training run that fails with `output`."""
         self.rates, self.output = rates, output
         self.commands: list[list[str]] = []
 

@@ -368,7 +368,7 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: P
         assert found["input_planes"].tolist() == [planes.start, planes.stop]
     window = {"evaluation.window": 4, "evaluation.overlap": 1}
     grid = evaluation_grid(configs.load(YAML, "test", window), open_volume(tmp_path / "out" / "box_train.h5", (1, 5)))
-    assert grid.x.origins == (0, 1), "evaluations during a training do not wrap"
+    assert grid.x.origins == (0, 1), "evaluations during a run do not wrap"
 
 
 def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

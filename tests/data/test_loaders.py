@@ -35,7 +35,7 @@ GLOBAL_BATCH, TRAIN_SAMPLES, VALID_SAMPLES = 8, 347, 11  # 43 training steps and
 # Two volumes to train on and one for validation, none of them a cube, by the config's key and the file's name.
 BOXES = {("train", "train"): (16, 9, 20), ("train", "more"): (8, 24, 12), ("val", "valid"): (18, 16, 8)}
 SIZE = sum(9 * math.prod(box) * 4 for box in BOXES.values())  # bytes of all volumes
-Paths = dict[str, Any]  # keys of the config; those of the training have lists
+Paths = dict[str, Any]  # keys of the config; those of the training data have lists
 
 
 def missing_requirement(name: str) -> str:
@@ -215,7 +215,7 @@ def test_use_cache_reads_the_copies_of_the_node(paths: Paths, tmp_path: Path, na
 def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(
     paths: Paths, volume_file: VolumeFile, tmp_path: Path, reads: str
 ) -> None:
-    """In its box_size, which config.yaml keeps and which decides whether a training can resume."""
+    """In its box_size, which config.yaml keeps and which decides whether a training run can resume."""
     config = config_for(paths, "lowmem", box_size=[1024, 512])
     if reads == "npy":  # without the HDF5 files, but with their names
         gone = {"train_path": ["gone.h5", "gone, too.h5"], "val_path": "gone.h5"}
@@ -310,7 +310,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_auto_on_a_gpu(
     paths: Paths, monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
 ) -> None:
-    """Device memory if the volumes fit alongside the training, to the byte, with mixed precision also as float16."""
+    """Device memory if the volumes fit in addition to the training state, to the byte; float16 with mixed precision."""
 
     def check() -> None:
         if "DALI" in lacks:

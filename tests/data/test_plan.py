@@ -90,7 +90,7 @@ def test_without_augmentation_every_symmetry_is_the_identity_and_crops_are_the_s
 
 @pytest.mark.parametrize("samples", [1, 13, 14, 15, 26, 27, 28, 54, 100])
 def test_positions_repeat_only_after_all_were_used(samples: int) -> None:
-    """Of 27 positions, more than half are drawn with another algorithm, which must have the same property."""
+    """More than half of 27 positions are drawn with another algorithm, which must have the same property."""
     for epoch in range(20):
         plan = SamplePlan(samples=samples, boxes=cubes(6), crop=4).epoch(epoch)
         assert len(plan) == samples

@@ -30,7 +30,7 @@ def gradient(field: np.ndarray) -> np.ndarray:
 
 
 def test_the_order_of_the_symmetries_is_fixed() -> None:
-    """Plans draw an index: with another order, a resumed training would continue with other samples."""
+    """Plans draw an index: with another order, a resumed training run would continue with other samples."""
     assert len(np.unique(MATRICES, axis=0)) == symmetry.COUNT == 48
     assert symmetry.IDENTITY == 0
     np.testing.assert_array_equal(MATRICES[0], np.eye(3))

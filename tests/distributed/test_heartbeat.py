@@ -139,7 +139,7 @@ def test_rank_0_of_4096_reads_a_bounded_number_of_reports_per_second() -> None:
 
 
 def reduce_but(world: World, exception: int, act: Callable[[], Any]) -> None:
-    """The ranks wait for each other at every step, as in a training; the exception acts after a few steps."""
+    """The ranks wait for each other at every step, as in a training run; the exception acts after a few steps."""
     for step in itertools.count():
         world.heartbeat.progress("data", 17)
         if step == 5 and world.rank == exception:

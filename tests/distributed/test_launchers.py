@@ -134,7 +134,7 @@ def mpiexec(name: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MPIEXECS)
 def test_mpiexec_gives_each_rank_its_number(tmp_path: Path, name: str) -> None:
-    """The slow test below has the trainings."""
+    """The slow test below trains."""
     code = "import dataclasses, json, pathlib, sys; from utils.distributed.launch import read_launch\n"
     code += "found = read_launch(); text = json.dumps(dataclasses.asdict(found))\n"
     code += "pathlib.Path(sys.argv[1], str(found.rank)).write_text(text)"

@@ -223,7 +223,7 @@ def errors(text: str) -> list[str]:
 def test_trainings_with_one_port_do_not_mix(
     start: Callable[..., Program], data_flags: list[str], tmp_path: Path
 ) -> None:
-    """Rank 0 of one training and rank 1 of another one trained together, and both exited with code 0."""
+    """Rank 0 of one training run and rank 1 of another one trained together, and both exited with code 0."""
     common = ["train.py", "--config=test", *data_flags]
     port = free_port()
     ranks = [start([*common, f"--set=expdir={tmp_path / name}"], rank, port) for rank, name in enumerate("ab")]

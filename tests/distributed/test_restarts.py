@@ -53,7 +53,7 @@ DEATHS = [[0, 0], [1, 11]]  # start and step: before anything is written, and af
 
 @pytest.fixture
 def command(tmp_path: Path, data_flags: list[str]) -> list[str]:
-    """A training that dies as often as the variable DEATHS says. torchrun's run id is `none`, its default."""
+    """A training run that dies as often as the variable DEATHS says. torchrun's run id is `none`, its default."""
     script = tmp_path / "dying.py"
     script.write_text(SCRIPT.replace("DEATHS[", f"{DEATHS}["))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--monitor-interval=0.1"]
@@ -80,7 +80,7 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
 
 
 def test_torchrun_names_its_job_alike_before_and_after_a_restart(tmp_path: Path) -> None:
-    """tests/training/test_run.py has what follows from it, and the slow test above the trainings."""
+    """tests/training/test_run.py has what follows from it, and the slow test above trains."""
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -1,4 +1,4 @@
-"""Signals to real trainings: all ranks save after the same step and exit with 75; the same command resumes."""
+"""Signals to real training runs: all ranks save after the same step and exit with 75; the same command resumes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(start: Start, flags: list[str]) -> Start:
 
 @pytest.fixture
 def two_ranks(start: Start, flags: list[str]) -> list[Program]:
-    """A long training of two ranks that is in its second epoch."""
+    """A long training run of two ranks that is in its second epoch."""
     port = free_port()
     ranks = [start(["train.py", *flags, LONG], **rank_variables(rank, 2, port)) for rank in range(2)]
     ranks[0].wait_for("epoch 2/")
@@ -144,7 +144,7 @@ def test_macos_has_no_prctl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:
-    """It must not fail with EINTR while a training saves and exits."""
+    """It must not fail with EINTR while a run saves and exits."""
     libc = ctypes.CDLL(None, use_errno=True)
     reader, writer = os.pipe()
 
@@ -175,7 +175,7 @@ def exchange(world: World, requests: dict[int, Request]) -> list[int]:
 
 
 def exchange_on_ranks(world: World) -> tuple[list[int], int, list[int]]:
-    """Answers, a sum over the same process group afterwards, and answers if ranks exchange every third step only."""
+    """Answers, a sum over the same process group afterward, and answers if ranks exchange every third step only."""
     last = world.size - 1
     requests = {0: {2: Request.SAVE, 5: Request.SAVE}, last: {5: Request.STOP}}
     answers = exchange(world, requests.get(world.rank, {}))
@@ -220,7 +220,7 @@ def test_after_a_signal_the_same_command_resumes_to_the_same_weights(train: Star
 
 
 def test_repeated_signals_still_save(start: Start, flags: list[str], tmp_path: Path) -> None:
-    """Slurm and torchrun both pass a signal on, a preemption follows a warning; also while the training exits."""
+    """Slurm and torchrun both pass a signal on, a preemption follows a warning; also while the run exits."""
     script = tmp_path / "patient.py"
     script.write_text(PATIENT)
     program = start([str(script), *flags, LONG])
@@ -261,7 +261,7 @@ with one_line_errors(), signals.StopSignals():
 
 
 def test_ctrl_c_ends_a_program_that_blocks_during_its_exit(start: Start, tmp_path: Path) -> None:
-    """An interrupt right after a lock was acquired, before the block that releases it, blocked a training forever."""
+    """An interrupt right after a lock was acquired, before the block that releases it, blocked a run forever."""
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     program = start([str(script)])

@@ -40,7 +40,7 @@ def run(flags: list[str], folder: Path, *more: str) -> Path:
 
 
 def error_line(capfd: pytest.CaptureFixture[str], flags: list[str], folder: Path, *more: str) -> str:
-    """The last line of a training that exits with code 2."""
+    """The last line of a training run that exits with code 2."""
     with pytest.raises(SystemExit) as stop:
         run(flags, folder, *more)
     assert stop.value.code == 2

@@ -209,7 +209,7 @@ def test_a_diverged_or_perfect_prediction_has_finite_color_limits(found: Results
     assert np.ma.getmaskarray(pixels(grid[3, 0]))[0, 0]
 
 
-# --- over a training -------------------------------------------------------------------------------------------------
+# --- over a run ------------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_curves_show_errors_and_correlations(history: list[Results]) -> None:

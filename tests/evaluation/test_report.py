@@ -198,7 +198,7 @@ def test_markup_is_escaped_and_unknown_or_non_finite_values_are_stated() -> None
     )
     parsed = Parsed(report.page(found, PICTURES, {"checkpoint": hostile}))
     assert "script" not in {tag for tag, _ in parsed.tags}
-    assert len(parsed.images()) == 3, "no phase diagram, no figure of a training"
+    assert len(parsed.images()) == 3, "no phase diagram, no figure of a run"
     for row in (["epoch", hostile], [hostile, "1"], ["checkpoint", hostile]):
         assert row in parsed.rows
     assert "".join(parsed.all("title")) == f"Evaluation: epoch {hostile}"

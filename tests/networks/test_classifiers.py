@@ -139,7 +139,7 @@ def test_an_unknown_network_is_answered_with_those_that_suit_the_samples(options
 
 
 TEXTS = {"shape": (300,), "vocabulary": 50}
-LABELLED = {"shape": (1, 28, 28)}
+LABELED = {"shape": (1, 28, 28)}
 VOLUMES = {"crop": 8, "in_channels": 4, "out_channels": 5, "width": 4, "scales": 2, "space_to_depth": ()}
 VOLUMES |= {"fused": False, "norm": "none"}
 
@@ -151,8 +151,8 @@ VOLUMES |= {"fused": False, "norm": "none"}
         ("lenet", {"shape": (5, 28)}, "network lenet takes images, .*not samples of shape 5 x 28$"),
         ("reuters_cnn", {**TEXTS, "shape": (1, 28, 28)}, "reuters_cnn takes texts, not samples of shape 1 x 28 x 28"),
         ("reuters_cnn", {"shape": (300,)}, r"reuters_cnn takes texts, .*without a vocabulary"),
-        ("lenet", {**LABELLED, "depth": 3}, "network lenet has no option depth; remove it"),
-        ("unet", LABELLED, "^network unet cannot be used with labeled samples; use one of mnist_cnn, lenet, "),
+        ("lenet", {**LABELED, "depth": 3}, "network lenet has no option depth; remove it"),
+        ("unet", LABELED, "^network unet cannot be used with labeled samples; use one of mnist_cnn, lenet, "),
     ],
 )
 def test_a_network_refuses_samples_of_another_kind(name: str, options: dict[str, Any], message: str) -> None:

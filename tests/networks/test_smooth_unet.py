@@ -76,7 +76,7 @@ def test_options_change_nothing_but_the_form_of_the_computation(
 
 
 def test_a_shift_by_two_to_the_scales_shifts_the_prediction() -> None:
-    """Where the prediction does not depend on the padding."""
+    """Compared where the prediction does not depend on the padding."""
     network, x = small(scales=2), fields(1, 3, 64, 8, 8)
     with torch.no_grad():
         whole, shifted = network(x), network(x.roll(4, 2))
@@ -104,7 +104,7 @@ def test_the_network_is_exported_for_volumes_of_any_shape() -> None:
 
 
 def test_the_full_network_computes_less_than_the_unet() -> None:
-    """Of the U-Net's 80 GFLOP per sample; computed without data."""
+    """The U-Net computes 80 GFLOP per sample; both are counted without data."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         SmoothUNet()(torch.empty(1, 4, 64, 64, 64)).sum().backward()
     assert counter.get_total_flops() / 1e9 == pytest.approx(76.10, abs=0.01)

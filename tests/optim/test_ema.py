@@ -126,7 +126,7 @@ def test_a_step_resumes_with_the_trained_weights(decay: float | None, tmp_path: 
 
 
 def test_an_average_starts_at_the_loaded_weights() -> None:
-    """Weights of a training without an average, loaded at the start or later."""
+    """Weights of a run without an average, loaded at the start or later."""
     source, resumed, fresh, trained = make(None), make(), make(), make()
     for number in range(3):
         source(*batch(number), LR)
@@ -155,7 +155,7 @@ def test_channel_weights_affect_the_training_loss_only() -> None:
         assert weighted != pytest.approx(float(differences.mean()), rel=1e-3)
 
 
-# --- in a training ---------------------------------------------------------------------------------------------------
+# --- in a run --------------------------------------------------------------------------------------------------------
 
 
 class RecordingStep(EagerStep):
@@ -179,7 +179,7 @@ def run(flags: list[str]) -> EagerStep:
 def test_a_checkpoint_holds_the_average_and_averaging_may_be_switched_on_or_off(
     tmp_path: Path, data_flags: list[str], before: str, after: str
 ) -> None:
-    """A resumed training ends with the weights of an uninterrupted one; --init_from starts from the average."""
+    """A resumed training run ends with the weights of an uninterrupted one; --init_from starts from the average."""
     flags = [*data_flags, f"--set=expdir={tmp_path}"]
     step = run([*flags, f"--set=ema_decay={before}", "--set=checkpoint.keep_last=9"])
     whole = values(step._trained.network)

@@ -236,7 +236,7 @@ def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
     names = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lamb": "Lamb"}
     for old, new in itertools.permutations(names, 2):
         optimizer = KINDS[new](start())
-        with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this training's is {names[new]}$"):
+        with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this run's is {names[new]}$"):
             load_state(optimizer, saved_state(KINDS[old](start())))
     with pytest.raises(ValueError, match="size of optimizer's group"):
         load_state(KINDS["adam"](start()), saved_state(KINDS["adam"](start()[:2])))

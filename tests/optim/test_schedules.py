@@ -166,7 +166,7 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
 def test_the_preflight_plots_the_learning_rate_of_every_step(
     plot: str, name: str, settings: list[str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A PNG, whatever its name, without temporary files; also if a login node does not see the data."""
+    """A PNG, regardless of its name, without temporary files; also if a login node does not see the data."""
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []

@@ -112,9 +112,9 @@ def test_only_the_first_rank_prints_the_report(preflight, monkeypatch: pytest.Mo
 def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     data_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    """The report says where a training would write, and whether it would resume, replace or refuse what is there.
+    """The report says where a training run would write, and whether it would resume, replace or refuse what is there.
 
-    The training logs the preflight's warning that both files are the same.
+    The run logs the preflight's warning that both files are the same.
     """
     monkeypatch.chdir(TOP)
     same = data_flags[0].replace("train_path", "val_path")

@@ -83,12 +83,12 @@ def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it
         profiler.before_step(step)
     profiler.close()
     (line,) = caplog.messages
-    assert line.startswith("No profile: its first step is 2, but the training resumes at step 3, counted from 0; ")
+    assert line.startswith("No profile: its first step is 2, but the run resumes at step 3, counted from 0; ")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_training_that_ends_inside_the_window_writes_its_profile(tmp_path, caplog) -> None:
-    """A training that ends before the window writes no profile."""
+    """A training run that ends before the window writes no profile."""
     caplog.set_level(logging.INFO)
     assert steps_annotated(window(tmp_path, 5), 3) == []
     assert list(tmp_path.iterdir()) == []
@@ -121,7 +121,7 @@ def test_nsys_captures_complete_steps_with_nvtx_ranges(calls) -> None:
 
 
 def built(directory: Path, device: torch.device = CPU, rank: int = 0, epochs: int = 2, **profile) -> Profiler:
-    """The profiler of a training with eight steps per epoch."""
+    """The profiler of a training run with eight steps per epoch."""
     options = {"global_batch_size": 8, "Nsamples": 64, "num_epochs": epochs, "profile": ProfileConfig(**profile)}
     config = Config(enable_manual_profiling=True, **options)
     return build_profiler(config, World(Launch("test", rank, rank, 2), device), directory)
@@ -147,8 +147,8 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
     assert type(built(tmp_path, rank=1)) is Profiler
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
-        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but .* runs on cpu; use --profiler=torch"),
-        ({"first_step": 16}, "profile.first_step 16 is not a step of the training, which has 16 steps, .*; lower it"),
+        ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but this run uses cpu; use --profiler=torch"),
+        ({"first_step": 16}, "profile.first_step 16 is not a step of the run, which has 16 steps, .*; lower it"),
     ):
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
@@ -183,7 +183,7 @@ def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, capl
 
 
 def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:
-    """Flags for a training of 16 steps with a profile of two."""
+    """Flags for a training run of 16 steps with a profile of two."""
     flags = ["--config=test", *data_flags, f"--set=expdir={expdir}", "--set=report_baselines=false"]
     return [*flags, "--enable_manual_profiling", "--set=profile.steps=2"]
 

@@ -56,7 +56,7 @@ configure() {
   done
   cat >"$SLURM_CONF" <<CONF
 ClusterName=test
-# Trainings derive their port from the job id, so two clusters on one machine need different first ids.
+# Training runs derive their port from the job id, so two clusters on one machine need different first ids.
 FirstJobId=$((1000 + RANDOM))
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$port
@@ -109,7 +109,7 @@ CONF
   printf 'export SLURM_CONF=%q\n' "$SLURM_CONF" >"$d/env"
 }
 
-# A training on several nodes must be able to resolve Slurm's node names.
+# A training run on several nodes must be able to resolve Slurm's node names.
 hosts_line() {
   local n line=127.0.0.1
   for ((n = 1; n <= nodes; n++)); do line+=" node$n"; done

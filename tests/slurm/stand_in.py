@@ -2,7 +2,7 @@
 
 stand_in.py dump DIRECTORY [ANYTHING ...]    writes these, environment and directory to DIRECTORY/<rank>.json
 stand_in.py exit RANK CODE                   that rank prints a message and exits with the code; the others wait
-stand_in.py wait                             waits for a signal and exits with 75, like a training; after a restart: 0
+stand_in.py wait                             waits for a signal and exits with 75, like a run; after a restart: 0
 stand_in.py deaf                             like wait, but does not catch signals
 stand_in.py late                             like wait, but rank 0 exits first, and the others no longer catch signals
 """

@@ -1,6 +1,6 @@
 """Replaces srun and the container runtimes in tests of submit_pm.sh: stand_in_runtime.py NAME OPTION ... COMMAND ...
 
-Each accepts only options that the real program has, requires those without which a training would not work, and starts
+Each accepts only options that the real program has, requires those without which a run would not work, and starts
 the command with the variables and in the directory that the real program would. Nothing is mounted: the path in
 TRAIN_EXIT_FILE is translated instead. The command finds what was asked for in the variable STAND_IN, as JSON.
 """

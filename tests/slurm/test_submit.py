@@ -50,7 +50,7 @@ def flags(data_flags: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """The same training on four ranks without Slurm and without interruption."""
+    """The same run on four ranks without Slurm and without interruption."""
     folder, port = tmp_path_factory.mktemp("uninterrupted"), free_port()
     path = json.dumps(str(folder / LOGS).replace("$", "$$"), ensure_ascii=False)
     command = ["train.py", *flags, f"--set=expdir={path}"]
@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 
 def train_some_epochs(cluster: Cluster, folder: Path, flags: list[str]) -> tuple[Job, list[int]]:
-    """A training in its third epoch, and the process ids of its ranks, which are suspended there."""
+    """A training run in its third epoch, and the process ids of its ranks, which are suspended there."""
     job = cluster.submit(folder, FOUR_RANKS, *flags, LOGS_DIR=str(folder / LOGS))
     job.wait_for("epoch 3/")
     return job, job.suspend_ranks(4)
@@ -90,7 +90,7 @@ def ends_with_the_same_weights(job: Job, folder: Path, uninterrupted: Path) -> N
 def test_a_preempted_training_saves_is_requeued_and_resumes(
     cluster: Cluster, uninterrupted: Path, tmp_path: Path, flags: list[str]
 ) -> None:
-    """Its weights equal those of an uninterrupted training, and one file has the output of both starts, from rank 0."""
+    """Its weights equal those of an uninterrupted run, and one file has the output of both starts, from rank 0."""
     job, _ = train_some_epochs(cluster, tmp_path, flags)
     cluster.preempt()  # Slurm sends SIGCONT and SIGTERM to the ranks
     job.is_requeued()

@@ -365,7 +365,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
         step.load_weights({key: value for key, value in state["network"].items() if key != name})
     with pytest.raises(ValueError, match=r"^it has extra \[2\], which this network lacks$"):
         step.load_weights({**state["network"], "extra": torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"^its optimizer is SGD, this training's is Adam"):
+    with pytest.raises(ValueError, match=r"^its optimizer is SGD, this run's is Adam"):
         step.load_state(other.state())
 
 

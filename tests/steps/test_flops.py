@@ -1,4 +1,4 @@
-"""The operations of the training per sample, counted without using the network or the device."""
+"""The operations of a training step per sample, counted without using the network or the device."""
 
 from __future__ import annotations
 

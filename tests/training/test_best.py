@@ -70,7 +70,7 @@ def train_until(flags: list[str], done: int, function: str, call: int, log: str)
 
 @pytest.fixture
 def trained(tmp_path: Path, data_flags: list[str]) -> Callable[..., tuple[int, str]]:
-    """trained(name, done, function, call): a training of four epochs -> (exit code, log)."""
+    """trained(name, done, function, call): a training run of four epochs -> (exit code, log)."""
 
     def start(name: str, done: int = 0, function: str = "prune", call: int = 0) -> tuple[int, str]:
         flags = [f"--yaml_config={YAML}", "--config=test", *data_flags, "--set=report_baselines=false"]
@@ -186,7 +186,7 @@ def start_from(world: World, runs: list[str]) -> float:
 
 
 def test_all_ranks_start_from_the_same_weights(tmp_path: Path) -> None:
-    """A fixed bug: each rank looked for the best checkpoint, which a training that still runs may replace meanwhile."""
+    """A fixed bug: each rank looked for the best checkpoint, which a run in progress may replace meanwhile."""
     for step in (8, 16):
         make(tmp_path / str(step) / FOLDER, {step: step})
     assert run_ranks(start_from, 2, [str(tmp_path / str(step)) for step in (8, 16)]) == [8.0, 8.0]

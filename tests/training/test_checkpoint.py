@@ -50,7 +50,7 @@ FILES = (WEIGHTS, TRAINING, CHECKSUMS)
 
 
 def tensors(value: float, numbers: int = 40) -> dict[str, Any]:
-    """The tensors of a training, all filled with `value`."""
+    """The tensors of a training run, all filled with `value`."""
     moments = {0: {"step": torch.tensor(value), "exp_avg": torch.full((numbers,), value)}}
     return {
         "network": {"weight": torch.full((numbers,), value), "count": torch.tensor(3)},
@@ -269,7 +269,7 @@ class Bomb:
 
 
 def resave(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Changes one file's content; the digests are right afterwards."""
+    """Changes one file's content; the digests are right afterward."""
 
     def make(directory: Path) -> None:
         torch.save(change(torch.load(directory / name, weights_only=True)), directory / name)
@@ -431,7 +431,7 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path: Path, keep_last: int) 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, keep_last: int) -> None:
-    """The training resumed before a damaged checkpoint: the next start needs what it saves now."""
+    """The run resumed before a damaged checkpoint: the next start needs what it saves now."""
     folder = folder_of(tmp_path, (4, 8))
     flip(step_directory(folder, 8) / WEIGHTS, 100)
     assert_newest(folder, 4)
@@ -445,7 +445,7 @@ def test_a_skipped_later_checkpoint_does_not_displace_new_ones(tmp_path: Path, k
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    """A training that is stopped in a validation saves again at the same step."""
+    """A training run that is stopped in a validation saves again at the same step."""
     checkpointer = writer(tmp_path)
     save(checkpointer, 1, best_step=1)
     checkpointer.save(tensors(5.0), TrainState(step=1), wait=True)

@@ -132,7 +132,7 @@ def test_a_run_warns_about_a_data_file_that_has_changed(
     ended = train(expdir, [*flags, f"--set=val_path={changed}"], "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
     (warning,) = messages(ended.stderr, "WARNING")
-    assert f"val_path {changed} differs from the data of the training that resumes: other content of " in warning
+    assert f"val_path {changed} differs from the data of the run that resumes: other content of " in warning
     assert warning in messages((run / "out.log").read_text(), "WARNING")
 
 

@@ -1,4 +1,4 @@
-"""provenance.json names the data of a run, and a training that is resumed with other data warns."""
+"""provenance.json names the data of a run, and a training run that is resumed with other data warns."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def recorded(tmp_path: Path) -> dict[str, Any]:
 
 
 def volumes(folder: Path, volume_file: Any) -> dict[str, Any]:
-    """Changes of config 'test' for a training on two volumes of their own."""
+    """Changes of config 'test' for a training run on two volumes of their own."""
     folder.mkdir(exist_ok=True)
     names = {"train_path": 1, "val_path": 2}
     return {key: str(volume_file(folder / f"{key}.h5", seed=seed)) for key, seed in names.items()}
@@ -93,12 +93,12 @@ def test_a_resumed_training_warns_about_changed_data(
     change(Path(paths["val_path"]))
     warnings = start(config, resumed=8)
     assert len(warnings) == 1
-    prefix = f"val_path {paths['val_path']} differs from the data of the training that resumes: "
+    prefix = f"val_path {paths['val_path']} differs from the data of the run that resumes: "
     assert warnings[0].startswith(prefix)
     assert re.search(says, warnings[0])
     assert start(config, resumed=8) == [], "each change is logged once"
     change_one_value(Path(paths["val_path"]))
-    assert start(config) == [], "a training from scratch mixes nothing"
+    assert start(config) == [], "a training run from scratch mixes nothing"
 
 
 def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume_file: Any, start: Any) -> None:
@@ -117,7 +117,7 @@ def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume
     swapped = configs.load(YAML, "test", {**paths, "val_path": paths["train_path"]})
     (warning,) = start(swapped, resumed=8)
     assert warning == (
-        f"val_path {paths['train_path']} differs from the data of the training that resumes: other content of "
+        f"val_path {paths['train_path']} differs from the data of the run that resumes: other content of "
         f"{tmp_path / 'moved.h5'}"
     )
 
@@ -125,7 +125,7 @@ def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume
 def test_each_file_of_a_list_is_recorded_and_another_order_gets_a_warning(
     tmp_path: Path, volume_file: Any, start: Any
 ) -> None:
-    """The volumes have the same shape; otherwise the training would be refused."""
+    """The volumes have the same shape; otherwise the run would be refused."""
     paths = volumes(tmp_path / "data", volume_file)
     both = [paths["train_path"], str(volume_file(tmp_path / "more.h5", seed=3))]
     start(configs.load(YAML, "test", {**paths, "train_path": both}))

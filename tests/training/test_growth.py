@@ -1,4 +1,4 @@
-"""A long training does not need more and more memory, file descriptors or threads."""
+"""A long training run does not need more and more memory, file descriptors or threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each point is recorded once, wherever a training ends between its records and the checkpoint that follows them."""
+"""Each point is recorded once, wherever a run ends between its records and the checkpoint that follows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interrupted and resumed training ends as an uninterrupted one: same bits, same records, each once."""
+"""An interrupted and resumed training run ends as an uninterrupted one: same bits, same records, each once."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_several_ranks(ranks: int, names: list[str], tmp_path: Path, data_flags:
 
 
 def two_ranks_between(world: World, flags: list[str], source: str) -> list[bool]:
-    """Stops a training on two ranks, and finishes one that was stopped on one rank."""
+    """Stops a training run on two ranks, and finishes one that was stopped on one rank."""
     stopped = run(world, [*flags, "--run_num=two", "--set=checkpoint.every_steps=1"], 11)
     return [stopped, run(world, [*flags, "--run_num=one-two", f"--resume={source}"])]
 
@@ -223,7 +223,7 @@ def test_another_number_of_ranks_sees_the_same_samples(tmp_path: Path, data_flag
 
 @pytest.fixture
 def command(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[str]):
-    """command(*flags, after=f): a training of config 'test' by its command line -> (exit code, stderr)."""
+    """command(*flags, after=f): a training run of config 'test' by its command line -> (exit code, stderr)."""
 
     def start(*flags: str, after: Callable[[int], None] = lambda step: None) -> tuple[int, str]:
         HookedStep.hook(after)
@@ -286,7 +286,7 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     assert_same_training(whole, run)
 
 
-# --- where a training starts -----------------------------------------------------------------------------------------
+# --- where a run starts ----------------------------------------------------------------------------------------------
 
 
 def test_resume_no_replaces_checkpoints_and_records(command: Any, finished: Path) -> None:
@@ -346,17 +346,17 @@ def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_
         with monkeypatch.context() as patch:
             patch.setattr(module, function, lambda *_: sys.exit(143))
             assert command("--resume=no", "--num_epochs=1")[0] == 143
-        assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new training starts"
+        assert saved_steps(finished / FOLDER) == before, "nothing is removed before the new run starts"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, stderr = command("--resume=no", "--num_epochs=1")
     assert code == 0, stderr
     assert "Resuming" not in stderr
     assert saved_steps(finished / FOLDER) == [8]
-    assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new training"
+    assert "Resuming" in command("--resume=no")[1], "from then on a restart resumes the new run"
 
 
 def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it finds that the training is complete, and while it writes the summary; then the lock is free."""
+    """Also if it finds that the run is complete, and while it writes the summary; then the lock is free."""
     locked = []
 
     def look(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -379,7 +379,7 @@ def test_a_run_holds_its_lock_to_its_end(command: Any, finished: Path, monkeypat
 def test_a_complete_training_of_another_directory_leaves_no_run_that_looks_like_its_result(
     tmp_path: Path, command: Any, whole: Path
 ) -> None:
-    """A fixed bug: the new directory got config, summary and result table of a training that was not its own."""
+    """A fixed bug: the new directory got config, summary and result table of a training run that was not its own."""
     code, stderr = command(f"--resume={whole}", "--run_num=new")
     assert code == 0, stderr
     assert messages(stderr)[-2].startswith(
@@ -488,7 +488,7 @@ def test_a_checkpoint_directory_is_resumed_as_a_run_directory_is(tmp_path: Path,
 
 
 def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole: Path) -> None:
-    """From a file, a checkpoint or the best one, without optimizer state; --resume continues the new training."""
+    """From a file, a checkpoint or the best one, without optimizer state; --resume continues the new run."""
     eighth = step_directory(whole / FOLDER, 8)
     checkpoints = {"file": eighth, "checkpoint": eighth, "best": whole / FOLDER / BEST}
     for name, path in checkpoints.items():
@@ -505,7 +505,7 @@ def test_weights_alone_start_a_new_training(tmp_path: Path, command: Any, whole:
     before = contents(run)
     code, stderr = command(*flags)
     assert code == 0, stderr
-    assert f"Weights of {path}" in messages(stderr, "INFO"), "another training, in a directory of its own"
+    assert f"Weights of {path}" in messages(stderr, "INFO"), "another training run, in a directory of its own"
     assert contents(run) == before
     code, stderr = command(*flags, "--resume", "--num_epochs=3")
     assert code == 0, stderr

@@ -1,4 +1,4 @@
-"""A training on two volumes that are not cubes, with evaluations of a third: its results, and how it resumes."""
+"""A training run on two volumes that are not cubes, with evaluations of a third: its results, and how it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wherever a training is killed, it ends with the bits of an undisturbed one."""
+"""Wherever a training run is killed, it ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 

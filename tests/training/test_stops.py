@@ -30,7 +30,7 @@ class Training:
 
     @contextmanager
     def running(self, *flags: str) -> Iterator[list[Program]]:
-        """The ranks of a training that has made a step."""
+        """The ranks of a training run that has made a step."""
         port, self._starts = free_port(), self._starts + 1
         programs = [
             Program(

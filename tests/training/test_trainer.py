@@ -296,7 +296,7 @@ def test_memory_for_losses_is_that_of_an_epoch_whatever_the_logging_interval() -
 
 
 def validated(*losses: float, state: TrainState | None = None, **settings: Any) -> tuple[Trainer, RecordedCheckpointer]:
-    """A training with these validation losses: untrained, unless it resumes from `state`, and after each epoch."""
+    """A training run with these validation losses: untrained, unless it resumes from `state`, and after each epoch."""
     values, step = iter(losses), RecordedStep(done=state.step if state else 0)
     trainer, _, checkpointer, loaders = make(step, validation=[batch(0.0)], state=state, **settings)
     loaders.valid.epoch = lambda epoch, first_batch=0: (batch(value) for value in [next(values)])
@@ -352,7 +352,7 @@ class RecordedEvaluation(Evaluation):
 def test_early_stopping_ends_a_training_also_if_it_was_resumed(
     losses: tuple[float, ...], settings: dict[str, Any], epochs: int, reason: str | None
 ) -> None:
-    """After any epoch. The learning rates of the epochs that are trained are those of a complete training."""
+    """After any epoch. The learning rates of the epochs that are trained are those of a complete run."""
 
     def end(*values: float, state: TrainState | None = None) -> tuple[Trainer, RecordedCheckpointer, FitResult]:
         trainer, checkpointer = validated(*values, state=state, early_stopping=settings)

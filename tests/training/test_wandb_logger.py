@@ -108,7 +108,7 @@ def test_each_offline_directory_holds_the_run_from_its_first_step(tmp_path: Path
         assert uploaded == written
     ids = [history[0] for history in histories]
     assert len(set(ids[:4])) == 1
-    assert ids[4] != ids[0], "a training from scratch is another run"
+    assert ids[4] != ids[0], "a training run from scratch is another run"
 
 
 @installed

@@ -104,7 +104,7 @@ def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> in
     pairs = list(zip(inputs, targets, strict=False))
     if any(channel.name.startswith(UNKNOWN) for channel in (*inputs, *targets)):
         return len(pairs)
-    same = (one.name.removeprefix(DARK_MATTER) == other.name.removeprefix(GAS) for one, other in pairs)
+    same = (first.name.removeprefix(DARK_MATTER) == second.name.removeprefix(GAS) for first, second in pairs)
     return sum(itertools.takewhile(bool, same))
 
 
@@ -140,4 +140,6 @@ def _density(name: str, transform: TransformConfig) -> Channel:
 def _velocity(name: str, transform: TransformConfig) -> tuple[Channel, ...]:
     scale = transform.velocity_scale_km_s
     names = (f"{name} {axis}" for axis in "xyz")
-    return tuple(Channel(each) if scale is None else Channel(each, VELOCITY_UNIT, scale) for each in names)
+    return tuple(
+        Channel(component) if scale is None else Channel(component, VELOCITY_UNIT, scale) for component in names
+    )

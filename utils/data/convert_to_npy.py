@@ -75,7 +75,7 @@ def _write_npy(field: StoredField, path: Path, progress: Progress) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; bad input ends with one line and exit code 2."""
+    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("-i", "--input", required=True, metavar="FILE", help="HDF5 file")

@@ -133,10 +133,10 @@ def _factor(field: GridField, options: Options) -> float | None:
     if unit is None:
         raise UserError(f"{field.name} does not state its unit; give --velocity_units")
     unit = _spelled(unit)
-    others = [known for quantity, units in UNITS.items() if quantity != field.quantity for known in units]
+    units_of_others = [known for quantity, units in UNITS.items() if quantity != field.quantity for known in units]
     if unit in UNITS[field.quantity]:
         return UNITS[field.quantity][unit]
-    if field.quantity == "density" and unit not in others:
+    if field.quantity == "density" and unit not in units_of_others:
         return None
     remedy = "correct the attribute" if field.quantity == "temperature" else f"give --{field.quantity}_units"
     raise UserError(f"{field.name} is a {field.quantity} in {unit}; {remedy}")
@@ -302,7 +302,7 @@ def _shape(text: str) -> Shape:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; bad input ends with one line and exit code 2."""
+    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         for line in import_volume(parse(argv)):
             print(line)

@@ -1,4 +1,4 @@
-"""The contract that every loader fulfils, and the entry that registers one in LOADERS."""
+"""The contract that every loader fulfills, and the entry that registers one in LOADERS."""
 
 from __future__ import annotations
 

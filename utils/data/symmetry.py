@@ -29,7 +29,7 @@ def move_axes(field: Any, symmetry: int) -> Any:
 
 
 def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """For each symmetry and output channel, the source channel [48, C] and its sign [48, C].
+    """The source channel [48, C] and its sign [48, C] for each symmetry and output channel.
 
     `vectors` lists the channel triples (x, y, z components) that are vectors; all others are scalars. In mode
     'grid' the components are not changed, as if all channels were scalars.

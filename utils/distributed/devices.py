@@ -20,7 +20,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise UserError(
             "device is cuda, but PyTorch finds no CUDA device; use --set device=cpu (train.py) or --device cpu"
         )
-    # Slurm's --gpus-per-task=1 shows each rank a single device, number 0, whatever its local rank.
+    # Slurm's --gpus-per-task=1 shows each rank a single device, number 0, regardless of its local rank.
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

@@ -1,4 +1,4 @@
-"""Heartbeat: a rank that hangs, fails or is gone ends the run on all ranks, and one line names it.
+"""Heartbeat: if a rank hangs, fails or is gone, stop the run on all ranks and report which one.
 
 A thread of each rank writes a report (phase and step) to the process group's store. Rank 0 reads the reports of all
 ranks, and the other ranks read that of rank 0. The first rank that finds a cause writes the diagnosis to the store, and
@@ -101,7 +101,7 @@ class Heartbeat:
         self._calls = 0
         self._error: BaseException | None = None  # of the main thread
         self._error_due = 0.0  # when it is the cause, unless another one is found before
-        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between two reports of a rank
+        self._interval = max(TICK, self._size / RANKS_PER_SECOND)  # seconds between reports of the same rank
         self._lost_limit = LOST_SECONDS + 2 * self._interval
         now = time.monotonic()
         self._statuses = {rank: Status(now, now) for rank in (range(self._size) if self.rank == 0 else [0])}
@@ -187,7 +187,7 @@ class Heartbeat:
             raise ConnectionError
 
     def _watch_store(self) -> None:
-        """Ends the process if the store does not answer: then the other thread does not return from an operation."""
+        """Ends the process if the store does not answer, because the other thread then waits for it forever."""
         last = time.monotonic()
         while not self._over.wait(1.0):
             now = time.monotonic()
@@ -198,7 +198,7 @@ class Heartbeat:
                 self._lose_store(f"does not answer for {now - self._answered:.0f} s")
 
     def _lose_store(self, what: str) -> None:
-        """Without its store the run cannot continue, unless torchrun held it, whose end is a stop signal for ranks."""
+        """Handles the loss of the store, which ends the run; if torchrun held the store, its end stops the ranks."""
         if self._report["state"] == "left" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._over.set()
             return
@@ -244,7 +244,7 @@ class Heartbeat:
         return None if self._error is None or now < self._error_due else self._describe(self._error)
 
     def _find_cause(self, ranks: Iterable[int], now: float) -> Diagnosis | None:
-        """The rank of these that is silent for longest, or the rank furthest behind if no rank makes progress."""
+        """The diagnosis of the rank that is silent for longest or, if no rank makes progress, furthest behind."""
         limit = self._lost_limit if self._lost else SILENT_SECONDS
         silent = [rank for rank in ranks if self._is_running(rank) and now - self._statuses[rank].heard > limit]
         if silent:
@@ -292,7 +292,7 @@ class Heartbeat:
         return Diagnosis("failed", self.rank, f"{rank} failed {place}: {text}; stopping all ranks", 1)
 
     def _follow(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
-        """Ends the heartbeat, and the process unless the main thread does."""
+        """Ends the heartbeat, and ends the process unless the main thread does so."""
         if diagnosis.line and speaks:
             _write(f"error: {diagnosis.line}\n")
         if diagnosis.kind == "hangs":
@@ -343,7 +343,7 @@ def _key(rank: int) -> str:
 
 
 def _collectives() -> int:
-    """The number of collectives that this rank has entered. It tells ranks apart that hang within one step."""
+    """The number of collectives that this rank has entered. It distinguishes ranks that hang within one step."""
     with contextlib.suppress(RuntimeError):  # a backend that does not count
         group: Any = dist.group.WORLD
         return 0 if group is None else group._get_sequence_number_for_group()

@@ -49,7 +49,7 @@ class LockedFile(io.FileIO):
         return True
 
     def is_current(self) -> bool:
-        """False if its last owner has removed it before the lock was taken."""
+        """False if its previous owner removed the file before this process acquired the lock."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self.fileno()), os.stat(self._path))
         return False

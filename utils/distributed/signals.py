@@ -1,4 +1,4 @@
-"""Stop signals: a batch system warns a training before it kills it, and the training saves and exits.
+"""Stop signals: a batch system warns a run before it kills it, and the run saves and exits.
 
 A signal reaches the ranks at different times. At the end of each step they exchange their requests, and all of them
 stop, or save, after the same step.
@@ -146,10 +146,10 @@ def _exit(line: str, code: int) -> None:
 
 
 class StopCoordinator:
-    """Exchanges the ranks' requests without making them wait: an answer is about the requests some steps before.
+    """Exchanges the ranks' requests without waiting: an answer covers the requests made some steps earlier.
 
-    On few ranks that is one step. Gloo's ring passes a number twice around all ranks, which on many ranks takes the
-    time of several steps.
+    On few ranks that is one step earlier. Gloo's ring passes a number twice around all ranks, which on many ranks takes
+    the time of several steps.
     """
 
     RANKS_PER_STEP = 32
@@ -185,5 +185,5 @@ class StopCoordinator:
         return Request(int(requests))
 
     def close(self) -> None:
-        """Waits for the exchange in progress; not after an error, because the other ranks may never answer."""
+        """Waits for the exchange in progress. Do not call it after an error: the other ranks may never answer."""
         self._answer()

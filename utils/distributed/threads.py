@@ -45,8 +45,8 @@ def share(everywhere: Sequence[Cores], rank: int) -> int:
     host, cores, limit = everywhere[rank]
     neighbors = [place for place in everywhere if place[0] == host]
     users = Counter(core for _, usable, _ in neighbors for core in usable)
-    own = sum(1 / users[core] for core in cores)
-    return max(1, math.floor(min(own, limit / len(neighbors)) + 1e-6))
+    cores_of_rank = sum(1 / users[core] for core in cores)
+    return max(1, math.floor(min(cores_of_rank, limit / len(neighbors)) + 1e-6))
 
 
 def usable_cpus() -> list[int]:

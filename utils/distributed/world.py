@@ -99,7 +99,7 @@ class World:
         """[value of rank 0, value of rank 1, …] on every rank; for small JSON values, outside the training loop.
 
         Tuples become lists. torch's object collectives would unpickle, and so execute, data from any process that
-        connects in the place of a rank.
+        connects in place of one rank.
         """
         text = json.dumps(value).encode()
         sizes = self.gather(torch.tensor(len(text)))

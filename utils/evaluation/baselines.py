@@ -1,4 +1,4 @@
-"""Baselines for a trained network: the losses of predictors that learn nothing."""
+"""Baselines for a trained network: the losses of predictors without trained weights."""
 
 from __future__ import annotations
 

@@ -76,27 +76,27 @@ class VolumeEvaluation(Evaluation):
         with out_of_memory_for_users(MEMORY_REMEDY):
             statistics = volume_statistics(self._config, self._volume, world)
             flux = self._new_flux(self._flux) if self._new_flux else None
-            found = evaluate_slabs(
+            evaluation = evaluate_slabs(
                 predictor.slabs(), self._target, statistics, metadata, world, stop_if_requested, flux
             )
-        self._flux = found.flux
+        self._flux = evaluation.flux
         if world.is_root:
-            self._save_and_draw(found, step)
+            self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started
         log.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
-        for line in found.lines():
+        for line in evaluation.lines():
             log.info(f"  {line}")
-        return found.scalars()
+        return evaluation.scalars()
 
-    def _save_and_draw(self, found: Results, step: int) -> None:
-        """Saves and draws the results; a full disk does not stop the training."""
+    def _save_and_draw(self, evaluation: Results, step: int) -> None:
+        """Saves and draws the results; a full disk does not stop the run."""
         try:
-            results.save(found, evaluations.path_of_step(self._folder, step))
+            results.save(evaluation, evaluations.path_of_step(self._folder, step))
         except OSError as error:
             log.warning("Cannot save the evaluation in %s: %s", self._folder, error.strerror or error)
         from utils.evaluation import figures  # matplotlib takes time to import
 
-        for name, figure in figures.draw_all(found).items():
+        for name, figure in figures.draw_all(evaluation).items():
             self._logger.figure(tags.evaluation(name), figure, step)
 
 

@@ -114,7 +114,7 @@ def phase_diagram(results: Results) -> Figure:
     figure = new_figure(11, 4.3)
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     edges = counts.density_edges, counts.temperature_edges
-    area = np.outer(*(np.diff(each) for each in edges))
+    area = np.outer(*(np.diff(axis_edges) for axis_edges in edges))
     target, predicted = (cells / (cells.sum() * area) for cells in (counts.target, counts.predicted))
     both = np.concatenate([target, predicted])
     norm = LogNorm(both[both > 0].min(), both.max())
@@ -153,21 +153,21 @@ def _occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
 
 def flux(results: Results) -> Figure:
     """Power spectrum P1D and distribution of the flux, and the flux along one sight-line."""
-    found = results.flux
-    assert found is not None, "the flux was not computed"
+    flux_results = results.flux
+    assert flux_results is not None, "the flux was not computed"
     figure = new_figure(10, 7.5)
     panels = figure.subplot_mosaic([["power", "pdf"], ["ratio", "pdf"], ["line", "line"]], height_ratios=[3, 2, 2])
-    for name, field in found.fields.items():
+    for name, field in flux_results.fields.items():
         color = {TARGET: "black", PREDICTION: PALETTE[1]}.get(name, PALETTE[0])
-        panels["power"].plot(found.k, found.k * field.power / math.pi, color=color, label=name)
-        panels["pdf"].stairs(field.pdf, found.edges, baseline=None, color=color, linewidth=1.5)
-        panels["line"].plot(found.velocity, field.sightline, color=color, linewidth=1.2)
+        panels["power"].plot(flux_results.k, flux_results.k * field.power / math.pi, color=color, label=name)
+        panels["pdf"].stairs(field.pdf, flux_results.edges, baseline=None, color=color, linewidth=1.5)
+        panels["line"].plot(flux_results.velocity, field.sightline, color=color, linewidth=1.2)
         if name != TARGET:
-            panels["ratio"].plot(found.k, found.ratios[name], color=color)
-    _draw_axes_of_target(panels["ratio"], found)
+            panels["ratio"].plot(flux_results.k, flux_results.ratios[name], color=color)
+    _draw_axes_of_target(panels["ratio"], flux_results)
     for axes in panels.values():
         axes.grid(alpha=0.25)
-    limits = found.k[0] / 1.1, found.k[-1] * 1.1  # also if there is nothing to plot
+    limits = flux_results.k[0] / 1.1, flux_results.k[-1] * 1.1  # also if there is nothing to plot
     panels["power"].set(xscale="log", yscale="log", xlim=limits, ylabel=r"$k\,P_\mathrm{1D}(k)\,/\,\pi$")
     panels["power"].tick_params(labelbottom=False)
     panels["ratio"].set(xscale="log", yscale="log", xlim=limits, xlabel="wavenumber k (s/km)", ylabel="ratio to target")
@@ -175,20 +175,20 @@ def flux(results: Results) -> Figure:
         _label_logarithmic(axis)
     panels["pdf"].set(yscale="log", xlim=(0, 1), xlabel="flux F", ylabel="probability density")
     panels["line"].set(
-        xlim=(0, found.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
+        xlim=(0, flux_results.velocity[-1]), ylim=(-0.05, 1.05), xlabel="velocity along z (km/s)", ylabel="flux F"
     )
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
-def _draw_axes_of_target(axes: Axes, found: Flux) -> None:
+def _draw_axes_of_target(axes: Axes, flux: Flux) -> None:
     """The range of the target's P1D along x, y and z, where all have a mode: differences between axes are chance."""
-    target, common = found.fields[TARGET], np.isfinite(found.axis_k).all(0)
-    along = target.axis_power / np.interp(found.axis_k, found.k, target.power)
+    target, common = flux.fields[TARGET], np.isfinite(flux.axis_k).all(0)
+    along = target.axis_power / np.interp(flux.axis_k, flux.k, target.power)
     low, high = along[:, common].min(0), along[:, common].max(0)
-    axes.fill_between(found.k[common], low, high, color="0.8", linewidth=0, label="target along x, y, z")
+    axes.fill_between(flux.k[common], low, high, color="0.8", linewidth=0, label="target along x, y, z")
     axes.axhline(1, color="0.3", linewidth=0.8)
-    axes.axvline(found.largest_k, color="0.3", linewidth=0.8, linestyle=":")
+    axes.axvline(flux.largest_k, color="0.3", linewidth=0.8, linestyle=":")
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The report of an evaluation: for evaluate.py a directory, for a training one page in its run directory."""
+"""The report of an evaluation: for evaluate.py a directory, for train.py one page in the run directory."""
 
 from __future__ import annotations
 
@@ -52,23 +52,25 @@ def check_directory(output: Path, overwrite: bool) -> None:
         raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
 
 
-def write_report(output: Path, found: Results, provenance: Mapping[str, Any], world: World) -> None:
+def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any], world: World) -> None:
     """Writes the files of REPORT_FILES that the results have data for, and logs the main results, on rank 0."""
     with world.raise_together():
         if not world.is_root:
             return
-        for line in found.lines():
+        for line in evaluation.lines():
             log.info(line)
-        pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(found).items()}
+        pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
         with (
             os_errors_for_users(f"cannot write {output}", "give another --output"),
             atomic_directory(output) as partial,
         ):
-            results.save(found, partial / ARRAYS)
-            (partial / SUMMARY).write_text(json.dumps(_summary(found, provenance), indent=2) + "\n", encoding="utf-8")
+            results.save(evaluation, partial / ARRAYS)
+            (partial / SUMMARY).write_text(
+                json.dumps(_summary(evaluation, provenance), indent=2) + "\n", encoding="utf-8"
+            )
             for name, picture in pictures.items():
                 (partial / f"{name}.png").write_bytes(picture)
-            (partial / PAGE).write_text(page(found, pictures, provenance), encoding="utf-8")
+            (partial / PAGE).write_text(page(evaluation, pictures, provenance), encoding="utf-8")
         log.info("report: %s", output / PAGE)
 
 
@@ -86,20 +88,20 @@ def write_run_report(run: Path) -> list[Path]:
     return [run / PAGE]
 
 
-def _summary(found: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(evaluation: Results, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The content of evaluation.json."""
     return {
-        "scalars": found.scalars(),
+        "scalars": evaluation.scalars(),
         "spectra": {
             name: {
-                f"k ({found.wavenumber_unit})": _rounded(spectrum.k),
+                f"k ({evaluation.wavenumber_unit})": _rounded(spectrum.k),
                 "P ratio": _rounded(spectrum.ratio),
                 "r": _rounded(spectrum.correlation),
             }
-            for name, spectrum in found.spectra.items()
+            for name, spectrum in evaluation.spectra.items()
         },
-        **({"flux": _flux_summary(found.flux)} if found.flux else {}),
-        "metadata": {**found.metadata, "cell": found.cell},
+        **({"flux": _flux_summary(evaluation.flux)} if evaluation.flux else {}),
+        "metadata": {**evaluation.metadata, "cell": evaluation.cell},
         "provenance": dict(provenance),
     }
 
@@ -137,42 +139,42 @@ def _rounded(values: np.ndarray) -> list[float | None]:
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(found: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:
+def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping[str, Any]) -> str:
     """One self-contained HTML file, without scripts or links; `pictures` are PNG files by name."""
-    metadata = {**found.metadata, "cell (Mpc/h)": found.cell, **provenance}
+    flux, metadata = evaluation.flux, {**evaluation.metadata, "cell (Mpc/h)": evaluation.cell, **provenance}
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"Evaluation: epoch {metadata['epoch']}" if "epoch" in metadata else "Evaluation",
-        channels=_channel_table(found),
-        fields=_field_table(found),
-        flux=_flux_table(found.flux) if found.flux else None,
-        mean_flux=f", {found.flux.mean_flux:.4g} at redshift {found.flux.redshift:g}" if found.flux else "",
-        baseline=_baseline_text(found.flux) if found.flux else "",
+        channels=_channel_table(evaluation),
+        fields=_field_table(evaluation),
+        flux=_flux_table(flux) if flux else None,
+        mean_flux=f", {flux.mean_flux:.4g} at redshift {flux.redshift:g}" if flux else "",
+        baseline=_baseline_text(flux) if flux else "",
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
 
 
-def _channel_table(found: Results) -> Table:
+def _channel_table(evaluation: Results) -> Table:
     rows = []
-    for channel, l1, r2 in zip(found.channels, found.l1, found.r2, strict=True):
+    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
         error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
         mean = f"{_number(error)} {figures.residual_unit(channel)}" if channel.unit else "unknown"
         rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), channel.unit or "unknown", mean])
-    rows.append(["all channels", f"{found.l1.mean():.5f}", "", "", ""])
-    if math.isfinite(found.divergence_r2):
-        rows.append(["velocity divergence", "", _number(found.divergence_r2, 4), "", ""])
+    rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
+    if math.isfinite(evaluation.divergence_r2):
+        rows.append(["velocity divergence", "", _number(evaluation.divergence_r2, 4), "", ""])
     return ["channel", "L1 of channel values", "R² of channel values", "unit", "mean error"], rows
 
 
-def _field_table(found: Results) -> Table:
+def _field_table(evaluation: Results) -> Table:
     """Correlation and power ratio of each field at the reference wavenumbers, and the first k of poor correlation."""
-    first = next(iter(found.spectra.values()))
-    ks, unit = [f"{k:.2g}" for k in first.k[first.reference_shells]], found.wavenumber_unit
+    first = next(iter(evaluation.spectra.values()))
+    ks, unit = [f"{k:.2g}" for k in first.k[first.reference_shells]], evaluation.wavenumber_unit
     header = ["field", *(f"r at k = {k} {unit}" for k in ks), *(f"power ratio at {k}" for k in ks)]
     header.append(f"r below {GOOD_CORRELATION} from k")
     rows = []
-    for name, spectrum in found.spectra.items():
+    for name, spectrum in evaluation.spectra.items():
         shells = spectrum.reference_shells
         values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
         rows.append([name, *map(_number, values), _correlation_limit(spectrum)])
@@ -186,10 +188,10 @@ def _flux_table(flux: Flux) -> Table:
     header += [f"mean |P1D ratio − 1| to k = {flux.largest_k:.2g}", "PDF distance"]
     rows = []
     for name, field in flux.fields.items():
-        others: list[float] = []
+        comparisons: list[float] = []
         if name in flux.ratios:
-            others = [*flux.ratios[name][flux.reference_modes], flux.power_errors[name], flux.pdf_distances[name]]
-        values = [*map(_number, (field.unscaled_mean, field.scale, *others))]
+            comparisons = [*flux.ratios[name][flux.reference_modes], flux.power_errors[name], flux.pdf_distances[name]]
+        values = [*map(_number, (field.unscaled_mean, field.scale, *comparisons))]
         rows.append([name, *values, *[""] * (len(header) - 1 - len(values))])
     return header, rows
 

@@ -112,7 +112,7 @@ class Flux:
     def ratios(self) -> dict[str, np.ndarray]:
         """P1D of each field but the target, relative to that of the target."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return {name: each.power / self.fields[TARGET].power for name, each in self._others.items()}
+            return {name: field.power / self.fields[TARGET].power for name, field in self._others.items()}
 
     @property
     def largest_k(self) -> float:
@@ -129,7 +129,7 @@ class Flux:
     def pdf_distances(self) -> dict[str, float]:
         """Half the integral of |PDF − that of the target|: the share of pixels in the wrong bin, from 0 to 1."""
         widths, target = np.diff(self.edges), self.fields[TARGET].pdf
-        return {name: float(np.abs(each.pdf - target) @ widths) / 2 for name, each in self._others.items()}
+        return {name: float(np.abs(field.pdf - target) @ widths) / 2 for name, field in self._others.items()}
 
     @property
     def reference_modes(self) -> list[int]:
@@ -139,7 +139,7 @@ class Flux:
 
     @property
     def _others(self) -> dict[str, FluxField]:
-        return {name: each for name, each in self.fields.items() if name != TARGET}
+        return {name: field for name, field in self.fields.items() if name != TARGET}
 
     def scalars(self) -> dict[str, float]:
         """Scalars for TensorBoard and metrics.jsonl, by tag."""
@@ -255,9 +255,9 @@ def load(path: Path) -> Results:
         if values["flux"] is not None:
             fields = {name: FluxField(**parts) for name, parts in values["flux"]["fields"].items()}
             values["flux"] = Flux(**{**values["flux"], "fields": fields})
-        found = Results(**values)
-        found.scalars(), found.lines()  # fail if a value is of another type or shape
-        return found
+        evaluation = Results(**values)
+        evaluation.scalars(), evaluation.lines()  # fail if a value is of another type or shape
+        return evaluation
     except FileNotFoundError:
         raise UserError(f"no such file: {path}") from None
     except Exception as error:  # for a damaged archive, zipfile, zlib and numpy raise many types

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> RunReport:
-    """Measures the baselines on `loader`, the validation's, and draws the pictures. Every rank calls it.
+    """Measures the baselines on the validation `loader`, and draws the pictures. Every rank calls it.
 
     `steps` is the number of steps that the run has made.
     """
@@ -26,7 +26,7 @@ def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, ste
 
 
 def _draw(config: Config, step: EagerStep, loader: Loader, directory: Path, logger: Logger, steps: int) -> list[str]:
-    """Draws the pictures and the report; an error is logged as a warning, because the training is complete."""
+    """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
     lines: list[str] = []
     try:
         from utils.evaluation import report, training_figures  # matplotlib takes time to import

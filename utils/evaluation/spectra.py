@@ -64,8 +64,8 @@ class KShells:
         sums = torch.zeros(3, self.number, dtype=torch.float64, device=predicted.device)
         for modes in self._batches():
             p, t = (torch.view_as_real(transform[modes.planes]).double() for transform in (first, second))
-            for row, (one, other) in zip(sums, ((p, p), (t, t), (p, t)), strict=True):
-                row += self._sum((one * other).sum(-1), modes)
+            for row, (left, right) in zip(sums, ((p, p), (t, t), (p, t)), strict=True):
+                row += self._sum((left * right).sum(-1), modes)
         return sums
 
     def spectrum(self, sums: Tensor) -> Spectrum:

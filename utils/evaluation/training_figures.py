@@ -1,4 +1,4 @@
-"""Figures of a training: its losses, slices of one validation crop, and the results of its evaluations."""
+"""Figures of a training run: its losses, slices of one validation crop, and the results of its evaluations."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
     if names:
         panels[1].set(ylabel="validation")
     labels = {name: name.removesuffix(tags.VALID_SUFFIX).lower().replace("$", r"\$") for name in names}
-    for axes, labelled in zip(panels, (LOSSES, labels), strict=False):
-        for name, label in labelled.items():
+    for axes, labeled in zip(panels, (LOSSES, labels), strict=False):
+        for name, label in labeled.items():
             points = [(record["step"], record[name]) for record in records if name in record]
             if points:
                 style = {"color": "0.7"} if name == tags.STEP_LOSS else {"marker": "o", "markersize": 4}
@@ -83,15 +83,18 @@ def _write(figure: Figure, path: Path) -> None:
 def evaluation_curves(history: Sequence[Results]) -> Figure:
     """L1 and R² of each channel, and the correlation of each field at three wavenumbers, over the epochs."""
     last = history[-1]
-    channels, epochs = [channel.name for channel in last.channels], [each.metadata["epoch"] for each in history]
+    channels, epochs = (
+        [channel.name for channel in last.channels],
+        [evaluation.metadata["epoch"] for evaluation in history],
+    )
     first = next(iter(last.spectra.values()))
     panels: list[tuple[str, list[str], list[Any]]] = [
-        ("L1", channels, [each.l1 for each in history]),
-        ("R²", channels, [each.r2 for each in history]),
+        ("L1", channels, [evaluation.l1 for evaluation in history]),
+        ("R²", channels, [evaluation.r2 for evaluation in history]),
     ]
     for shell in first.reference_shells:
         title = f"correlation r at k = {first.k[shell]:.2g} {last.wavenumber_unit}"
-        values = [[spectrum.correlation[shell] for spectrum in each.spectra.values()] for each in history]
+        values = [[spectrum.correlation[shell] for spectrum in evaluation.spectra.values()] for evaluation in history]
         panels.append((title, list(last.spectra), values))
     figure = new_figure(9.5, 6.4)
     grid = figure.subplots(2, 3, sharex=True)

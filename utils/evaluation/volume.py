@@ -69,9 +69,9 @@ def evaluate_slabs(
     def progress() -> None:
         world.heartbeat.progress("prediction")
 
-    found = statistics.results(metadata, progress)
+    evaluation = statistics.results(metadata, progress)
     stop_if_requested()
-    return replace(found, flux=flux.results(progress)) if flux else found
+    return replace(evaluation, flux=flux.results(progress)) if flux else evaluation
 
 
 def config_of_files(inputs: str, prediction: str | None) -> Config:
@@ -109,7 +109,7 @@ class VolumeFields:
     def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
         """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ.
 
-        Samples of their values are checked as those of a training. Nothing is known about the training that made a
+        Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values only get a warning there.
         """
         if prediction is not None and not Path(prediction).exists():

@@ -143,10 +143,10 @@ class ExportedNetwork:
             fields = torch.stack([channel.to_physical(values) for channel, values in channels], dim=1)
             fields[:, 0, :2] = 0  # empty cells
         with torch.inference_mode():
-            found, expected = written(fields), self.module(fields)
+            exported, expected = written(fields), self.module(fields)
             axes = (0, 2, 3, 4)
             # torch's max, unlike Python's, propagates NaN.
-            return float(((found - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
+            return float(((exported - expected).abs().amax(axes) / expected.abs().amax(axes)).max())
 
 
 def load_program(file: IO[bytes]) -> Predict:
@@ -155,7 +155,7 @@ def load_program(file: IO[bytes]) -> Predict:
 
 
 def finite_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's record for JSON, which has no NaN: the loss of a training without validation becomes None."""
+    """A checkpoint's record for JSON, which has no NaN: without validation the loss becomes None."""
     return {key: value if math.isfinite(value) else None for key, value in sorted(record.items())}
 
 

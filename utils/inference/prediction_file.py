@@ -79,8 +79,8 @@ class PredictionFile:
             "periodic": self.options.wraps(box),
             **self.attributes,
         }
-        about = self.layout.attributes()
-        about[""] = {**attributes, **about.get("", {})}
+        file_attributes = self.layout.attributes()
+        file_attributes[""] = {**attributes, **file_attributes.get("", {})}
         # An unfinished file with other values is not resumed.
         identity = {
             "weights": sha256,
@@ -90,7 +90,9 @@ class PredictionFile:
             "precision": self.options.precision,
             **self.layout.identity,
         }
-        writer = ResumableHDF5Writer(self.path, self.layout.datasets(grid.shape), about, identity, self.overwrite)
+        writer = ResumableHDF5Writer(
+            self.path, self.layout.datasets(grid.shape), file_attributes, identity, self.overwrite
+        )
         if writer.changed:
             changed = ", ".join(writer.changed)
             log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
@@ -108,7 +110,7 @@ class PredictionFile:
             with Progress(f"predicting {self.path}", windows, "windows") as progress:
                 for slab in predictor.slabs(first, progress.advance):
                     self._write_slab(slab, writer, world)
-                    _stop_if_signalled(starts[slab.number + 1], starts[-1], world, signals)
+                    _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
         with world.raise_together():
             if writer is not None:
                 writer.finish()
@@ -132,7 +134,7 @@ def _warn_about_scale(source: FieldReader) -> None:
         )
 
 
-def _stop_if_signalled(done: int, total: int, world: World, signals: Signals) -> None:
+def _stop_if_signaled(done: int, total: int, world: World, signals: Signals) -> None:
     received = [name for name in world.gather_json(signals.received) if name is not None]
     if received and done < total:
         log.info("Stopping after plane %d of %d: %s; run the same command again to resume", done, total, received[0])

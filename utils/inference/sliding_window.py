@@ -1,7 +1,7 @@
 """Sliding-window prediction of a whole volume on all ranks, in slabs along x.
 
-Memory holds a window's thickness of the volume, whatever its length along x. Windows that begin at the same plane form
-a layer. Ranks share the windows of a layer and sum their weighted predictions.
+Memory holds a slab of one window's thickness, regardless of the volume's length along x. Windows that begin at the same
+plane form a layer. Ranks share the windows of a layer and sum their weighted predictions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class SlidingWindowPredictor:
-    """Predicts a volume window by window; if `read` raises UserError on a rank, all ranks raise it."""
+    """Predicts a volume window by window; if `read` raises UserError on one rank, all ranks raise it."""
 
     predict: Predict  # [N, C_in, W, W, W] -> [N, C_out, W, W, W], on the world's device
     read: ReadPlanes

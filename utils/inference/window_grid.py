@@ -1,7 +1,7 @@
 """Overlapping windows that cover a volume, and the weights with which their predictions are added.
 
 A network predicts worst next to the faces of its input, where it sees zero padding instead of the neighborhood. So
-windows overlap, and their weight falls towards their faces: along each axis with the square of a sine. For windows
+windows overlap, and their weight falls toward their faces: along each axis with the square of a sine. For windows
 that overlap by half these weights add up to one; for other overlaps they are normalized so that they do.
 """
 

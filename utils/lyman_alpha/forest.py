@@ -43,7 +43,7 @@ class Sightlines:
     def __init__(self, axis: int, shape: tuple[int, int, int], limit: int, world: World) -> None:
         """`limit` is the largest number of lines; 0: one per cell."""
         self.axis, self.cells = axis, shape[axis]
-        sides = [side for other, side in enumerate(shape) if other != axis]
+        sides = [side for index, side in enumerate(shape) if index != axis]
         counts = _line_counts(sides[0], sides[1], limit)
         rows, columns = (
             [number * side // count for number in range(count)] for side, count in zip(sides, counts, strict=True)
@@ -270,7 +270,7 @@ def smooth(field: Tensor, sigma: float, progress: Progress = lambda: None) -> No
 
 @contextlib.contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Matrix products on a GPU in full float32, whatever the training uses."""
+    """Matrix products on a GPU in full float32, regardless of the precision of training."""
     switches = torch.backends.cuda.matmul
     before, switches.allow_tf32 = switches.allow_tf32, False
     try:

@@ -109,12 +109,14 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     """
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
-        raise ValueError(f"its optimizer is {saved['kind']}, this training's is {kind}")
+        raise ValueError(f"its optimizer is {saved['kind']}, this run's is {kind}")
     groups = []
-    for own, other in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+    for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
         # apex counts its steps in the group.
-        counts = {key: value for key, value in other.items() if key not in own and key not in optimizer.defaults}
-        groups.append({**own, **counts, "params": other["params"]})
+        counts = {
+            key: value for key, value in saved_group.items() if key not in group and key not in optimizer.defaults
+        }
+        groups.append({**group, **counts, "params": saved_group["params"]})
     # The saved state may lack what this optimizer creates at the start: a momentum of zero.
     before = optimizer.state_dict()["state"]
     state = {key: {**before.get(key, {}), **saved["state"].get(key, {})} for key in {**before, **saved["state"]}}

@@ -29,7 +29,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def after_warmup(self, step: int) -> float:
-        """The learning rate of a step after the warm-up; `step` counts from the start of the training."""
+        """The learning rate of a step after the warm-up; `step` counts from the start of the run."""
 
 
 @dataclass(frozen=True)

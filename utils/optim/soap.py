@@ -203,7 +203,7 @@ class Soap(torch.optim.Optimizer):
             expected = {name: value.shape for name, value in self._new_state(parameter, True).items()}
             if expected != {name: value.shape for name, value in state.items()}:
                 names = "optimizer.merge_dims or optimizer.max_precondition_dim"
-                raise ValueError(f"its {names} is not this training's (see its config.yaml)")
+                raise ValueError(f"its {names} is not this run's (see its config.yaml)")
         self._read_updates()
 
     def collect_state(self) -> None:

@@ -104,7 +104,7 @@ class Benchmark:
             "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, lr)),
             "FULL": (settings.FULL, lambda: self._step(*next(batches), lr)),
         }
-        if self._exchanges_gradients:  # last, because the ranks' parameters differ afterwards
+        if self._exchanges_gradients:  # last, because the ranks' parameters differ afterward
             plan["NO-COMM"] = plan["SYNTHETIC"]
         results: dict[str, Any] = {
             "provenance": provenance(self._world),

@@ -35,7 +35,7 @@ class TrainingMemory:
 
     @property
     def reserve(self) -> int:
-        """Device memory to keep free for the training: the total plus workspaces of libraries and fragmentation."""
+        """Device memory to keep free for training: the total plus workspaces of libraries and fragmentation."""
         return self.total + self.total // 5 + GIB
 
 
@@ -46,7 +46,7 @@ def reserved_bytes(config: Config, world: World) -> int:
 
 
 def training_memory(config: Config) -> TrainingMemory:
-    """The memory of a training with this config, whose batch sizes are resolved (`Config.for_world`)."""
+    """The memory of a training run with this config, whose batch sizes are resolved (`Config.for_world`)."""
     assert config.local_batch_size is not None
     with torch.device("meta"):
         network = build.network(config)
@@ -73,7 +73,7 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
 
     for parameter in network.parameters():
         keep(parameter.data)
-    own = set(kept)
+    parameters = set(kept)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(inputs)
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in parameters)

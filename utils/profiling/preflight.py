@@ -216,7 +216,7 @@ def _run_directory(request: Request) -> Iterator[str]:
     if lines := start.describe():
         start.restore(
             build.step(config, ALONE, build.model(config)), ALONE
-        )  # raises what the training would raise if the state does not fit
+        )  # raises what the run would raise if the state does not fit
         yield from lines
     if start.is_complete:
         yield f"{WARNING}{start.nothing_to_train.replace('was trained', 'is left to train', 1)}"
@@ -250,8 +250,8 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             _check_room(config, of_both_splits(volumes), memory, ranks)
         check_samples(of_both_splits(volumes), config.allow_physical_values)
         yield from (f"{WARNING}{line}" for line in check_distinct(volumes))
-        for split, each in volumes.items():
-            for volume in each:
+        for split, split_volumes in volumes.items():
+            for volume in split_volumes:
                 yield from _volume(volume, split)
 
 

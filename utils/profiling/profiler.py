@@ -1,6 +1,6 @@
 """Profiling of a window of steps (`--enable_manual_profiling`), with named ranges for the parts of a step.
 
-There are two profilers. Nsight Systems runs around the training (`nsys profile -c cudaProfilerApi …`) and records NVTX
+There are two profilers. Nsight Systems runs around the command (`nsys profile -c cudaProfilerApi …`) and records NVTX
 ranges between the CUDA profiler's start and stop. torch.profiler needs no other program; it writes a trace for
 https://ui.perfetto.dev and a table.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Nsys:
-    """Starts and stops the capture range of Nsight Systems, which runs around the training and writes the file."""
+    """Starts and stops the capture range of Nsight Systems, which runs around the command and writes the file."""
 
     def named_range(self, name: str) -> Range:
         return torch.cuda.nvtx.range(name)
@@ -61,7 +61,7 @@ class TorchProfiler:
         self._profile.start()
 
     def stop(self, steps: str) -> None:
-        """Writes the files. If that fails, logs a warning: a failed profile must not stop the training."""
+        """Writes the files. If that fails, logs a warning: a failed profile must not stop the run."""
         profile, self._profile = self._profile, None
         profile.stop()
         try:
@@ -92,7 +92,7 @@ class TorchProfiler:
 
 
 class WindowProfiler(Profiler):
-    """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the training."""
+    """Profiles the steps first … first + length − 1, counted from 0, or up to the end of the run."""
 
     def __init__(self, first: int, length: int, tool: Nsys | TorchProfiler, device: torch.device) -> None:
         self._first, self._end = first, first + length
@@ -107,7 +107,7 @@ class WindowProfiler(Profiler):
             self.close()
         elif self._step is None and step > self._first:
             log.warning(
-                "No profile: its first step is %d, but the training resumes at step %d, counted from 0; raise "
+                "No profile: its first step is %d, but the run resumes at step %d, counted from 0; raise "
                 "profile.first_step, or give another --run_num",
                 self._first,
                 step,
@@ -141,9 +141,7 @@ def build_profiler(config: Config, world: World, directory: Path) -> Profiler:
     options, on_gpu = config.profile, world.device.type == "cuda"
     with_nsys = options.profiler == "nsys" or (options.profiler == "auto" and on_gpu)
     if with_nsys and not on_gpu:
-        raise UserError(
-            f"profile.profiler nsys needs a GPU, but this training runs on {world.device}; use --profiler=torch"
-        )
+        raise UserError(f"profile.profiler nsys needs a GPU, but this run uses {world.device}; use --profiler=torch")
     first = _first_step(config)
     if options.ranks == "root" and not world.is_root:
         return Profiler()
@@ -160,7 +158,7 @@ def _first_step(config: Config) -> int:
         return second_epoch + min(5, config.steps_per_epoch - 1)
     if first >= config.total_steps:
         raise UserError(
-            f"profile.first_step {first} is not a step of the training, which has {config.total_steps} steps, counted "
+            f"profile.first_step {first} is not a step of the run, which has {config.total_steps} steps, counted "
             f"from 0; lower it, or raise num_epochs"
         )
     return first

@@ -22,9 +22,9 @@ from utils.distributed.in_order import in_order
 FILTER_LENGTH = 0.6  # Mpc/h, pressure smoothing of density and momentum
 SHOCK_LENGTH = 1.0  # Mpc/h, distance over which converging flows stop
 HEAT_LENGTH = 0.8  # Mpc/h, mixing length of shocked gas
-MEAN_DENSITY_TEMPERATURE = 1.2e4  # K, T0 of the photoionised gas
+MEAN_DENSITY_TEMPERATURE = 1.2e4  # K, T0 of the photoionized gas
 ADIABATIC_INDEX = 1.5  # gamma of the temperature-density relation
-MEAN_MOLECULAR_WEIGHT = 0.59  # ionised hydrogen and helium
+MEAN_MOLECULAR_WEIGHT = 0.59  # ionized hydrogen and helium
 FILL_LENGTH = 2.0  # cells, distance over which velocities are extended into empty cells
 FILL_WEIGHT = 1e-3  # weight of the extended velocity, relative to the density of the cell in units of the mean
 
@@ -86,8 +86,8 @@ def mass_weighted_velocity(density: np.ndarray, momentum: np.ndarray, threads: i
     weight = np.float32(FILL_WEIGHT)
     # The lower bound matters only in voids wider than the Gaussian, where the velocity becomes zero.
     total = np.maximum(density + weight * next(around), np.float32(1e-12))
-    for component, neighbours in zip(momentum, around, strict=True):
-        component += weight * neighbours
+    for component, neighbors in zip(momentum, around, strict=True):
+        component += weight * neighbors
         component /= total
     return momentum
 
@@ -125,7 +125,7 @@ def gas_fields(
 
     - density: pressure smooths the gas below a filtering scale (Gnedin & Hui 1998), here a Gaussian;
     - velocity: smoothed momentum over smoothed density, so that mass and momentum are conserved;
-    - temperature: T0 Delta^(gamma - 1) of photoionised gas (Hui & Gnedin 1997), plus the shock heat averaged over the
+    - temperature: T0 Delta^(gamma - 1) of photoionized gas (Hui & Gnedin 1997), plus the shock heat averaged over the
       mass of the neighborhood.
 
     `cell` in Mpc/h, `hubble` = H(a) in km/s/(Mpc/h).

@@ -252,13 +252,13 @@ def gravity(density: np.ndarray, threads: int = 1) -> np.ndarray:
 
     def work(rows: slice) -> None:
         around = potential.take(np.arange(rows.start - 2, rows.stop + 2), axis=0, mode="wrap")
-        centre = around[2:-2]
+        center = around[2:-2]
         near, far = np.float32(-8 / 12), np.float32(1 / 12)
         for axis in range(3):
             if axis == 0:
                 steps = [around[2 + step : len(around) - 2 + step] for step in (1, -1, 2, -2)]
             else:
-                steps = [np.roll(centre, -step, axis) for step in (1, -1, 2, -2)]
+                steps = [np.roll(center, -step, axis) for step in (1, -1, 2, -2)]
             field[axis, rows] = near * (steps[0] - steps[1]) + far * (steps[2] - steps[3])
 
     in_slabs(work, n, threads)

@@ -192,11 +192,11 @@ def write(
 ) -> None:
     """Writes what `simulate` or, for the layout nyx, `simulate_fields` returns, contiguous; the write is atomic."""
     datasets = dict(zip(("Nbody", "Hydro"), fields, strict=True))
-    about: Mapping[str, Mapping[str, Any]] = {"/": attributes}
+    attributes_by_group: Mapping[str, Mapping[str, Any]] = {"/": attributes}
     if options.format == "nyx":
         channels = zip(FIELDS, (channel for field in fields for channel in field), strict=True)
         datasets = {f"native_fields/{name}": from_physical(name, channel) for name, channel in channels}
-        about = layout_attributes(list(FIELDS), (options.grid,) * 3, options.cell, attributes)
+        attributes_by_group = layout_attributes(list(FIELDS), (options.grid,) * 3, options.cell, attributes)
     with (
         os_errors_for_users(f"cannot write {target}", "give another --output"),
         atomic_write([target]) as (partial,),
@@ -204,7 +204,7 @@ def write(
     ):
         for name, values in datasets.items():
             file[name] = values
-        for place, described in about.items():
+        for place, described in attributes_by_group.items():
             owner = file[place or "/"] if (place or "/") in file else file.create_group(place)
             owner.attrs.update(described)
 

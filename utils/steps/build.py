@@ -85,7 +85,7 @@ def check_norm(config: Config, world: World) -> None:
 def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
     """The step that trains `parts`, with the same initial weights on every rank.
 
-    Afterwards torch's generators differ between ranks: dropout must not be the same on all of them.
+    Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
     start, module = config.weight_init, modules.network

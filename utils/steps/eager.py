@@ -36,14 +36,17 @@ def weights_difference(network: nn.Module, weights: Any) -> str:
     if not isinstance(weights, Mapping):
         return "it holds no weights"
     tensors = (network.state_dict(), weights)
-    own, given = ({name: list(getattr(value, "shape", ())) for name, value in found.items()} for found in tensors)
-    for name in [*own, *given]:
+    expected, given = (
+        {name: list(getattr(value, "shape", ())) for name, value in tensors_by_name.items()}
+        for tensors_by_name in tensors
+    )
+    for name in [*expected, *given]:
         if name not in given:
-            return f"it lacks {name} {own[name]}, which this network has"
-        if name not in own:
+            return f"it lacks {name} {expected[name]}, which this network has"
+        if name not in expected:
             return f"it has {name} {given[name]}, which this network lacks"
-        if own[name] != given[name]:
-            return f"{name} has the shape {given[name]}, but {own[name]} in this network"
+        if expected[name] != given[name]:
+            return f"{name} has the shape {given[name]}, but {expected[name]} in this network"
     return ""
 
 
@@ -270,7 +273,7 @@ class EagerStep:
             return self.network(inputs)
 
     def close(self) -> None:
-        """Releases what must not outlive the process group. No step may follow."""
+        """Releases what depends on the process group. Do not call the step after this."""
 
     def __enter__(self) -> EagerStep:
         return self

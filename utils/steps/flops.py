@@ -1,4 +1,4 @@
-"""Floating-point operations of the training per sample."""
+"""Floating-point operations of a training step per sample."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class GraphStep(EagerStep):
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """The step's stream: waits for the caller's stream first, which waits for it afterwards."""
+        """The step's stream: waits for the caller's stream first, which waits for it afterward."""
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):

@@ -88,15 +88,15 @@ class _HashingFile(io.BufferedWriter):
 
 def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
-    found, reading = {}, CHECKSUMS
+    lines, reading = {}, CHECKSUMS
     try:
         listed = read_text(directory / CHECKSUMS).splitlines(keepends=True)
         for reading in names:
-            found[reading] = f"{digest(directory / reading)}  {reading}\n"
+            lines[reading] = f"{digest(directory / reading)}  {reading}\n"
     except OSError as error:
         raise DamagedCheckpoint(f"{reading}: {reason_of(error)}") from None
-    damaged = [name for name, line in found.items() if line not in listed]
-    if len(names) > 1 and listed != list(found.values()):
+    damaged = [name for name, line in lines.items() if line not in listed]
+    if len(names) > 1 and listed != list(lines.values()):
         damaged.append(CHECKSUMS)
     if damaged:
         raise DamagedCheckpoint(f"{damaged[0]} is damaged: its digest does not match")
@@ -111,11 +111,11 @@ def reason_of(error: Exception) -> str:
 
 def digest(path: Path) -> str:
     """SHA-256 of a regular file."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(2**22):
-            found.update(block)
-    return found.hexdigest()
+            sha256.update(block)
+    return sha256.hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 def resolve_weights(checkpoint: str, world: World) -> Path:
     """The weights file that `checkpoint` names, the same on all ranks.
 
-    A training that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
+    A training run that is still running moves the link to its best checkpoint, so one rank resolves the link for all.
     """
     with world.raise_together():
         weights = str(weights_file(Path(checkpoint)).resolve()) if world.is_root else ""

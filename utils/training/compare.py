@@ -28,11 +28,11 @@ NOTHING = "-"
 def table(runs: Sequence[Path]) -> list[str]:
     """Lines with a column for each run: config keys that differ, then results."""
     values = [_flat_config(run) for run in runs]
-    cells = {key: [_shown(each.get(key, NOTHING)) for each in values] for key in dict.fromkeys(chain(*values))}
-    results = [_results(run, each) for run, each in zip(runs, values, strict=True)]
+    cells = {key: [_shown(config.get(key, NOTHING)) for config in values] for key in dict.fromkeys(chain(*values))}
+    results = [_results(run, config) for run, config in zip(runs, values, strict=True)]
     rows = [["", *map(str, runs)]]
     rows += [[key, *row] for key, row in cells.items() if len(set(row)) > 1 and key != "local_batch_size"]
-    rows += [[""] * (len(runs) + 1), *([name, *(each[name] for each in results)] for name in results[0])]
+    rows += [[""] * (len(runs) + 1), *([name, *(config[name] for config in results)] for name in results[0])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -100,7 +100,7 @@ def _shown(value: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; bad input ends with one line and exit code 2."""
+    """Runs the command. Invalid input is reported in one line with exit code 2."""
     with one_line_errors():
         parser = Parser(__doc__)
         parser.add_argument("runs", nargs="+", metavar="RUN", help="directory of a run", type=Path)

@@ -1,4 +1,4 @@
-"""The data files of a run in provenance.json, so that a resumed training notices other data under the same name."""
+"""The data files of a run in provenance.json, so that a resumed run notices other data under the same name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a ch
 
 def data_record(config: Config) -> dict[str, dict[str, Any]]:
     """Path, size, modification time and digest of each data file, by its config key or its name in the data set."""
-    found = {}
+    records = {}
     for name, path in _data_files(config):
         try:
-            found[name] = _describe(path)
+            records[name] = _describe(path)
         except OSError:
             continue  # not every loader reads all files; one that needs the file has raised an error of its own
-    return found
+    return records
 
 
 def data_changes(before: Any, now: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -45,7 +45,7 @@ def data_changes(before: Any, now: Mapping[str, Mapping[str, Any]]) -> list[str]
         else:
             continue  # a file that was moved, copied or touched is the same
         where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
-        lines.append(f"{name} {record['path']} differs from the data of the training that resumes: {change}{where}")
+        lines.append(f"{name} {record['path']} differs from the data of the run that resumes: {change}{where}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Copies of a training's tensors in host memory, so that they can be written while the training continues."""
+"""Copies of the training state in host memory, so that they can be written while training continues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostCopy:
         # NaN and infinity are always among the extremes; on a CPU isfinite() takes twenty times as long.
         real = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
         finite = [torch.stack(torch.aminmax(tensor)).isfinite().all() for tensor in real]
-        # Read before the copies are queued, so that the host waits for the training alone.
+        # Read before the copies are queued, so that the host waits for training alone.
         if finite and not torch.stack(finite).all():
             return None
         copied = self._map(state, "")

@@ -1,4 +1,4 @@
-"""Determines the starting point of a training: a checkpoint of this or another run, given weights, or from scratch.
+"""Determines the starting point of a training run: a checkpoint of this or another run, given weights, or from scratch.
 
 The run directory is locked when these functions are called. Its checkpoints stay until everything has been checked.
 """
@@ -39,56 +39,56 @@ ORDER_KEYS = ("seed", "Nsamples", "global_batch_size", "data_size", "box_size", 
 # Keys and sections that decide the learning rate of a step, in addition to these.
 SCHEDULE_KEYS = ("num_epochs", "base_batch_size", "lr_schedule")
 
-REMEDY = "omit --resume, or give this training another --run_num"
+REMEDY = "omit --resume, or give this run another --run_num"
 
 
 class Start:
-    """The start of one training, equal on every rank."""
+    """The start of one training run, equal on every rank."""
 
     def __init__(
         self,
         config: Mapping[str, Any],
         init_from: str | None,
-        found: Checkpoint | None = None,
+        saved: Checkpoint | None = None,
         overridden: bool = False,
         is_elsewhere: bool = False,
     ) -> None:
-        """Starts from the checkpoint `found`; without one, from the weights `init_from` or from scratch.
+        """Starts from the checkpoint `saved`; without one, from the weights `init_from` or from scratch.
 
         `overridden`: `init_from` has no effect because --resume found a checkpoint.
         `is_elsewhere`: the checkpoint is that of a run in another directory.
-        Raises UserError if the checkpoint's training saw other samples.
+        Raises UserError if the checkpoint's run saw other samples.
         """
-        self._init_from, self._checkpoint, self._overridden = init_from, found, overridden
+        self._init_from, self._checkpoint, self._overridden = init_from, saved, overridden
         self.is_elsewhere = is_elsewhere
-        self._path = found.path if found else None
-        self.state = found.state if found else TrainState()
-        self._changes = _changes(found, config) if found else []
+        self._path = saved.path if saved else None
+        self.state = saved.state if saved else TrainState()
+        self._changes = _changes(saved, config) if saved else []
         # No epoch is left to train.
-        self.is_complete = found is not None and _is_complete(found.state, config)
-        # Without a checkpoint the training starts from scratch or from weights.
-        self.resumed = Resumed(found.state.step, found.state.batch > 0, self.is_complete) if found else None
-        # All epochs of the training in this directory are trained, but a kill may have prevented its summary.
+        self.is_complete = saved is not None and _is_complete(saved.state, config)
+        # Without a checkpoint the run starts from scratch or from weights.
+        self.resumed = Resumed(saved.state.step, saved.state.batch > 0, self.is_complete) if saved else None
+        # All epochs of the run in this directory are trained, but a kill may have prevented its summary.
         self.may_lack_summary = (
-            found is not None
+            saved is not None
             and self.is_complete
             and not self.is_elsewhere
-            and _is_complete(found.state, found.weights["config"])
+            and _is_complete(saved.state, saved.weights["config"])
         )
-        self._num_epochs = config["num_epochs"] if found else 0
+        self._num_epochs = config["num_epochs"] if saved else 0
         # The network that the first validation measures.
-        self.initial_network = "weights of --init_from" if init_from and not found else "untrained network"
+        self.initial_network = "weights of --init_from" if init_from and not saved else "untrained network"
 
     def restore(self, step: EagerStep, world: World) -> TrainState:
         """Loads the checkpoint or the weights into the step and frees them; returns the training state.
 
         Raises UserError if they do not fit.
         """
-        found, self._checkpoint = self._checkpoint, None
-        if found is not None:
-            with _must_fit(str(found.path), REMEDY):
-                step.load_state({"network": found.weights["network"], **found.training})
-                _restore_random(found, world)
+        saved, self._checkpoint = self._checkpoint, None
+        if saved is not None:
+            with _must_fit(str(saved.path), REMEDY):
+                step.load_state({"network": saved.weights["network"], **saved.training})
+                _restore_random(saved, world)
         elif self._init_from is not None:
             weights = resolve_weights(self._init_from, world)  # the same on all ranks, even if that run saves meanwhile
             with world.raise_together(), _must_fit(self._init_from, "use a checkpoint with the same network config"):
@@ -110,13 +110,13 @@ class Start:
 
     @property
     def nothing_to_train(self) -> str:
-        """A log line about a complete training."""
+        """A log line about a complete run."""
         epochs, reason, key = self.state.epoch, f"num_epochs is {self._num_epochs}", "num_epochs"
         if epochs < self._num_epochs:
             reason, key = "early_stopping ended it", "early_stopping.patience"
         return (
             f"Nothing was trained: {self._path} is the end of epoch {epochs}, and {reason}; raise {key} to extend that "
-            f"training, or omit --resume to start a new one"
+            f"run, or omit --resume to start a new one"
         )
 
 
@@ -128,31 +128,31 @@ def find_start(
     world: World,
     clean_up: bool = True,
 ) -> Start:
-    """The start of a training in a run directory; every rank calls it.
+    """The start of a training run in a run directory; every rank calls it.
 
     `resume` is None, auto, no, or the directory of another run or of a checkpoint. The checkpoints in the run directory
     take precedence, except with no. `clean_up`: complete or remove what a killed process left, which needs the lock.
     """
-    found: Checkpoint | None = None
+    saved: Checkpoint | None = None
     with world.raise_together():
         if world.is_root:
-            found = _find_checkpoint(directory, resume, clean_up)
-    path = world.gather_json(str(found.path) if found else None)[0]
+            saved = _find_checkpoint(directory, resume, clean_up)
+    path = world.gather_json(str(saved.path) if saved else None)[0]
     with world.raise_together():
-        if path is not None and found is None:
+        if path is not None and saved is None:
             try:
-                found = checkpoint.load(Path(path))
+                saved = checkpoint.load(Path(path))
             except DamagedCheckpoint as damage:
                 raise UserError(
                     f"{path} is intact on rank 0 but not on this rank: {damage}; set expdir to a directory that all "
                     f"nodes share"
                 ) from None
-    elsewhere = found is not None and found.path.parent.resolve() != (directory / FOLDER).resolve()
-    if found is not None and elsewhere:
-        found.state.best_loss, found.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
-    overridden = init_from is not None and resume is not None and found is not None
-    with _must_fit(str(found and found.path), REMEDY):
-        return Start(config, init_from, found, overridden, elsewhere)
+    elsewhere = saved is not None and saved.path.parent.resolve() != (directory / FOLDER).resolve()
+    if saved is not None and elsewhere:
+        saved.state.best_loss, saved.state.best_step = math.inf, 0  # the other run's best checkpoint stays there
+    overridden = init_from is not None and resume is not None and saved is not None
+    with _must_fit(str(saved and saved.path), REMEDY):
+        return Start(config, init_from, saved, overridden, elsewhere)
 
 
 def random_states(world: World) -> list[list[torch.Tensor]]:
@@ -174,10 +174,10 @@ def _find_checkpoint(directory: Path, resume: str | None, clean_up: bool) -> Che
     if clean_up and folder.is_dir():
         with contextlib.suppress(OSError):  # a folder that cannot be written is reported at the first save
             recover(folder)
-    found = checkpoint.load_newest(folder)
-    if found is None and resume not in (None, "auto"):
+    saved = checkpoint.load_newest(folder)
+    if saved is None and resume not in (None, "auto"):
         return _checkpoint_of_flag(resume)
-    return found
+    return saved
 
 
 def _checkpoint_of_flag(resume: str) -> Checkpoint:
@@ -186,13 +186,13 @@ def _checkpoint_of_flag(resume: str) -> Checkpoint:
     if (directory / WEIGHTS).exists():
         with damage_for_users(directory):
             verify(directory)
-            return checkpoint.load(directory.resolve())  # a running training may move its link `best`
+            return checkpoint.load(directory.resolve())  # a run in progress may move its link `best`
     folder = directory / FOLDER
-    found = checkpoint.load_newest(folder if folder.is_dir() else directory)
-    if found is None:
+    saved = checkpoint.load_newest(folder if folder.is_dir() else directory)
+    if saved is None:
         reason = "it holds no checkpoint" if directory.exists() else "no such directory"
         raise UserError(f"--resume={resume}: {reason}; give a run directory, a checkpoint directory, auto or no")
-    return found
+    return saved
 
 
 @contextlib.contextmanager
@@ -206,13 +206,13 @@ def _must_fit(source: str, remedy: str) -> Iterator[None]:
         raise UserError(f"{source} does not fit this run: {error}; {remedy}") from error
 
 
-def _changes(found: Checkpoint, config: Mapping[str, Any]) -> list[str]:
+def _changes(saved: Checkpoint, config: Mapping[str, Any]) -> list[str]:
     """Config keys that have changed since the checkpoint; UserError if a step would now get other samples."""
-    before, now = found.weights["config"], stored_config(config)
+    before, now = saved.weights["config"], stored_config(config)
     for key in ORDER_KEYS:
         if before.get(key, now[key]) != now[key]:
             raise UserError(
-                f"{found.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
+                f"{saved.path} was written by a run with {key} {before[key]}, this one has {now[key]} and would see "
                 f"other samples; {REMEDY} (--init_from loads weights alone)"
             )
     before, now = configs.flatten(before), configs.flatten(now)
@@ -224,9 +224,9 @@ def _is_complete(state: TrainState, config: Mapping[str, Any]) -> bool:
     return state.is_complete(config["num_epochs"], config["early_stopping"]["patience"])
 
 
-def _restore_random(found: Checkpoint, world: World) -> None:
+def _restore_random(saved: Checkpoint, world: World) -> None:
     """Restores each rank's generators, unless the number of ranks or the kind of device has changed."""
-    states = found.training["random"]
+    states = saved.training["random"]
     if len(states) != world.size or len(states[world.rank]) != len(random_state(world.device)):
         return
     host, *device = states[world.rank]

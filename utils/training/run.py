@@ -55,7 +55,7 @@ WRITTEN += ["flight_recorder_rank*.json", PROVENANCE]
 class RunReport(NamedTuple):
     """Lines of the result table in addition to the result."""
 
-    losses: dict[str, float]  # of predictors that learn nothing, by name
+    losses: dict[str, float]  # of the baselines, by name
     lines: list[str]  # the files that were written
 
 
@@ -196,7 +196,7 @@ class Run:
 
     @contextlib.contextmanager
     def _closing(self) -> Iterator[None]:
-        """Closes the records at the end of the block, and tells the loggers of the error that ends the run."""
+        """Closes the records at the end of the block, and passes the loggers the error that ends the run."""
         with self._files:
             try:
                 yield

@@ -32,7 +32,7 @@ class TrainState:
     epochs_without_improvement: int = 0
     samples_per_second: float = 0.0  # in the last epoch
     epoch_seconds: float = 0.0  # training time of the current epoch, over all processes that trained it
-    seconds: float = 0.0  # time since the training started, summed over all its processes
+    seconds: float = 0.0  # time since the run started, summed over all its processes
 
     def finish_epoch(self, validation_loss: float, min_delta: float) -> None:
         """Advances to the next epoch."""

@@ -164,9 +164,9 @@ class Trainer:
         interval.steps += 1
 
     def _validate(self) -> Validation:
-        """Mean loss and metrics over all validation samples; each counts once, whatever the number of ranks.
+        """Mean loss and metrics over all validation samples; each counts once, regardless of the number of ranks.
 
-        Logs nothing, since a training that is stopped here validates again when it resumes.
+        Logs nothing, since a training run that is stopped here validates again when it resumes.
         """
         started = time.perf_counter()
         mean = WeightedMean(self.world, 1 + len(self.config.metrics))
@@ -197,7 +197,7 @@ class Trainer:
             log.info(f"Early stopping after epoch {self.state.epoch}: {reason}")
 
     def _early_stop(self) -> str | None:
-        """The reason why no further epoch is trained; None if the training was not stopped early."""
+        """The reason why no further epoch is trained; None if the run was not stopped early."""
         state, stopping = self.state, self.config.early_stopping
         if state.epoch >= self.config.num_epochs or not state.stops_early(stopping.patience):
             return None
@@ -331,7 +331,7 @@ class Trainer:
             log.info(f"Stopping after step {self.state.step}: {reason}")
             if self.state.step > self._first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
-            with self.world.raise_together():  # a launcher that sees one rank end may kill one that is still writing
+            with self.world.raise_together():  # otherwise a launcher may kill a rank that still writes
                 self.checkpointer.check()
             raise Stopped
         return answer
@@ -347,7 +347,7 @@ class Trainer:
         self._save_timer.restart()
 
     def _seconds(self) -> float:
-        """Duration of the training, including earlier processes."""
+        """Duration of the run, including earlier processes."""
         return time.perf_counter() - self._started
 
     def _result(self) -> FitResult:

@@ -1,4 +1,4 @@
-"""The transform of a training is that of its files, unless the config sets it; files that contradict it are refused."""
+"""The transform of a run is that of its files, unless the config sets it; files that contradict it are refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_file_must_agree_with_the_keys_that_the_config_sets() -> None:
     assert (unknown.velocity_scale_km_s, unknown.temperature_log10_center) == (None, 4.0)
     says = (
         r"^the channels of a\.h5 were computed with velocity_scale_km_s 500, the config has 900; rescale the file's "
-        r"channels, or remove transform\.velocity_scale_km_s from the config of a training on such files$"
+        r"channels, or remove transform\.velocity_scale_km_s from the config of a run on such files$"
     )
     with pytest.raises(UserError, match=says):
         from_files(OTHER, velocity_scale_km_s=900.0)

@@ -93,7 +93,7 @@ def test_a_dataset_with_one_value_everywhere_is_refused(value: float) -> None:
 
 
 def test_a_sample_with_a_non_finite_value_is_refused_before_a_training() -> None:
-    """A training on such a file once removed the earlier run, skipped ten updates and failed."""
+    """A training run on such a file once removed the earlier run, skipped ten updates and failed."""
     for value, channel in ((np.nan, slice(4, 5)), (-np.inf, slice(None))):
         bad = volume(2)
         bad.targets[channel, 5:] = value

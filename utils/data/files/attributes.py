@@ -60,7 +60,7 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
                 raise UserError(f"{fault}, those of {source} with {expected:.8g}; rescale the channels of one file")
             raise UserError(
                 f"{fault}, the config has {expected:.8g}; rescale the file's channels, or remove transform.{key} from "
-                f"the config of a training on such files"
+                f"the config of a run on such files"
             )
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
@@ -87,10 +87,10 @@ def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
 def attributes_of(file: h5py.File, cells: Sequence[int], path: str) -> dict[str, Any]:
     """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
     universe, domain = (dict(file[name].attrs) if name in file else {} for name in ("universe", "domain"))
-    found: dict[str, Any] = universe_of(universe, path)
+    attributes: dict[str, Any] = universe_of(universe, path)
     if "size" in domain and tuple(np.ravel(domain.get("shape", cells))) == tuple(cells):
-        found["box_size_mpc_h"] = float(np.max(domain["size"]))
-    return {**found, **file.attrs}
+        attributes["box_size_mpc_h"] = float(np.max(domain["size"]))
+    return {**attributes, **file.attrs}
 
 
 def universe_of(universe: Attributes, path: str) -> dict[str, float]:
@@ -102,25 +102,25 @@ def universe_of(universe: Attributes, path: str) -> dict[str, float]:
 def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
     """Redshift, cosmology, density floor and size of a cell, as far as the file states them."""
     names = ("redshift", FLOOR, *sorted(name for name in attributes if name.startswith("cosmology")))
-    found = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
-    return {name: value for name, value in found.items() if value is not None}
+    stated = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
+    return {name: value for name, value in stated.items() if value is not None}
 
 
 def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
-    """What all simulations state and agree on."""
-    first, *others = simulations
+    """The values that all simulations state and agree on."""
+    first, *remaining = simulations
     return {
         name: value
         for name, value in first.items()
-        if all(name in other and _is_close(other[name], value) for other in others)
+        if all(name in simulation and _is_close(simulation[name], value) for simulation in remaining)
     }
 
 
-def warn_of_other_simulation(path: str, found: Simulation, trained: Simulation) -> None:
+def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
     """Logs a warning if the input of a prediction comes from another simulation than the training data."""
     differences = [
         f"{name} {_shown(value)} instead of {_shown(trained[name])}"
-        for name, value in found.items()
+        for name, value in simulation.items()
         if name in trained and not _is_close(value, trained[name])
     ]
     if differences:
@@ -149,10 +149,10 @@ def _plain(value: Any) -> float | str | None:
     return float(value) if isinstance(value, Real) else value if isinstance(value, str) else None
 
 
-def _is_close(one: float | str, other: float | str) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return math.isclose(one, other, rel_tol=SIMULATION_TOLERANCE, abs_tol=SIMULATION_TOLERANCE / 10)
+def _is_close(first: float | str, second: float | str) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return first == second
+    return math.isclose(first, second, rel_tol=SIMULATION_TOLERANCE, abs_tol=SIMULATION_TOLERANCE / 10)
 
 
 def _shown(value: float | str) -> str:

@@ -1,4 +1,4 @@
-"""HDF5 datasets as float32 fields [C, X, Y, Z], whatever their type of number, order of axes and storage."""
+"""HDF5 datasets as float32 fields [C, X, Y, Z], regardless of their type of number, order of axes and storage."""
 
 from __future__ import annotations
 

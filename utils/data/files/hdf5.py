@@ -227,7 +227,7 @@ def stage(path: str, directory: str) -> str:
     The copy is atomic.
     """
     source = Path(path)
-    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # tells files of the same name apart
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # distinguishes files of the same name
     target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
     with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
         original = source.stat()

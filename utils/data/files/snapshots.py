@@ -78,11 +78,12 @@ class Snapshot:
     @property
     def shape(self) -> Shape:
         """Cells along x, y and z; raises UserError if they differ between fields."""
-        first, *others = self.fields.values()
-        for other in others:
-            if other.shape != first.shape:
+        first, *remaining = self.fields.values()
+        for grid_field in remaining:
+            if grid_field.shape != first.shape:
                 raise UserError(
-                    f"{first.name} has {first.shape} cells, {other.name} has {other.shape}; give fields of one grid"
+                    f"{first.name} has {first.shape} cells, {grid_field.name} has {grid_field.shape}; give fields of "
+                    f"one grid"
                 )
         return first.shape
 

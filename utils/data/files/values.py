@@ -1,4 +1,4 @@
-"""Checks of a volume's values: of a sample before each training, of all of them in a preflight."""
+"""Checks of a volume's values: of a sample before each training run, of all of them in a preflight."""
 
 from __future__ import annotations
 

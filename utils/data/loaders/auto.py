@@ -73,7 +73,7 @@ def choose(config: Config, world: World, reserve: int, no_float16: str | None = 
             stored = config.model_copy(update={"resident_dtype": dtype})
             fault = _fault(world, functools.partial(gpu_resident.check_memory, stored, world, volumes, reserve))
             if fault is None:
-                reasons.append(f"the volumes fit into device memory as {dtype} alongside the training")
+                reasons.append(f"the volumes fit into device memory as {dtype} in addition to the training state")
                 return Choice("resident", dtype, "; ".join(reasons))
             reasons.append(fault)
         reasons += [no_float16] if no_float16 is not None else []

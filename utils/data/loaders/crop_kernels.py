@@ -38,7 +38,7 @@ def _strides(box: Sequence[int]) -> np.ndarray:
 
 
 def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
-    """For each symmetry the path of the kernel through crop and sample, [48, 9] int64.
+    """The kernel's path through crop and sample for each symmetry, [48, 9] int64.
 
     One of the sample's axes is the plane, one is the tile's row, and the last one (the fastest in memory) is its
     column. The row is the axis to which the symmetry moves the field's fastest axis; if that stays last, the row is
@@ -64,13 +64,13 @@ def _volume_tables(
     fields: Sequence[torch.Tensor], crop: int, strides: Sequence[int], vectors: Vectors, mode: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`walks`, and the sources and signs of all channels, for each symmetry of each volume."""
-    assert all(each.is_contiguous() for each in fields)
-    assert len({each.untyped_storage().data_ptr() for each in fields}) == 1
+    assert all(field.is_contiguous() for field in fields)
+    assert len({field.untyped_storage().data_ptr() for field in fields}) == 1
     sources, signs = symmetry.channel_table(len(fields[0]), vectors, mode)
-    starts = [each.storage_offset() - fields[0].storage_offset() for each in fields]
+    starts = [field.storage_offset() - fields[0].storage_offset() for field in fields]
     return (
-        np.concatenate([walks(each.shape[1:], crop, strides) for each in fields]),
-        np.concatenate([start + sources * each[0].numel() for start, each in zip(starts, fields, strict=True)]),
+        np.concatenate([walks(field.shape[1:], crop, strides) for field in fields]),
+        np.concatenate([start + sources * field[0].numel() for start, field in zip(starts, fields, strict=True)]),
         np.concatenate([signs for _ in fields]),
     )
 

@@ -62,8 +62,8 @@ class GpuResidentLoader(Loader):
         self._plan = plan = options.plan
         self._batches = options.batches()
         self._gathers = [
-            TritonGather(each, plan.crop, vectors, options.symmetry_mode, options.channels_last)
-            for each, vectors in zip(fields, options.vectors, strict=True)
+            TritonGather(volume_fields, plan.crop, vectors, options.symmetry_mode, options.channels_last)
+            for volume_fields, vectors in zip(fields, options.vectors, strict=True)
         ]
         device = volumes[0].inputs.device
         self._rows = torch.empty((plan.samples, 2), dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ def check_fits(size: int, dtype: torch.dtype, free: int, reserve: int) -> None:
 
     size: bytes in float32.
     free: free bytes on the device now (`torch.cuda.mem_get_info`).
-    reserve: bytes that the training needs.
+    reserve: bytes that training needs.
     """
     if size * dtype.itemsize // 4 + reserve > free:
         raise _too_large(size, dtype, free, reserve)

@@ -44,10 +44,10 @@ class ThreadedCropLoader(Loader):
     def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
         fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._copiers = [
-            CropCopier(each, options.plan.crop, vectors, options.symmetry_mode)
-            for each, vectors in zip(fields, options.vectors, strict=True)
+            CropCopier(volume_fields, options.plan.crop, vectors, options.symmetry_mode)
+            for volume_fields, vectors in zip(fields, options.vectors, strict=True)
         ]
-        shapes = options.shapes(each[0].shape[0] for each in fields)
+        shapes = options.shapes(volume_fields[0].shape[0] for volume_fields in fields)
         pinned = options.device.type == "cuda"
         form = memory_format(options.channels_last)
         buffers = [

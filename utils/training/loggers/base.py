@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumed(NamedTuple):
-    """The point at which a training resumes."""
+    """The point at which a training run resumes."""
 
     step: int
     in_epoch: bool = False  # the validation at the end of this step's epoch has yet to come, or is repeated

@@ -18,7 +18,7 @@ COLUMNS = ("global_batch_size", "lr_schedule.start_lr")  # hyperparameters that 
 
 
 class TensorBoardLogger(Logger):
-    """TensorBoard's curves continue where the training resumes, and later points are hidden.
+    """TensorBoard's curves continue where the run resumes, and later points are hidden.
 
     The hyperparameters are those that differ from the defaults, so that HPARAMS has few columns. The files are opened
     with the first scalar or figure. After a full disk, TensorBoard's writer fails for good.
@@ -80,5 +80,5 @@ class TensorBoardLogger(Logger):
 def _wait_for_a_later_second(folder: Path) -> None:
     """TensorBoard reads a run's files in the order of the second in their names; the new file must come last."""
     seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
-    last = max((int(found[1]) for found in seconds if found), default=0)
+    last = max((int(match[1]) for match in seconds if match), default=0)
     time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # not for a clock far behind that of another node

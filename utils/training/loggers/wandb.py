@@ -2,7 +2,7 @@
 
 One run across restarts: wandb/id in the run directory holds its id. W&B appends rows of increasing numbers and never
 replaces one. Here the number follows from the record: 2 × step for a logging interval, one more for the end of an
-epoch. So a training that resumes after a kill skips the rows that W&B has received, and first adds those that it lacks
+epoch. So a run that resumes after a kill skips the rows that W&B has received, and first adds those that it lacks
 from metrics.jsonl. Offline it starts from none, so the newest directory in wandb/ holds the run from its first step.
 """
 
@@ -29,7 +29,7 @@ MINIMUM = (0, 31)  # its login() does not have to ask; pyproject.toml requires t
 INIT_SECONDS, FINISH_SECONDS = 30.0, 30.0
 PROJECT = "nbody-unet"
 PROVENANCE = ("command", "git_commit", "device", "world_size", "launcher", "versions")
-# Only what this module logs is uploaded. The console and the exit codes stay the training's own.
+# Only what this module logs is uploaded. The console and the exit codes stay the run's own.
 SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -127,12 +127,12 @@ class WandbLogger(Logger):
         return run
 
     def _id(self) -> str:
-        """The id of the W&B run that resumes, or a new one for a training from scratch."""
+        """The id of the W&B run that resumes, or a new one for a training run from scratch."""
         path = self._logged.directory / "wandb" / "id"
         if self._logged.resumed.step >= 0 and path.exists():
-            found = read_text(path).strip()
-            if re.fullmatch(r"[0-9a-z]{16}", found):
-                return found
+            stored = read_text(path).strip()
+            if re.fullmatch(r"[0-9a-z]{16}", stored):
+                return stored
         new = secrets.token_hex(8)
         with atomic_write([path]) as (partial,):
             partial.write_text(new + "\n")
