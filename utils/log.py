@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from utils.errors import Stopped, UserError
+
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 EARLY_LINES = 10_000
 
@@ -66,6 +68,12 @@ def log_file(path: Path) -> Iterator[None]:
     root.addHandler(file)
     try:
         yield
+    except (Exception, KeyboardInterrupt) as error:  # the terminal gets the line from the entry script
+        if not isinstance(error, Stopped):
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            text = kind + " ".join(str(error).split())
+            file.handle(root.makeRecord(root.name, logging.ERROR, "", 0, "%s", (text,), None))
+        raise
     finally:
         root.removeHandler(file)
         file.close()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from log_lines import messages
 from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
 from utils import errors
@@ -397,6 +398,19 @@ def test_a_suspended_job_does_not_hang(tmp_path: Path) -> None:
     scenario.signal(signal.SIGCONT)
     (tmp_path / "resumed").touch()
     assert scenario.end() == ([0, 0, 0], "")
+
+
+def test_the_run_s_log_has_the_line_that_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Fixed: it was on the terminal only. Without a log, as in a prediction, none is created."""
+    heartbeat = heartbeats.Heartbeat(0.0)
+    heartbeat.folder = tmp_path
+    heartbeat._print("rank 1 hangs")
+    assert list(tmp_path.iterdir()) == []
+    log = tmp_path / "out.log"
+    log.write_text("2026-01-01 00:00:00,000 - x - INFO - epoch 1\n")
+    heartbeat._print("rank 1 hangs")
+    assert messages(log.read_text()) == ["epoch 1", "rank 1 hangs"]
+    assert capfd.readouterr().err == 2 * "error: rank 1 hangs\n"
 
 
 # --- the flight recorder -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from log_lines import messages
 from trainings import TOP, NoWaiting
 
 import train
-from utils.errors import one_line_errors
+from utils.errors import Stopped, UserError, one_line_errors
 from utils.log import configure_logging, log_file
 from utils.training import loggers
 from utils.training.loggers import LOGGERS, build_loggers
@@ -98,6 +98,21 @@ def test_rank_0_logs_everything_and_the_others_their_own_warnings(
         assert files == [["early", *lines[0]], lines[1]]
     else:
         assert printed == ["first slow disk", "second slow disk"]
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (UserError("training stopped: \n no number"), ["training stopped: no number"]),
+        (KeyboardInterrupt("the last checkpoint is kept"), ["KeyboardInterrupt: the last checkpoint is kept"]),
+        (Stopped(), []),
+    ],
+)
+def test_the_log_file_ends_with_what_ended_the_run(tmp_path: Path, error: BaseException, lines: list[str]) -> None:
+    """Fixed: the run directory did not say why the run had ended."""
+    with pytest.raises(type(error)), log_file(tmp_path / "out.log"):
+        raise error
+    assert messages((tmp_path / "out.log").read_text(), "ERROR") == lines
 
 
 # --- records across restarts -----------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_the_reason_promises_only_what_resume_does(first: Path, run: Any) -> Non
     run(1)
     assert "finished and differs in network.width; --resume continues such" in chosen(first, config=wide)[1]
     with open_locked(first / LOCK, "locked"):
-        assert "is finished and is being trained" in chosen(first)[1]
+        assert chosen(first)[1] == "00 is being trained by another process"
     run(2, finished=False)
     shutil.rmtree(first.with_name("00-2") / "checkpoints")
     assert chosen(first, config=wide)[1] == "00-2 differs in network.width and has no checkpoint"

@@ -49,7 +49,9 @@ def parse_value(text: str, name: str = "a value") -> Any:
     try:
         return yaml.load(text, Loader=_StrictSafeLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a wrong tag, such as !!int word
-        reason = str(error).replace('in "<unicode string>", ', "")
+        reason = getattr(error, "problem", None) or str(error)
+        if mark := getattr(error, "problem_mark", None):
+            reason += f" in line {mark.line + 1}, column {mark.column + 1}"
         raise UserError(f"cannot read {name}: {' '.join(reason.split())}") from None
 
 

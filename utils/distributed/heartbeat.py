@@ -139,7 +139,7 @@ class Heartbeat:
             return
         if _is_peer_gone(error):
             if self._over.is_set() and not self._exiting.is_set():  # torchrun's store has ended
-                _write(f"error: {self._describe(error).line}\n")
+                self._print(self._describe(error).line)
                 self._exit(EXIT_HANG)
             self._lost, self._report["state"] = True, "lost a peer"
             self._error_due = time.monotonic() + LOST_LIMIT + 2 * self._interval
@@ -203,7 +203,7 @@ class Heartbeat:
             self._over.set()
             return
         if what and self.rank == self._size - 1:  # the last rank is most likely on another machine
-            _write(f"error: {self._gone(0, what).line}\n")
+            self._print(self._gone(0, what).line)
         self._exit(EXIT_HANG)
 
     def _exchange(self, now: float) -> None:
@@ -257,13 +257,15 @@ class Heartbeat:
             return None
         rank = min(running, key=lambda rank: (not self._is_silent(rank, now), self._statuses[rank].position, rank))
         status, ahead = self._statuses[rank], max(self._statuses[rank].position for rank in running)
+        where = f"at {status}"
         if self._is_silent(rank, now):
+            where = f"and was last seen at {status},"
             others = "; it sends no heartbeat: suspended, or its machine gone?"
         elif ahead > status.position:
             others = "; the others wait for it"
         else:
             others = "; so do all others" if len(running) > 1 else ""
-        line = f"rank {rank} (host {status.host}) hangs at {status} for {now - self._changed:.0f} s{others}"
+        line = f"rank {rank} (host {status.host}) hangs {where} for {now - self._changed:.0f} s{others}"
         return Diagnosis("hangs", rank, f"{line}; exit code {EXIT_HANG}, and the stacks of all ranks", EXIT_HANG)
 
     def _is_running(self, rank: int) -> bool:
@@ -294,7 +296,7 @@ class Heartbeat:
     def _follow(self, diagnosis: Diagnosis, speaks: bool = False) -> None:
         """Ends the heartbeat, and ends the process unless the main thread does so."""
         if diagnosis.line and speaks:
-            _write(f"error: {diagnosis.line}\n")
+            self._print(diagnosis.line)
         if diagnosis.kind == "hangs":
             self._write_stacks()
         if self.rank:
@@ -313,6 +315,14 @@ class Heartbeat:
         readers = sum(is_end or not self._is_silent(rank, now) for rank in self._statuses) - 1
         while self._store.add(READ, 0) < readers and time.monotonic() < deadline:
             time.sleep(TICK / 10)
+
+    def _print(self, line: str) -> None:
+        """Writes the line to stderr and to the run's log, without the lock of the logging module: this thread must not
+        wait for one that hangs."""
+        _write(f"error: {line}\n")
+        with contextlib.suppress(OSError), open(self.folder / "out.log", "r+", encoding="utf-8") as log:
+            log.seek(0, os.SEEK_END)
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 - {__name__} - ERROR - {line}\n")
 
     def _write_stacks(self) -> None:
         """Writes the stacks of all threads in one piece, because several ranks do so at the same time."""

@@ -112,11 +112,13 @@ class EarlierRun:
 
     def why_not_continued(self, request: Request) -> str:
         """The reason, and what --resume would do."""
+        if is_locked(self.path / LOCK):
+            return "is being trained by another process"
         try:
             changes = self.changes(request)
         except UserError:
             return "has no readable config"
-        facts = ["is finished"] * self.is_finished + ["is being trained"] * is_locked(self.path / LOCK)
+        facts = ["is finished"] * self.is_finished
         facts += [f"differs in {', '.join(changes)}"] if changes else []
         if not saved_steps(self.path / FOLDER):
             return f"{' and '.join(facts)} and has no checkpoint"
