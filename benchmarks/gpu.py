@@ -25,6 +25,7 @@ import time
 from utils.errors import EXIT_RESUMABLE
 
 STARTED = time.perf_counter()
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROCESSES = 25  # at most, should each end before its first part; a call has fewer parts
 # Module and package that pip installs.
 REQUIRED = {
@@ -58,20 +59,27 @@ def main() -> None:
     gpu_calls.main(__doc__, STARTED)
 
 
+def _child() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    main()
+
+
 def supervise() -> None:
     """Runs the command line in a child process. If a fault ends the child, another one runs the parts that are left.
 
     After a fault, all operations on the device fail in that process, and its device memory is freed only when it ends.
     So this process does not use the device: it does not even import torch.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     for _ in range(PROCESSES):
         # A forked child has the same STARTED, and so the same deadline.
-        process = multiprocessing.get_context("fork").Process(target=main)
+        process = multiprocessing.get_context("fork").Process(target=_child)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one during the start would leave the child behind
         process.start()
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             process.join()
         finally:  # also after a signal
             process.terminate()
