@@ -103,7 +103,7 @@ def test_rank_0_logs_everything_and_the_others_their_own_warnings(
 @pytest.mark.parametrize(
     ("error", "lines"),
     [
-        (UserError("training stopped: \n no number"), ["training stopped: no number"]),
+        (UserError("training stopped: \n the disk is full"), ["training stopped: the disk is full"]),
         (KeyboardInterrupt("the last checkpoint is kept"), ["KeyboardInterrupt: the last checkpoint is kept"]),
         (Stopped(), []),
     ],

@@ -84,7 +84,7 @@ class Run:
     def open(cls, request: Request, world: World) -> Iterator[Run]:
         """Chooses, creates and locks the directory, and reads the checkpoint to start from; every rank enters.
 
-        Nothing else is written before `begin`. A directory in which nothing was written is removed again, so that bad
+        Nothing else is written before `restore`. A directory in which nothing was written is removed again, so that bad
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
