@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import threading
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from utils.files import atomic_write
 
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the second one in CUDA builds only
 RECORD = "flight_recorder_rank{}.json"
+LIMIT_SECONDS = 10.0
 
 
 def record_collectives() -> None:
@@ -23,24 +23,18 @@ def record_collectives() -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries
 
 
-def write_collectives(folder: Path, rank: int, seconds: float = 5.0) -> None:
-    """Writes the last collectives of this rank to a file; returns after at most `seconds`.
+def write_collectives(folder: Path, rank: int) -> None:
+    """Writes the last collectives of this rank to a file; ends the process if that takes too long.
 
     PyTorch waits for the recorder's lock without releasing the GIL, and a stuck NCCL or CUDA call may hold that lock.
     No Python thread runs then, and faulthandler's timer ends the process.
     """
     if not dist.is_initialized():
         return
-    faulthandler.dump_traceback_later(2 * seconds, exit=True, file=2)
-    writing = threading.Thread(target=_write_record, args=(folder / RECORD.format(rank),), daemon=True)
-    writing.start()
-    writing.join(seconds)
-    faulthandler.cancel_dump_traceback_later()
-
-
-def _write_record(path: Path) -> None:
+    faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True, file=2)
     dumps = {name: getattr(c10d, function, None) for name, function in RECORDERS.items()}
     with contextlib.suppress(OSError, RuntimeError):
         parts = [f'"{name}": '.encode() + dump() for name, dump in dumps.items() if dump is not None]
-        with atomic_write([path]) as (partial,):
+        with atomic_write([folder / RECORD.format(rank)]) as (partial,):
             partial.write_bytes(b"{" + b",\n".join(parts) + b"}\n")
+    faulthandler.cancel_dump_traceback_later()
