@@ -122,23 +122,18 @@ def test_ranks_of_mpiexec_know_the_address_of_rank_0(tmp_path: Path) -> None:
     assert read_launch({**pbs, "MASTER_ADDR": "elsewhere"}).master_addr == "elsewhere"
     slurm = {**HYDRA, "SLURM_JOB_NODELIST": "nid[000001-000002]"}
     assert read_launch(slurm).master_addr == "nid000001"
-    with pytest.raises(LocalError, match=r"MASTER_ADDR is missing for the 8 ranks .* export MASTER_ADDR=<name of rank"):
-        read_launch(HYDRA)
-    nodes.unlink()  # PBS writes it on the job's first node only
-    with pytest.raises(
-        LocalError, match=r"cannot read PBS_NODEFILE .*; export MASTER_ADDR=.*head -n 1.* before mpiexec"
-    ):
-        read_launch(pbs)
+    nodes.unlink()  # PBS may write it on the job's first node only
+    for environment in (HYDRA, pbs):
+        with pytest.raises(LocalError, match=r"MASTER_ADDR is missing .* MASTER_ADDR=.*head -n 1.* before mpiexec"):
+            read_launch(environment)
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID is set, but none of .*PMI_SIZE; set RANK, "),
-        ({"PMIX_RANK": "0"}, "PMIX_RANK is set, but none of .*OMPI_COMM_WORLD_SIZE, "),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*MPI_LOCALRANKID, .*; set RANK, "),
-        ({**SLURM_STEP, "PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*MPI_LOCALRANKID, "),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE is set, but none of .*PMI_RANK, "),
+        ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "PALS_RANKID is set, but no .*; set RANK, "),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK is set"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK is set"),
     ],
 )
 def test_ranks_of_an_unknown_mpi_do_not_train_alone(environment: dict[str, str], message: str) -> None:

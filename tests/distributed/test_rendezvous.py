@@ -21,7 +21,7 @@ from processes import GENEROUS, Program, free_port, is_free, rank_variables, run
 from utils.distributed import rendezvous
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
-from utils.distributed.rendezvous import find_refusal, identify, is_loopback, meet, program_digest
+from utils.distributed.rendezvous import find_refusal, identify, meet, program_digest
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -116,10 +116,8 @@ def test_a_rank_of_another_run_is_refused(port: int) -> None:
     """The ranks of two runs with the same port trained together."""
     other = {**IDENTITY, "config": "b", "run directory": "/runs/b"}
     root, refused, right = start_ranks(port, [(0, IDENTITY), (1, other), (2, IDENTITY)], 5.0)
-    assert (
-        str(root) == "rank 1 belongs to another run than rank 0: it differs in config (b, not a), run directory "
-        "(/runs/b, not none); start all ranks with the same command and program in the same directory, and give each "
-        "of several runs a MASTER_PORT of its own"
+    assert re.search(
+        r"rank 1 .* differs in config \(b, not a\), run directory \(/runs/b, not none\).*MASTER_PORT", str(root)
     )
     assert type(root) is UserError  # printed by rank 0
     assert (type(refused), str(refused)) == (LocalError, str(root)), "printed in the output of the other run, too"
@@ -181,8 +179,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """start(words, rank, port) -> Program, one of two ranks; the test's end kills all programs."""
     programs: list[Program] = []
 
-    def start_program(words: list[str], rank: int, port: int, size: int = 2, **variables: str) -> Program:
-        environment = {**os.environ, **rank_variables(rank, size, port), **variables}
+    def start_program(words: list[str], rank: int, port: int) -> Program:
+        environment = {**os.environ, **rank_variables(rank, 2, port)}
         programs.append(Program(words, tmp_path / f"program {len(programs)}", environment=environment))
         return programs[-1]
 
@@ -294,16 +292,6 @@ def test_a_stop_signal_ends_the_rendezvous(
     assert program.text == "SIGTERM: stopping before all ranks have connected\n"
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_of_a_torchrun_that_was_killed_end(
-    start: Callable[..., Program], connecting: Callable[..., list[str]], size: int
-) -> None:
-    """The kernel signals its end only to ranks that have asked for the signal before."""
-    program = start(connecting(2 * GENEROUS), 0, free_port(), size, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert program.end().returncode == 2, program.text
-    assert errors(program.text) == ["error: torchrun ended before its ranks connected; start it again"]
-
-
 # --- addresses -----------------------------------------------------------------------------------------------------
 
 
@@ -327,12 +315,6 @@ def test_ranks_of_a_single_node_listen_on_the_loopback_only() -> None:
         assert len(addresses) >= (2 if rank == 0 else 1), "the store and gloo"
         assert set(addresses) == {"0100007F"}
         assert interface == "lo", "otherwise gloo listens at the address of the host's name"
-
-
-def test_a_name_that_resolves_to_a_loopback_address_may_belong_to_several_nodes() -> None:
-    """Debian resolves the host's own name to 127.0.1.1, and other machines to another address."""
-    assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.0.1.1", "::1")))
-    assert not any(map(is_loopback, (socket.gethostname(), "nid000003", "192.0.2.2", "fd00::2")))
 
 
 # --- the device ----------------------------------------------------------------------------------------------------
@@ -367,11 +349,7 @@ def test_the_local_rank_chooses_among_the_visible_devices(monkeypatch: pytest.Mo
 )
 def test_ranks_whose_devices_differ_in_kind_are_refused(devices: list[str | None], refusal: str) -> None:
     """With 'auto' a rank without a GPU would otherwise wait for the others in another backend, forever."""
-    errors = ["no device" if device is None else "" for device in devices]
-    calls = [
-        {"difference": "", "error": error, "device": device or ""}
-        for device, error in zip(devices, errors, strict=True)
-    ]
+    calls = [{"difference": "", "error": "" if device else "no device", "device": device or ""} for device in devices]
     found = find_refusal(calls)
     assert found.startswith(refusal)
     assert bool(found) == bool(refusal)

@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import re
-import socket
 import sys
 import traceback
 import zlib
@@ -20,26 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from utils.errors import LocalError, UserError, os_errors_for_users, record_exit_code
+from utils.errors import LocalError, UserError, record_exit_code
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-# As set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI; PALS. The first one that is set counts.
-MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
-MPI_LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
+# Rank, number of ranks, local rank and local number, as set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI.
+MPIS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-MPI_LOCAL_SIZES = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "PMI_LOCAL_SIZE",
-    "PALS_LOCAL_SIZE",
-)
+MPI_RANKS = (*(rank for rank, *_ in MPIS), "PALS_RANKID", "PMIX_RANK")
 # Differ between two starts of mpiexec: Open MPI 4, Open MPI 5, PALS, MVAPICH. MPICH sets none: then the batch job.
 MPI_JOBS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PALS_APID", "MPIRUN_ID", "PBS_JOBID", "SLURM_JOB_ID")
 RESTART_COUNTS = {"slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
@@ -68,8 +58,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if environment is None else environment
     if any(name in env for name in TORCHRUN_VARIABLES):
         launch = _read_torchrun(env)
-    elif _is_mpi_rank(env):
-        launch = _read_mpi(env)
+    elif (mpi := _find_mpi(env)) is not None:
+        launch = _read_mpi(env, mpi)
     elif _is_in_slurm_step(env):
         launch = _read_slurm(env)
     else:
@@ -129,56 +119,43 @@ def _slurm_port(env: Mapping[str, str]) -> int:
     return 15000 + (_integer(env, "SLURM_JOB_ID", 0) * 7 + number * 1009) % 15000
 
 
-def _is_mpi_rank(env: Mapping[str, str]) -> bool:
-    """True for one of several ranks of mpiexec; raises UserError if their number is unknown."""
-    rank, size = _first_set(env, MPI_RANKS), _first_set(env, MPI_SIZES)
-    if rank and not size and not _is_in_slurm_step(env):
-        raise _incomplete(rank, MPI_SIZES)
-    if not size or _integer(env, size) <= 1:
-        return False
-    # srun sets variables of PMI and PALS as well (--mpi=pmi2, --mpi=cray_shasta), with its own values. But mpiexec in a
-    # Slurm allocation starts its daemons in a step, so that each rank has its daemon's SLURM_PROCID.
-    is_mpiexec = size != "PMI_SIZE" or "MPI_LOCALRANKID" in env
-    return is_mpiexec or not _is_in_slurm_step(env) or _integer(env, size) != _slurm_tasks(env)
+def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
+    """The entry of MPIS for one of several ranks of mpiexec; raises UserError for a rank of an unknown MPI."""
+    in_step = _is_in_slurm_step(env)
+    for mpi in MPIS:
+        if all(env.get(name) for name in mpi[:3]):
+            size = _integer(env, mpi[1])
+            # srun sets the variables of Cray's PMI as well, with its own values. But mpiexec in a Slurm allocation
+            # starts its daemons in a step, so that each rank has its daemon's SLURM_PROCID.
+            is_srun = in_step and mpi == MPIS[-1] and size == _slurm_tasks(env)
+            return mpi if size > 1 and not is_srun else None
+    rank = _first_set(env, MPI_RANKS)
+    if rank and not in_step:
+        raise UserError(
+            f"the rank environment is incomplete: {rank} is set, but no known variables of the number of ranks and the "
+            f"local rank, such as {MPIS[0][1]} and {MPIS[0][2]}; set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR for "
+            "each rank, or start through torchrun"
+        )
+    return None
 
 
-def _read_mpi(env: Mapping[str, str]) -> Launch:
-    rank, size, local_rank = (_first_set(env, names) for names in (MPI_RANKS, MPI_SIZES, MPI_LOCAL_RANKS))
-    if not rank or not local_rank:
-        raise _incomplete(size, MPI_LOCAL_RANKS if rank else MPI_RANKS)
+def _read_mpi(env: Mapping[str, str], mpi: Sequence[str]) -> Launch:
+    rank, size, local_rank = (_integer(env, name) for name in mpi[:3])
     # The port depends on the start, because a node may run several.
     job = _mpi_job(env)
     port = 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000 if job else DEFAULT_PORT
-    return Launch(
-        "mpiexec",
-        _integer(env, rank),
-        _integer(env, local_rank),
-        _integer(env, size),
-        env.get("MASTER_ADDR") or _mpi_address(env, _integer(env, size)),
-        _integer(env, "MASTER_PORT", port),
-    )
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(mpi[3]) == str(size) else _mpi_address(env))
+    return Launch("mpiexec", rank, local_rank, size, address, _integer(env, "MASTER_PORT", port))
 
 
-def _incomplete(name: str, missing: Sequence[str]) -> UserError:
-    return UserError(
-        f"the rank environment is incomplete: {name} is set, but none of {', '.join(missing)}; set RANK, LOCAL_RANK, "
-        "WORLD_SIZE and MASTER_ADDR for each rank, or start through torchrun"
-    )
-
-
-def _mpi_address(env: Mapping[str, str], size: int) -> str:
-    """The loopback address on a single node, or else the first node of the batch job, where mpiexec starts rank 0."""
-    if _integer(env, _first_set(env, MPI_LOCAL_SIZES), 0) == size:
-        return "127.0.0.1"
-    first, remedy = first_host(env.get("SLURM_JOB_NODELIST", "")), "export MASTER_ADDR=<name of rank 0's node>"
-    if env.get("PBS_NODEFILE"):
-        remedy = 'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")" before mpiexec'
-        with os_errors_for_users("cannot read PBS_NODEFILE for the first node's name", remedy, LocalError):
-            first = Path(env["PBS_NODEFILE"]).read_text(errors="replace").partition("\n")[0].strip()
+def _mpi_address(env: Mapping[str, str]) -> str:
+    """The first node of the batch job, where mpiexec starts rank 0."""
+    nodes = Path(env.get("PBS_NODEFILE", ""))  # on some systems only the job's first node has it
+    first = nodes.read_text().split()[0] if nodes.is_file() else first_host(env.get("SLURM_JOB_NODELIST", ""))
     if not first:
         raise LocalError(
-            f"MASTER_ADDR is missing for the {size} ranks of mpiexec on several nodes; {remedy} (with Open MPI also "
-            "mpiexec -x MASTER_ADDR)"
+            "MASTER_ADDR is missing for the ranks of mpiexec on several nodes; export it as the name of rank 0's node, "
+            'such as MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")", before mpiexec (with Open MPI also -x MASTER_ADDR)'
         )
     return first
 
@@ -202,24 +179,6 @@ def _job(env: Mapping[str, str], launch: Launch) -> str:
     if "SLURM_STEP_ID" in env and tasks == str(launch.world_size):  # ranks with RANK may belong to several steps
         return f"slurm {env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
     return ""
-
-
-def torchrun_has_ended(launch: Launch, environment: Mapping[str, str] | None = None) -> bool:
-    """True if torchrun was killed before this process asked the kernel for a signal at its end.
-
-    torchrun listens before it starts ranks. Its process id is no help: a wrapper may be between it and this process,
-    and an orphan's new parent is not always process 1.
-    """
-    env = os.environ if environment is None else environment
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return False
-    try:
-        socket.create_connection((launch.master_addr, launch.master_port), 10.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False  # reported by the rendezvous
-    return False
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

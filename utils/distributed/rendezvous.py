@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
 import secrets
@@ -23,10 +22,11 @@ import torch.distributed as dist
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, device_identity
 from utils.distributed.launch import Launch
-from utils.errors import EXIT_USER_ERROR, LocalError, UserError, os_errors_for_users, record_exit_code
+from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
 
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
-REFUSAL_SECONDS = 3.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
+REFUSAL_SECONDS = 2.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
+AGENT_SECONDS = 30.0  # for a connection to the store of torchrun
 PAUSE = 0.05  # seconds between two queries; longer with more ranks
 TOP = Path(__file__).parents[2]
 waiting = threading.Event()  # is set while this rank waits for the others; a stop signal then ends the process
@@ -43,13 +43,6 @@ class Meeting(NamedTuple):
 def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: Mapping[str, str]) -> Meeting:
     """Connects to the ranks of the run with this identity; raises UserError if that is not possible."""
     address = f"{launch.master_addr}:{launch.master_port}"
-    try:
-        # The rendezvous would repeat the query for an unknown name until its timeout.
-        socket.getaddrinfo(launch.master_addr, None)
-    except OSError as error:
-        raise LocalError(
-            f"cannot resolve MASTER_ADDR of {address} ({error.strerror}); set it to the first node"
-        ) from None
     failure = f"rank {launch.rank} of {launch.world_size} could not connect to the other ranks at {address}"
     remedy = "check MASTER_ADDR, that no other run uses MASTER_PORT, and that all ranks were started"
     # Store operations block without a time limit if the process at that address does not answer.
@@ -58,6 +51,7 @@ def rendezvous(device: str, launch: Launch, timeouts: TimeoutsConfig, identity: 
     limit.start()
     waiting.set()
     try:
+        socket.getaddrinfo(launch.master_addr, None)  # the store would query an unknown name until the timeout
         store = open_store(launch, timeouts.rendezvous)
         return meet(store, device, launch, timeouts.rendezvous, identify(launch, identity))
     except (dist.DistError, OSError) as error:
@@ -75,20 +69,20 @@ def _give_up(message: str) -> None:
 
 def open_store(launch: Launch, seconds: float) -> dist.Store:
     """The store of torchrun, or else of rank 0. On a single node rank 0 and gloo listen on the loopback alone."""
-    holds_store = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, listener = launch.master_addr, None
-    if is_loopback(address):
+    is_torchruns, listener = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", None
+    holds_store = launch.rank == 0 and not is_torchruns
+    if launch.master_addr in ("localhost", "127.0.0.1"):
         if any(name == "lo" for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if holds_store:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, launch.master_port), family=family).detach()
+            listener = socket.create_server((launch.master_addr, launch.master_port)).detach()
     try:
         return dist.TCPStore(
-            address,
+            launch.master_addr,
             launch.master_port,
             is_master=holds_store,
-            timeout=timedelta(seconds=seconds),
+            # torchrun listens before it starts the ranks; without a listener it has ended.
+            timeout=timedelta(seconds=min(seconds, AGENT_SECONDS) if is_torchruns else seconds),
             wait_for_workers=False,  # `meet` waits for them
             master_listen_fd=listener,
         )
@@ -96,47 +90,48 @@ def open_store(launch: Launch, seconds: float) -> dist.Store:
         raise ConnectionError(str(error)) from None
 
 
-def is_loopback(address: str) -> bool:
-    """True for addresses that other machines cannot use.
-
-    Names are not resolved: Debian resolves the host's own name to 127.0.1.1, and other machines to another address.
-    """
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
 # --- one exchange with rank 0 ----------------------------------------------------------------------------------------
 
 
 def meet(store: dist.Store, device: str, launch: Launch, seconds: float, identity: Mapping[str, str]) -> Meeting:
-    """Returns when rank 0 has accepted all ranks; raises UserError if they belong to several runs.
+    """Returns when all ranks are connected; raises UserError if they belong to several runs or their devices differ.
 
-    Rank 0 publishes a random name for the start, with its identity. The other ranks call under that name, each with a
-    random number, its device, and what differs from rank 0. Rank 0 answers each number: a second process with the same
-    rank, or one that comes later, gets no answer.
+    Rank 0 publishes a random name for the start, with its identity. The other ranks call under that name, each with its
+    device, and what differs from rank 0. Rank 0 answers all of them at once. A second process with the same rank, or
+    one that comes later, is not answered.
 
     torchrun's store may live through all restarts of the ranks (pytorch/pytorch#135712). Without the name, the ranks
     would read the addresses of dead ranks there. The restart count does not identify the start, because each node's
     agent has its own count. A rank may read the name of an earlier start, until rank 0 replaces it.
     """
-    chosen, call = torch.device("cpu"), {"number": secrets.token_hex(8), "difference": "", "error": "", "device": ""}
+    chosen = torch.device("cpu")
+    call = {"process": secrets.token_hex(8), "difference": "", "error": "", "device": ""}
     try:
         chosen = choose_device(device, launch.local_rank)
         call["device"] = device_identity(chosen)
     except UserError as error:
         call["error"] = str(error)
-    take_part = _answer_calls if launch.rank == 0 else _call_root
-    start, shared = take_part(store, launch, seconds, identity, call)
+    if launch.rank == 0:
+        start, (refusal, shared) = _answer_calls(store, launch, seconds, identity, call)
+    else:
+        start, (refusal, shared) = _call_root(store, launch, seconds, identity, call)
+    if call["difference"]:
+        # The other run's output should say so as well; rank 0 prints the line for its own run.
+        raise LocalError(call["difference"])
+    if refusal:
+        time.sleep(0 if launch.rank else REFUSAL_SECONDS)
+        raise UserError(refusal)
     return Meeting(dist.PrefixStore(start, store), chosen, shared)
+
+
+Answer = tuple[str, bool]  # the reason why these ranks cannot train together, if any; whether any ranks share a GPU
 
 
 def _answer_calls(
     store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> tuple[str, bool]:
-    """Rank 0's part of `meet`: the name of the start, and whether ranks share a GPU."""
-    start, ranks = f"start {secrets.token_hex(8)}", range(1, launch.world_size)
+) -> tuple[str, Answer]:
+    """Rank 0's part of `meet`: the name of the start and the answer."""
+    start, ranks = secrets.token_hex(8), range(1, launch.world_size)
     keys = [f"{start}, rank {rank}" for rank in ranks]
     store.set("start", json.dumps([start, identity]))
     try:
@@ -145,37 +140,25 @@ def _answer_calls(
         missing = [str(rank) for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
         raise TimeoutError(f"nothing from rank {', '.join(missing[:8])}{', …' * (len(missing) > 8)}") from None
     calls = [call, *map(json.loads, store.multi_get(keys))]
-    refusal, gpus = find_refusal(calls), [call["device"] for call in calls if call["device"] != "cpu"]
-    shared = len(set(gpus)) < len(gpus)
-    answers = [json.dumps([call["number"], refusal, shared]) for call in calls[1:]]
-    keys = [f"{start}, answer {rank}" for rank in ranks]
-    store.multi_set(keys, answers)  # type: ignore[attr-defined] # missing in PyTorch's annotations
-    if not refusal:
-        return start, shared
-    deadline = time.monotonic() + REFUSAL_SECONDS
-    while store.add(f"{start}, refusals read", 0) < len(ranks) and time.monotonic() < deadline:
-        time.sleep(PAUSE)
-    raise UserError(refusal)
+    gpus = [call["device"] for call in calls if call["device"] != "cpu"]
+    answer = find_refusal(calls), len(set(gpus)) < len(gpus)
+    store.set(f"{start}, answer", json.dumps(answer))
+    return start, answer
 
 
 def _call_root(
     store: dist.Store, launch: Launch, seconds: float, identity: Mapping[str, str], call: dict[str, str]
-) -> tuple[str, bool]:
-    """The part of the other ranks in `meet`: the name of the start, and whether ranks share a GPU."""
-    deadline, called = time.monotonic() + seconds, ""
+) -> tuple[str, Answer]:
+    """The part of the other ranks in `meet`: the name of the start and the answer."""
+    deadline, called, is_first = time.monotonic() + seconds, "", False
     while time.monotonic() < deadline:
         start, expected = json.loads(store.get("start"))
         if start != called:
             called, call["difference"] = start, describe_differences(launch.rank, identity, expected)
-            store.set(f"{start}, rank {launch.rank}", json.dumps(call))
-        if store.check([f"{start}, answer {launch.rank}"]):
-            number, refusal, shared = json.loads(store.get(f"{start}, answer {launch.rank}"))
-            if number == call["number"] and not refusal:
-                return start, shared
-            if number == call["number"]:
-                store.add(f"{start}, refusals read", 1)
-                # The other run's output should say so as well; rank 0 prints the line for its own run.
-                raise LocalError(refusal) if refusal == call["difference"] else UserError(refusal)
+            text = json.dumps(call)
+            is_first = store.compare_set(f"{start}, rank {launch.rank}", "", text).decode() == text
+        if is_first and store.check([f"{start}, answer"]):
+            return start, json.loads(store.get(f"{start}, answer"))
         time.sleep(PAUSE * (1 + launch.world_size / 256))
     if call["difference"]:
         raise LocalError(call["difference"])
@@ -184,19 +167,17 @@ def _call_root(
 
 def find_refusal(calls: Sequence[Mapping[str, Any]]) -> str:
     """The reason why these ranks cannot train together, if any: other runs, or devices that differ in kind."""
-    differences = [call["difference"] for call in calls if call["difference"]]
-    if differences:
-        return differences[0]
-    errors = [call["error"] for call in calls]
-    if any(errors):
-        rank = next(rank for rank, error in enumerate(errors) if error)
-        return errors[rank] if len(set(errors)) == 1 else f"rank {rank}: {errors[rank]}"
-    without = [rank for rank, call in enumerate(calls) if call["device"] == "cpu"]
-    if 0 < len(without) < len(calls):
-        rank = next(rank for rank in range(len(calls)) if rank not in without)
+    for rank, call in enumerate(calls):
+        if call["difference"]:
+            return call["difference"]
+        if call["error"]:
+            return call["error"] if all(other["error"] for other in calls) else f"rank {rank}: {call['error']}"
+    kinds = [call["device"] == "cpu" for call in calls]
+    if len(set(kinds)) > 1:
+        rank = kinds.index(True)
         return (
-            f"rank {without[0]} finds no CUDA device, but rank {rank} does; use --set device=cpu, or exclude the node "
-            f"of rank {without[0]}"
+            f"rank {rank} finds no CUDA device, but rank {kinds.index(False)} does; use --set device=cpu, or exclude "
+            f"the node of rank {rank}"
         )
     return ""
 
@@ -224,10 +205,9 @@ def program_digest() -> str:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     # Editors create hidden files next to those that they edit, also links to nowhere.
     paths = sorted(path for package in ("networks", "utils") for path in (TOP / package).rglob("[!.]*.py"))
-    with os_errors_for_users("cannot read the program's files", "check the file system", LocalError):
-        files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
-        if script.is_file():
-            files["script"] = script.read_bytes()
+    files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
+    if script.is_file():
+        files["script"] = script.read_bytes()
     return digest("".join(f"{name}\0{hashlib.sha256(data).hexdigest()}\n" for name, data in files.items()))
 
 

@@ -23,7 +23,7 @@ from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device
 from utils.distributed.flight_recorder import record_collectives
 from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.launch import Launch, read_launch, torchrun_has_ended
+from utils.distributed.launch import Launch, read_launch
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError
@@ -157,8 +157,6 @@ def connect(
     ranks share a GPU.
     """
     launch = read_launch()
-    if torchrun_has_ended(launch):
-        raise LocalError("torchrun ended before its ranks connected; start it again")
     if launch.world_size == 1:
         heartbeat = Heartbeat(timeouts.hang)
         with _beating(heartbeat):
