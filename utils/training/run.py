@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import shutil
@@ -22,7 +23,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.volumes import training_simulation
 from utils.distributed.launch import restarted
-from utils.distributed.locks import LockedFile, open_locked
+from utils.distributed.locks import open_locked
 from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
@@ -218,7 +219,7 @@ class _Claim:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.choice: Choice | None = None
-        self._lock: LockedFile | None = None
+        self._lock: io.FileIO | None = None
         self._created: list[Path] = []  # the directory and its parents, innermost first
 
     def take(self) -> None:
