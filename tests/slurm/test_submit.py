@@ -324,18 +324,6 @@ def test_a_task_of_an_array_job_is_requeued(cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_tasks_of_an_array_have_run_directories_of_their_own(
-    cluster: Cluster, tmp_path: Path, flags: list[str]
-) -> None:
-    options = f"--array=1-2 --ntasks=1 {NO_GPUS} --output={shlex.quote(str(tmp_path / '%a.out'))}"
-    given = [*flags, "--num_epochs=1", "--run_num=seed"]
-    job = cluster.submit(tmp_path, options, *given, LOGS_DIR=str(tmp_path / LOGS))
-    for name in ("1", "2"):
-        Job(cluster, f"{job.number}_{name}", tmp_path / f"{name}.out").ends("COMPLETED")
-        assert (tmp_path / LOGS / f"test/1ranks/seed-{name}/summary.json").is_file()
-
-
-@pytest.mark.slow
 def test_a_sweep_as_a_job_array(cluster: Cluster, tmp_path: Path, flags: list[str]) -> None:
     """As docs/logging.md describes it: each task trains with its own values, and is a W&B run of its own."""
     page = (TOP / "docs/logging.md").read_text(encoding="utf-8")
