@@ -15,7 +15,7 @@ from utils.config.summary import describe_config
 from utils.data import open_loaders, resolve_config
 from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
-from utils.distributed.signals import NullSignals, Signals, StopSignals
+from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation.callback import evaluation_volume
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
         if options.preflight is not None:
             preflight.run(options, config, step_class)
             return
-        signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
+        signals = Signals() if config.enable_benchy else StopSignals(config.stop_signal)
         nccl = not config.noddp
         with signals, connect(config.device, config.timeouts, identity(config, options), nccl=nccl) as world:
             configure_logging(world.rank)

@@ -16,7 +16,7 @@ from utils import cli
 from utils import config as configs
 from utils.data import open_loaders
 from utils.data.loaders.classification import open_splits
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.evaluation.baselines import class_frequency_loss
 from utils.steps import build
@@ -35,7 +35,7 @@ SMALL = {"Nsamples": 12, "Nsamples_val": 4, "local_batch_size": 4, "num_epochs":
 def run(world: World, flags: list[str]) -> None:
     options = cli.parse([f"--yaml_config={YAML}", "--set=device=cpu", *flags])
     config = configs.load(YAML, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, EagerStep, NullSignals())
+    train.run(options, config, world, EagerStep, Signals())
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -31,7 +31,7 @@ from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
@@ -254,7 +254,7 @@ def test_a_checkpoints_copy_is_consistent_and_in_pinned_memory() -> None:
     assert host.take({"network": {"weights": weights}}) is None
 
 
-class Interrupted(NullSignals):
+class Interrupted(Signals):
     """A signal arrives during the step of that number in this process."""
 
     def __init__(self, after: int) -> None:

@@ -28,7 +28,7 @@ from utils.data.channels import target_channels
 from utils.data.files.hdf5 import FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals, StopSignals
+from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.inference.sliding_window import SlidingWindowPredictor
@@ -195,7 +195,7 @@ def test_a_checkpoint_may_be_named_by_its_directory_or_its_weights_file(run: Pat
 
 
 def predict_on(world: World, flags: list[str]) -> None:
-    predict.predict(predict.parse(flags), world, NullSignals())
+    predict.predict(predict.parse(flags), world, Signals())
 
 
 def test_two_ranks_predict_what_one_does(run: Path, nbody: Path, whole: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from utils import config as configs
 from utils.data import Loaders
 from utils.distributed import world as worlds
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling import benchmark
@@ -112,5 +112,5 @@ def test_a_step_is_closed_and_released_before_the_process_group_is_destroyed(
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
     monkeypatch.setattr(worlds.dist, "destroy_process_group", lambda: events.append(seen[0]()))
     with pytest.raises(UserError) if fails else contextlib.nullcontext(), worlds._leaving_group():
-        train.run(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, NullSignals())
+        train.run(options, config, World(Launch("test"), torch.device("cpu")), CyclicStep, Signals())
     assert events == ["closed", None]

@@ -19,7 +19,7 @@ from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ran
 
 from utils.distributed import signals as signals_module
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals, Request, StopCoordinator, StopSignals
+from utils.distributed.signals import Request, Signals, StopCoordinator, StopSignals
 from utils.distributed.world import World
 from utils.training import checkpoint
 from utils.training.checkpoint import FOLDER
@@ -130,17 +130,9 @@ def test_without_a_signal_the_process_state_is_restored() -> None:
         assert handlers() != before
         assert signal_threads()
     assert (signals.received, handlers(), signal_threads()) == (None, before, set())
-    with NullSignals() as signals:
+    with Signals() as signals:
         assert (handlers(), signal_threads()) == (before, set())
     assert signals.received is None
-
-
-def test_macos_has_no_prctl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(signals_module.ctypes, "CDLL", lambda name: object())
-    with StopSignals() as caught:
-        assert caught.received is None
 
 
 def test_a_signal_does_not_interrupt_a_librarys_system_call() -> None:

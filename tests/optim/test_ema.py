@@ -18,7 +18,7 @@ import train
 from networks import build_loss
 from utils import cli
 from utils import config as configs
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.optim.ema import EMA
 from utils.steps.eager import EagerStep
 from utils.training import checkpoint
@@ -171,7 +171,7 @@ class RecordingStep(EagerStep):
 def run(flags: list[str]) -> EagerStep:
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    train.run(options, config, ALONE, RecordingStep, NullSignals())
+    train.run(options, config, ALONE, RecordingStep, Signals())
     return RecordingStep.last
 
 

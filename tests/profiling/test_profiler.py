@@ -20,7 +20,7 @@ from utils import cli
 from utils.config import Config, load
 from utils.config.sections import ProfileConfig
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.profiler import (
@@ -191,7 +191,7 @@ def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:
 def train_on_rank(world: World, flags: list[str]) -> None:
     options = cli.parse(flags)
     config = load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    train.run(options, config, world, train.EagerStep, NullSignals())
+    train.run(options, config, world, train.EagerStep, Signals())
 
 
 def test_profile_of_every_rank_shows_every_part_of_its_steps(tmp_path, data_flags, monkeypatch) -> None:

@@ -28,7 +28,7 @@ from utils import cli
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.locks import open_locked
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.steps.eager import EagerStep
@@ -101,7 +101,7 @@ def run(world: World, flags: list[str], after: int | None = None, valid: dict[in
     """Trains in this process; False if it was stopped. The last rank gets a signal `after` that many steps."""
     options = cli.parse([f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", *flags])
     config = configs.load(options.yaml_config, options.config, options.overrides).for_world(world.size)
-    signals = NullSignals()
+    signals = Signals()
 
     def interrupt(step: int) -> None:
         if step == after and world.rank == world.size - 1:

@@ -300,8 +300,9 @@ def opened(first: Path, **options: Any) -> contextlib.AbstractContextManager[Run
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("options", [{"resume": "auto"}, {"resume": "no"}, {"restarted": ("slurm 7",)}], ids=str)
 def test_a_run_that_is_being_trained_is_refused_and_not_touched(
-    first: Path, run: Any, finished: bool, options: dict[str, Any]
+    first: Path, run: Any, finished: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runs, "RESTART_SECONDS", 0.1)
     run(1, finished, jobs=["slurm 7"])
     (first / FOLDER / ".step_00000020.abc.partial").mkdir()  # of a save in progress
     before = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
@@ -391,13 +392,12 @@ def test_a_choice_changes_nothing(first: Path, run: Any) -> None:
     assert is_free(first.with_name("01"))
 
 
-def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+def test_a_restarted_job_waits_for_the_end_of_its_predecessor(first: Path) -> None:
     first.mkdir(parents=True)
     (first / "config.yaml").touch()
     predecessor = open_locked(first / LOCK, "locked")
     threading.Timer(0.1, predecessor.close).start()
-    with opened(first, resume="no"):
+    with opened(first, resume="no", restarted=("slurm 7",)):
         assert predecessor.closed
 
 

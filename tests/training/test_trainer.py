@@ -22,7 +22,7 @@ from trainings import CLOCKS
 from utils.config import Config
 from utils.data import Batch, Loaders
 from utils.distributed.launch import Launch
-from utils.distributed.signals import NullSignals
+from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
 from utils.steps.eager import EagerStep
@@ -159,7 +159,7 @@ def make(
     log_interval: int = 2,
     world: World = ALONE,
     validation: list[Batch] | None = None,
-    signals: NullSignals | None = None,
+    signals: Signals | None = None,
     state: TrainState | None = None,
     **settings: Any,
 ) -> tuple[Trainer, RecordedLogger, RecordedCheckpointer, Loaders]:
@@ -171,7 +171,7 @@ def make(
     checkpointer = RecordedCheckpointer(logger)
     keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": log_interval}
     keys |= {"lr_schedule": {"start_lr": 1.0, "end_lr": 0.0}, "checkpoint": {"every_minutes": None}}
-    callbacks = Callbacks(logger, checkpointer, signals=signals or NullSignals())
+    callbacks = Callbacks(logger, checkpointer, signals=signals or Signals())
     trainer = Trainer(Config(**{**keys, **settings}), step, loaders, world, state or TrainState(), callbacks)
     return trainer, logger, checkpointer, loaders
 
@@ -382,7 +382,7 @@ def test_a_lower_patience_takes_effect_at_the_end_of_an_epoch() -> None:
 # --- stopping and resuming -------------------------------------------------------------------------------------------
 
 
-class SignalAtEvent(NullSignals):
+class SignalAtEvent(Signals):
     def receive(self, event: int, when: int) -> None:
         if event == when:
             self.received = "SIGTERM"

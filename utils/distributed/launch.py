@@ -16,7 +16,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from utils.errors import LocalError, UserError, record_exit_code
@@ -39,10 +39,7 @@ HOW_TO_START = "start through torchrun, srun or mpiexec"
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank, number of ranks and rendezvous address, as set by the launcher.
-
-    job: the launcher's name for this start, the same on all ranks; may be empty.
-    """
+    """Rank, number of ranks and rendezvous address, as set by the launcher."""
 
     launcher: str
     rank: int = 0
@@ -50,7 +47,6 @@ class Launch:
     world_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
-    job: str = ""
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -71,7 +67,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         )
     if not 0 < launch.master_port < 2**16:
         raise LocalError(f"MASTER_PORT must be between 1 and 65535, not {launch.master_port}")
-    return replace(launch, job=_job(env, launch))
+    return launch
 
 
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
@@ -142,7 +138,7 @@ def _find_mpi(env: Mapping[str, str]) -> Sequence[str] | None:
 def _read_mpi(env: Mapping[str, str], mpi: Sequence[str]) -> Launch:
     rank, size, local_rank = (_integer(env, name) for name in mpi[:3])
     # The port depends on the start, because a node may run several.
-    job = _mpi_job(env)
+    job = env.get(_first_set(env, MPI_JOBS))
     port = 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000 if job else DEFAULT_PORT
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(mpi[3]) == str(size) else _mpi_address(env))
     return Launch("mpiexec", rank, local_rank, size, address, _integer(env, "MASTER_PORT", port))
@@ -165,22 +161,6 @@ def _first_set(env: Mapping[str, str], names: Sequence[str]) -> str:
     return next((name for name in names if env.get(name)), "")
 
 
-def _mpi_job(env: Mapping[str, str]) -> str:
-    return env.get(_first_set(env, MPI_JOBS), "")
-
-
-def _job(env: Mapping[str, str], launch: Launch) -> str:
-    """torchrun's run id, Slurm's job and step, or the id of mpiexec or its batch job."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        return f"torchrun {env['TORCHELASTIC_RUN_ID']}"
-    if launch.launcher == "mpiexec":
-        return f"mpiexec {_mpi_job(env)}".strip()
-    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS"))
-    if "SLURM_STEP_ID" in env and tasks == str(launch.world_size):  # ranks with RANK may belong to several steps
-        return f"slurm {env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
-    return ""
-
-
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None:
@@ -191,12 +171,6 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         return int(text)
     except ValueError:
         raise LocalError(f"{name} must be an integer, not {text!r}; {HOW_TO_START}") from None
-
-
-def restarted(environment: Mapping[str, str] | None = None) -> bool:
-    """True if the launcher has restarted this job; Slurm and torchrun both count restarts."""
-    env = os.environ if environment is None else environment
-    return any(env.get(name, "0") not in ("", "0") for name in RESTART_COUNTS.values())
 
 
 def lasting_jobs(environment: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:

@@ -195,7 +195,6 @@ def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
         **known,
         "command line": digest(shlex.join(sys.argv[1:])),
         "program": program_digest(),
-        "job": launch.job,
         "number of ranks": str(launch.world_size),
     }
 

@@ -15,8 +15,7 @@ import signal
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,29 +41,19 @@ class Request(enum.IntEnum):
     STOP = 2
 
 
-class Signals(Protocol):
-    """Source of requests to stop. `received` is the name of the first signal."""
-
-    received: str | None
-
-    def __enter__(self: Self) -> Self: ...
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
-
-
-class NullSignals:
+class Signals:
     """Catches no signals: they keep their default effect."""
 
-    received: str | None = None
+    received: str | None = None  # the name of the first signal
 
-    def __enter__(self) -> NullSignals:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-class StopSignals:
+class StopSignals(Signals):
     """Catches SIGTERM and the named signal as a request to stop; a second one of the same kind ends the process.
 
     A thread waits for the signals, because the main thread may be blocked in a library, where Python runs no handlers.
@@ -76,7 +65,6 @@ class StopSignals:
         self._numbers = {signal.SIGTERM, signal.Signals[name]}
         self._previous: dict[signal.Signals, object] = {}
         self._first: dict[int, float] = {}
-        self.received: str | None = None
 
     def __enter__(self) -> StopSignals:
         self._reader, self._writer = os.pipe()
@@ -93,7 +81,7 @@ class StopSignals:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             # The same signal may come again while the process exits, and must not change the exit code.
             restored = signal.SIG_IGN if self.received else handler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from utils.distributed.signals import NullSignals, Signals
+from utils.distributed.signals import Signals
 from utils.training.checkpointer import Checkpointer
 from utils.training.loggers.base import Logger
 
@@ -41,4 +41,4 @@ class Callbacks:
     checkpointer: Checkpointer = field(default_factory=Checkpointer)
     profiler: Profiler = field(default_factory=Profiler)
     evaluation: Evaluation = field(default_factory=Evaluation)
-    signals: Signals = field(default_factory=NullSignals)
+    signals: Signals = field(default_factory=Signals)

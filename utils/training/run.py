@@ -22,7 +22,6 @@ from utils.cli import Options
 from utils.config import Config
 from utils.data import get_loader
 from utils.data.volumes import training_simulation
-from utils.distributed.launch import restarted
 from utils.distributed.locks import open_locked
 from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
@@ -238,7 +237,7 @@ class _Claim:
         choice.path.mkdir(parents=True, exist_ok=True)
         fault = f"another run is writing to {choice.path}; wait for its end, or give this one a --run_num of its own"
         try:
-            self._lock = open_locked(choice.path / LOCK, fault, RESTART_SECONDS if restarted() else 0.0)
+            self._lock = open_locked(choice.path / LOCK, fault, RESTART_SECONDS if self._request.restarted else 0.0)
         except UserError:
             if choice.resume == "no" or not is_free(choice.path):  # without a choice of another directory
                 raise
