@@ -4,8 +4,7 @@
 # make check       runs linters, type checks and checks of shell files
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
-#                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
-#                  two); srun starts a private Slurm of two nodes, as root on Debian
+#                  kill, or 8 s with LAUNCHER=torchrun
 # make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
 # make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 peaks, convolutions and the fastest
 #                  options; 2 the tests that need a GPU; 3 single options, comparisons and loaders. Uses python3 without
@@ -27,7 +26,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
-LAUNCHERS ?= plain
+LAUNCHER ?= plain
 CALL ?= 1
 
 .PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
@@ -70,7 +69,7 @@ check: $(READY)
 	PATH="$(BIN):$$PATH" hadolint docker/Dockerfile
 
 soak: $(TEST_READY)
-	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
+	$(BIN)/python tests/soak.py $(N) --launcher=$(LAUNCHER)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.ladder

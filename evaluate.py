@@ -19,7 +19,7 @@ from typing import Any
 
 from utils import cli
 from utils.config.sections import EvaluationConfig
-from utils.distributed.device_memory import out_of_memory_for_users
+from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from utils import cli
 from utils.data.files.hdf5 import FieldReader
-from utils.distributed.device_memory import out_of_memory_for_users
+from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect

@@ -13,7 +13,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.config.summary import describe_config
 from utils.data import open_loaders, resolve_config
-from utils.distributed.device_memory import out_of_memory_for_users
+from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect

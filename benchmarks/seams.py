@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.common import Parser, save, settings
 from utils import cli
-from utils.distributed.device_memory import out_of_memory_for_users
-from utils.distributed.devices import choose_device
+from utils.distributed.devices import choose_device, out_of_memory_for_users
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors

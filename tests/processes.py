@@ -146,6 +146,24 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
+def ranks_of_torchrun(agent: int) -> dict[int, int]:
+    """Rank -> process id of the processes that torchrun with this process id has started."""
+    ranks = {}
+    with contextlib.suppress(OSError):  # it has ended
+        for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+            found = re.search(rb"\0RANK=(\d+)\0", Path("/proc", child, "environ").read_bytes())
+            if found:
+                ranks[int(found[1])] = int(child)
+    return ranks
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
 # --- entry scripts ---------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Kills runs at random moments, resumes them to the end, and compares the bits with an undisturbed training run.
 
-python tests/soak.py 100                                        100 kills; make soak N=100 does the same
-python tests/soak.py 200 --launchers plain,torchrun,srun        a share of the kills under each launcher
+python tests/soak.py 100                            100 kills; make soak N=100 does the same
+python tests/soak.py 100 --launcher torchrun        two ranks of torchrun, which restarts them
 
 Kills are planned in four phases: in the start, between two saves, during a save, and in the end phase, which begins
 when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
@@ -18,19 +18,18 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 TOP = Path(__file__).parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "tests")]
 
-from storm_launchers import AGENT, RANKS, Launcher, Plain, allocation, build  # noqa: E402 # found by the path above
+from soak_launchers import AGENT, LAUNCHERS, RANKS, Plain  # noqa: E402 # found by the path above
 
 EPOCHS = 6
 STEPS_PER_EPOCH = 8
@@ -73,7 +72,7 @@ class Run(NamedTuple):
     """One training run of a soak test."""
 
     directory: Path
-    launcher: Launcher
+    launcher: Plain
     last_step: int
 
     def saved(self) -> list[int]:
@@ -134,7 +133,7 @@ def kill(run: Run, planned: PlannedKill, durations: dict[str, float]) -> Kill | 
     saved, killed = run.saved(), time.monotonic()
     codes = run.launcher.settle(victims, running)
     seconds = time.monotonic() - killed
-    if isinstance(run.launcher, Plain):
+    if type(run.launcher) is Plain:
         assert set(codes) <= EXIT_CODES, f"exit codes {codes} after {planned}; see {run.directory}"
         victims = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
     assert 0 not in codes or run.has_summary(), f"exit codes {codes} without a summary after {planned}"
@@ -150,7 +149,7 @@ def train_with_kills(run: Run, plan: Sequence[PlannedKill], durations: dict[str,
         steps = {} if planned.steps is None else dict.fromkeys(planned.victims, planned.steps)
         if run.has_finished():
             break
-        run.launcher.start(steps)  # type: ignore[arg-type] # only ranks kill themselves
+        run.launcher.start(steps)
         executed = kill(run, planned, durations)
         if executed is None:
             break  # the run has ended
@@ -200,7 +199,7 @@ def assert_same_run(expected: Path, found: Path, steps: int) -> None:
 def files(run: Path) -> list[str]:
     """The files of a run, without those of TensorBoard, which has one per start, and without the lock.
 
-    After a stop signal, which torchrun and srun send, the last checkpoint but one is that of another step.
+    After a stop signal, which torchrun sends, the last checkpoint but one is that of another step.
     """
     paths = [str(path.relative_to(run)) for path in run.rglob("*")]
     last, best = max(run.glob("checkpoints/step_*")).name, os.readlink(run / "checkpoints" / "best")
@@ -211,11 +210,10 @@ def files(run: Path) -> list[str]:
 class KillTest:
     """Training runs in one folder, each compared with an undisturbed one of plain processes."""
 
-    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: str = "plain", slurm: Any = None) -> None:
+    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: str = "plain") -> None:
         from volume_files import write_volume
 
-        self._folder, self._steps = folder, STEPS_PER_EPOCH * epochs
-        self._launcher, self._slurm = launcher, slurm
+        self._folder, self._steps, self._launcher = folder, STEPS_PER_EPOCH * epochs, launcher
         train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
         data = [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
         self._flags = [*FLAGS, *data, f"--num_epochs={epochs}", f"--set=report_pictures={str(pictures).lower()}"]
@@ -225,7 +223,7 @@ class KillTest:
 
     def _new(self, name: str, launcher: str) -> Run:
         flags = [*self._flags, f"--set=expdir={self._folder / name}"]
-        starts = build(launcher, flags, self._folder / f"{name}.log", self._slurm)
+        starts = LAUNCHERS[launcher](flags, self._folder / f"{name}.log")
         return Run(self._folder / name / "test" / f"{RANKS}ranks" / "00", starts, self._steps)
 
     def measure(self) -> None:
@@ -258,25 +256,18 @@ def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKil
 
 
 def soak(kills: int, seed: int, folder: Path, launcher: str = "plain", log: bool = False) -> list[Kill]:
-    """Carries out that many kills at random moments, over several runs; none if the launcher is unavailable."""
+    """Carries out that many kills at random moments, over several runs."""
     draw, done, started = random.Random(seed), list[Kill](), 0
-    with allocation() if launcher == "srun" else contextlib.nullcontext() as slurm:
-        if launcher == "srun" and slurm is None:
-            return []
-        test = KillTest(folder, EPOCHS, True, launcher, slurm)
-        test.measure()
-        while len(done) < kills:
-            started += 1
-            plan = draw_plan(draw, min(kills - len(done), 10), launcher)
-            more = test.run(f"soak{started}", plan)
-            done += more
-            if log:
-                slowest = max((kill.seconds for kill in done), default=0.0)
-                print(
-                    f"{launcher}, run {started}: {len(more)} kills, same bits; {len(done)} kills so far, "
-                    f"survivors ended within {slowest:.1f} s",
-                    flush=True,
-                )
+    test = KillTest(folder, EPOCHS, True, launcher)
+    test.measure()
+    while len(done) < kills:
+        started += 1
+        more = test.run(f"soak{started}", draw_plan(draw, min(kills - len(done), 10), launcher))
+        done += more
+        if log:
+            slowest = max((kill.seconds for kill in done), default=0.0)
+            counts = f"{len(more)} kills, same bits; {len(done)} kills so far"
+            print(f"{launcher}, run {started}: {counts}, survivors ended within {slowest:.1f} s", flush=True)
     return done
 
 
@@ -291,43 +282,20 @@ def table(launcher: str, kills: Sequence[Kill]) -> str:
     return "\n".join(lines)
 
 
-def run_launchers(options: argparse.Namespace, seed: int) -> int:
-    """Runs the soak tests of several launchers at the same time; returns the exit code."""
-    names = options.launchers
-    weights = [3 if name == "plain" else 1 for name in names]
-    shares = [options.kills * weight // sum(weights) for weight in weights]
-    shares[0] += options.kills - sum(shares)
-    command = [sys.executable, __file__, f"--seed={seed}"]
-    processes = [
-        subprocess.Popen([*command, str(share), f"--launchers={name}"])
-        for name, share in zip(names, shares, strict=True)
-        if share
-    ]
-    return max(process.wait() != 0 for process in processes)
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--seed", type=int, default=None, help="of moments and victims; drawn if absent")
-    parser.add_argument("--launchers", type=lambda text: text.split(","), default=["plain"], metavar="NAME,NAME,…")
+    parser.add_argument("--launcher", choices=list(LAUNCHERS), default="plain")
     options = parser.parse_args()
-    unknown = set(options.launchers) - {"plain", "torchrun", "srun"}
-    if unknown:
-        parser.error(f"unknown launcher {', '.join(unknown)}; use plain, torchrun or srun")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
-    if len(options.launchers) > 1:
-        return run_launchers(options, seed)
-    (launcher,) = options.launchers
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
-    print(f"{launcher}: seed {seed}", flush=True)
+    print(f"{options.launcher}: seed {seed}", flush=True)
     folder = tempfile.mkdtemp(prefix="soak-")
-    kills = soak(options.kills, seed, Path(folder), launcher, log=True)
+    kills = soak(options.kills, seed, Path(folder), options.launcher, log=True)
     shutil.rmtree(folder)  # kept after an error
-    if kills:
-        print(table(launcher, kills) + "\n  every training ended with the bits of an undisturbed one", flush=True)
-    return 0
+    print(table(options.launcher, kills) + "\n  every training ended with the bits of an undisturbed one", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

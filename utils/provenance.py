@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import socket
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from utils import git_commit
 from utils.distributed.threads import usable_cpus
-from utils.distributed.world import World, hostnames
+from utils.distributed.world import World
 from utils.errors import os_reason
 from utils.files import read_json
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 def provenance(world: World) -> dict[str, Any]:
     """The record that is stored with every result. Every rank calls it."""
-    hosts = hostnames(world)
+    hosts = world.gather_json(socket.gethostname())
     return {
         "command": command(),
         "git_commit": git_commit(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -101,19 +100,6 @@ def test_invalid_input_gives_one_line_for_all_ranks(arguments: list[str], tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-def test_invalid_input_under_torchrun_gives_one_line_and_torchruns_own(arguments: list[str], tmp_path: Path) -> None:
-    flags = [*INVALID, f"--set=expdir={tmp_path / 'runs'}"]
-    ended = subprocess.run([*TORCHRUN, *arguments, *flags], env=environment(), **RUN)
-    assert ended.returncode != 0
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, ended.stderr
-    assert REFUSAL in errors[0]
-    assert 'train.py", line' not in ended.stderr
-    assert re.search(r"exitcode\s*: 2 ", ended.stderr), "a rank exits with code 2"
-    assert not (tmp_path / "runs").exists()
-
-
 # --- mpiexec ---------------------------------------------------------------------------------------------------------
 
 # Open MPI otherwise refuses to run as root, and to start more ranks than there are cores.
@@ -130,20 +116,6 @@ def mpiexec(name: str, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
     # The port is derived from Open MPI's job; MPICH gives its ranks no name of the job.
     port = {} if "openmpi" in name else {"MASTER_PORT": str(free_port())}
     return {"args": command, "env": environment(**port)}
-
-
-@pytest.mark.parametrize("name", MPIEXECS)
-def test_mpiexec_gives_each_rank_its_number(tmp_path: Path, name: str) -> None:
-    """The slow test below trains."""
-    code = "import dataclasses, json, pathlib, sys; from utils.distributed.launch import read_launch\n"
-    code += "found = read_launch(); text = json.dumps(dataclasses.asdict(found))\n"
-    code += "pathlib.Path(sys.argv[1], str(found.rank)).write_text(text)"
-    launched = subprocess.run(**mpiexec(name, 2, ["-c", code, str(tmp_path)]), **RUN)
-    assert launched.returncode == 0, launched.stderr
-    first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
-    assert (first["launcher"], first["rank"], first["local_rank"], first["world_size"]) == ("mpiexec", 0, 0, 2)
-    assert second == {**first, "rank": 1, "local_rank": 1}
-    assert first["master_addr"] == "127.0.0.1"
 
 
 @pytest.mark.slow

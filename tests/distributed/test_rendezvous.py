@@ -21,7 +21,7 @@ from processes import GENEROUS, Program, free_port, is_free, rank_variables, run
 from utils.distributed import rendezvous
 from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
-from utils.distributed.rendezvous import find_refusal, identify, meet, program_digest
+from utils.distributed.rendezvous import find_refusal, identify, meet
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 
@@ -143,32 +143,13 @@ def test_a_late_rank_has_no_answer(port: int) -> None:
         meet_others(port, 3, 4, 0.3, {**IDENTITY, "number of ranks": "4"})
 
 
-def test_the_identity_covers_program_script_command_and_launcher(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(rendezvous, "TOP", tmp_path)
-    script = tmp_path / "script.py"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    files = [tmp_path / "utils" / "a.py", tmp_path / "networks" / "deep" / "b.py", script]
-    digests = [program_digest()]
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for text in ("first", "second"):
-            file.write_text(text)
-            digests.append(program_digest())
-    (tmp_path / "utils" / ".#a.py").symlink_to("nowhere")  # of an editor
-    assert program_digest() == digests[-1]
-    (tmp_path / "utils" / "a.py").rename(tmp_path / "utils" / "c.py")
-    digests.append(program_digest())
-    assert len(set(digests)) == len(digests)
-    (tmp_path / "utils" / "notes.txt").write_text("not a part of the program")
-    assert program_digest() == digests[-1]
-    launch = Launch("slurm", 3, 1, 8)
+def test_the_identity_covers_the_command_and_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--config=a"])
-    first = identify(launch, {"config": "c"})
-    assert first == {**first, "config": "c", "program": digests[-1], "number of ranks": "8"}
+    first = identify(Launch("slurm", 3, 1, 8), {"config": "c"})
+    assert first == {**first, "config": "c", "number of ranks": "8"}
     monkeypatch.setattr(sys, "argv", ["train.py", "--config=b"])
-    assert {name for name, text in identify(launch, {}).items() if text != first.get(name)} == {"command line"}
+    second = identify(Launch("slurm", 3, 1, 8), {"config": "c"})
+    assert {name for name, text in second.items() if text != first[name]} == {"command line"}
 
 
 # --- processes -----------------------------------------------------------------------------------------------------
@@ -234,40 +215,17 @@ def test_trainings_with_one_port_do_not_mix(
     assert not (tmp_path / "b").exists()
 
 
-def answer(listener: socket.socket, kind: str) -> None:
-    """Accepts connections until the listener is closed; what it sends, if anything, is not the store's protocol."""
-    connections = []
-    while True:
-        try:
-            connection = listener.accept()[0]
-            if kind == "garbage":
-                connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n" * 9)
-        except OSError:
-            return
-        if kind == "closing":
-            connection.close()
-        else:
-            connections.append(connection)
-
-
 def test_a_rank_without_the_others_prints_one_line(
     start: Callable[..., Program], connecting: Callable[..., list[str]]
 ) -> None:
     """Rank 1 prints it itself, because there may be no rank 0. A silent listener at its port held it."""
-    listeners = []
-    for kind in ("silent", "garbage", "closing"):
-        listeners.append(socket.create_server(("127.0.0.1", 0)))
-        threading.Thread(target=answer, args=(listeners[-1], kind), daemon=True).start()
-    ports = [free_port(), *(listener.getsockname()[1] for listener in listeners)]
-    words = connecting(1)
-    programs = [start(words, 1, port) for port in ports]
-    for port, program in zip(ports, programs, strict=True):
-        assert program.end().returncode == 2, program.text
-        (line,) = errors(program.text)
-        assert line.startswith(f"error: rank 1 of 2 could not connect to the other ranks at 127.0.0.1:{port} (")
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ports = [free_port(), silent.getsockname()[1]]
+        programs = [start(connecting(1), 1, port) for port in ports]
+        for port, program in zip(ports, programs, strict=True):
+            assert program.end().returncode == 2, program.text
+            (line,) = errors(program.text)
+            assert line.startswith(f"error: rank 1 of 2 could not connect to the other ranks at 127.0.0.1:{port} (")
 
 
 def test_a_port_in_use_ends_rank_0_at_once(start: Callable[..., Program], connecting: Callable[..., list[str]]) -> None:

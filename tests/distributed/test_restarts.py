@@ -36,18 +36,6 @@ class DyingStep(EagerStep):
 
 run_script(lambda: train.main(sys.argv[1:], DyingStep))
 """
-REPORT = """
-import json, os, sys, time
-from pathlib import Path
-from utils.distributed.launch import lasting_jobs
-
-folder, rank, start = Path(sys.argv[1]), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-(folder / f"{start}.{rank}.partial").write_text(json.dumps(lasting_jobs()))
-os.rename(folder / f"{start}.{rank}.partial", folder / f"{start}.{rank}")
-while len(list(folder.glob(f"{start}.[01]"))) < 2:
-    time.sleep(0.01)
-sys.exit(start == "0")
-"""
 DEATHS = [[0, 0], [1, 11]]  # start and step: before anything is written, and after the first checkpoint
 
 
@@ -77,18 +65,3 @@ def test_restarted_ranks_return_to_their_run_although_another_one_is_finished(
     runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("test/2ranks/*/summary.json")}
     assert runs.keys() == {"00", "00-2"}
     assert runs["00"]["final_loss"] == runs["00-2"]["final_loss"]
-
-
-def test_torchrun_names_its_job_alike_before_and_after_a_restart(tmp_path: Path) -> None:
-    """tests/training/test_run.py has what follows from it, and the slow test above trains."""
-    script = tmp_path / "report.py"
-    script.write_text(REPORT)
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    words = [sys.executable, "-m", *torchrun, "--monitor-interval=0.1", str(script), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(TOP)}
-    ended = subprocess.run(words, cwd=TOP, env=environment, capture_output=True, text=True, timeout=GENEROUS)
-    assert ended.returncode == 0, ended.stderr
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("[01].[01]")}
-    ((name,), _) = found["0.0"]
-    assert name.startswith("torchrun ")
-    assert found == {"0.0": [[name], []], "0.1": [[name], []], "1.0": [[name], [name]], "1.1": [[name], [name]]}

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import GENEROUS, TOP, Program, free_port, rank_variables, run_ranks, wait_until
+from processes import (
+    GENEROUS,
+    TOP,
+    Program,
+    free_port,
+    has_ended,
+    rank_variables,
+    ranks_of_torchrun,
+    run_ranks,
+    wait_until,
+)
 
 from utils.distributed import signals as signals_module
 from utils.distributed.launch import Launch
@@ -314,11 +324,11 @@ def test_the_same_signal_again_ends_a_rank_that_waits_for_another(two_ranks: lis
 
 
 class Torchrun:
-    """torchrun with two ranks of train.py; `options` are those of torchrun."""
+    """torchrun with two ranks of train.py."""
 
-    def __init__(self, folder: Path, options: Sequence[str], *arguments: str) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self.output = folder / "torchrun.out"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [*command, "train.py", *arguments],
@@ -334,66 +344,39 @@ class Torchrun:
 
     def ranks(self, pattern: str) -> list[int]:
         """The process ids of the ranks, as soon as the output matches the pattern."""
-        pid, running = self.process.pid, self.process.poll
+        running = self.process.poll
         wait_until(lambda: re.search(pattern, self.text), what=lambda: self.text, alive=lambda: running() is None)
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return list(ranks_of_torchrun(self.process.pid).values())
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Callable[..., Torchrun]]:
-    """torchrun(options, more flags) -> Torchrun"""
-    started: list[Torchrun] = []
-
-    def launch(options: Sequence[str], *more: str) -> Torchrun:
-        started.append(Torchrun(tmp_path, options, *flags, *more))
-        return started[-1]
-
-    yield launch
-    for program in started:
-        program.process.kill()  # its ranks receive SIGTERM
-
-
-def has_ended(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/status")
-    try:
-        return "State:\tZ" in status.read_text()
-    except OSError:
-        return True
+def torchrun(tmp_path: Path, flags: list[str]) -> Iterator[Torchrun]:
+    """A long training run under torchrun."""
+    program = Torchrun(tmp_path, [*flags, LONG])
+    yield program
+    program.process.kill()  # its ranks receive SIGTERM
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_save_and_stop_when_torchrun_is_stopped_or_killed(
-    torchrun: Callable[..., Torchrun], tmp_path: Path, number: signal.Signals
+    torchrun: Torchrun, tmp_path: Path, number: signal.Signals
 ) -> None:
     """torchrun passes SIGTERM on and exits with code 1; the kernel signals ranks whose torchrun is killed."""
-    program = torchrun([], LONG)
-    ranks = program.ranks("epoch 2/")
-    program.process.send_signal(number)
-    assert program.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
+    ranks = torchrun.ranks("epoch 2/")
+    torchrun.process.send_signal(number)
+    assert torchrun.process.wait(GENEROUS) == (1 if number == signal.SIGTERM else -number)
     wait_until(lambda: all(has_ended(pid) for pid in ranks))
-    assert "error: " not in program.text, "the first rank that leaves causes no alarm"
-    (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", program.text)
+    assert "error: " not in torchrun.text, "the first rank that leaves causes no alarm"
+    (step,) = re.findall(r"Stopping after step (\d+): (?:SIGTERM|a signal to another rank)", torchrun.text)
     assert checkpoint.load(checkpoint.step_directory(checkpoints(tmp_path, 2), int(step))).state.step == int(step)
 
 
 @pytest.mark.slow
-def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Callable[..., Torchrun]) -> None:
+def test_ranks_end_when_torchrun_is_killed_before_they_connect(torchrun: Torchrun) -> None:
     """The kernel signals only ranks that have asked for it before torchrun ended; the others ran on."""
-    program = torchrun([], LONG)
-    wait_until(lambda: len(program.ranks("")) == 2)
-    ranks = program.ranks("")
-    program.process.kill()
+    wait_until(lambda: len(torchrun.ranks("")) == 2)
+    ranks = torchrun.ranks("")
+    torchrun.process.kill()
     wait_until(lambda: all(has_ended(pid) for pid in ranks))
-    assert "epoch" not in program.text
-
-
-@pytest.mark.slow
-def test_ranks_that_torchrun_restarts_resume(torchrun: Callable[..., Torchrun], tmp_path: Path) -> None:
-    """One rank is killed; the other exits by itself or by torchrun; both resume from the newest checkpoint."""
-    program = torchrun(["--max-restarts=2"], f"--num_epochs={EPOCHS}", "--set=checkpoint.every_steps=5")
-    os.kill(program.ranks("epoch 3/")[-1], signal.SIGKILL)
-    assert program.process.wait(GENEROUS) == 0, program.text
-    assert re.search(r"Resuming from .*, after step \d+$", program.text, re.MULTILINE)
-    assert program.text.count("DONE ---- rank 0") == 1
-    assert checkpoint.saved_steps(checkpoints(tmp_path, 2))[0] == EPOCHS * 8
+    assert "epoch" not in torchrun.text

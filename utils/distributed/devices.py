@@ -1,10 +1,17 @@
-"""The device of each rank: its own GPU, or the CPU on all ranks."""
+"""The device of each rank: its own GPU, or the CPU on all ranks; errors about its memory."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
-from utils.errors import UserError
+from utils.errors import LocalError, UserError
+
+TRAINING_REMEDY = (
+    "lower local_batch_size, raise accumulation_steps, or, if the loader is resident, use --data_loader_config=lowmem"
+)
 
 
 def uses_gpus(name: str) -> bool:
@@ -29,3 +36,18 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 def device_identity(device: torch.device) -> str:
     """`cpu`, or the UUID of a GPU: its index depends on which GPUs a rank sees."""
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextlib.contextmanager
+def out_of_memory_for_users(remedy: str = TRAINING_REMEDY) -> Iterator[None]:
+    """Converts PyTorch's out-of-memory error, which is a paragraph long, to a LocalError in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0].strip()
+        raise LocalError(f"no device memory left ({reason}); {remedy}") from error
+    except (MemoryError, RuntimeError) as error:  # of numpy, and of torch on the CPU
+        _, _, reason = str(error).partition("DefaultCPUAllocator: ")
+        if not reason and not isinstance(error, MemoryError):
+            raise
+        raise LocalError(f"no memory left ({(reason or str(error)).split('. ')[0].strip()}); {remedy}") from error

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more pr
 REFUSAL_SECONDS = 2.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
 AGENT_SECONDS = 30.0  # for a connection to the store of torchrun
 PAUSE = 0.05  # seconds between two queries; longer with more ranks
-TOP = Path(__file__).parents[2]
 waiting = threading.Event()  # is set while this rank waits for the others; a stop signal then ends the process
 
 
@@ -191,23 +189,7 @@ def digest(text: str) -> str:
 
 def identify(launch: Launch, known: Mapping[str, str]) -> dict[str, str]:
     """Short texts that are the same on all ranks of a run: `known` by the entry script, and those of the process."""
-    return {
-        **known,
-        "command line": digest(shlex.join(sys.argv[1:])),
-        "program": program_digest(),
-        "number of ranks": str(launch.world_size),
-    }
-
-
-def program_digest() -> str:
-    """Digest of the program's source files. It does not call git, which many ranks would do at the same time."""
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-    # Editors create hidden files next to those that they edit, also links to nowhere.
-    paths = sorted(path for package in ("networks", "utils") for path in (TOP / package).rglob("[!.]*.py"))
-    files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
-    if script.is_file():
-        files["script"] = script.read_bytes()
-    return digest("".join(f"{name}\0{hashlib.sha256(data).hexdigest()}\n" for name, data in files.items()))
+    return {**known, "command line": digest(shlex.join(sys.argv[1:])), "number of ranks": str(launch.world_size)}
 
 
 def describe_differences(rank: int, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
@@ -218,5 +200,5 @@ def describe_differences(rank: int, actual: Mapping[str, str], expected: Mapping
     pairs = [f"{name} ({actual.get(name) or 'none'}, not {expected.get(name) or 'none'})" for name in names]
     return (
         f"rank {rank} belongs to another run than rank 0: it differs in {', '.join(pairs)}; start all ranks with the "
-        "same command and program in the same directory, and give each of several runs a MASTER_PORT of its own"
+        "same command in the same directory, and give each of several runs a MASTER_PORT of its own"
     )

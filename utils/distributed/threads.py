@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from utils.distributed.control_groups import control_groups
-
 Cores = tuple[str, Sequence[int], float]  # host, physical cores that a rank may use, limit of CPU seconds per second
 
 
@@ -76,3 +74,11 @@ def cpu_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
             quota, period = (int(word) for word in (group / "cpu.max").read_text().split())
             limit = min(limit, quota / period)
     return limit
+
+
+def control_groups(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """The control group of version 2 that this process is in, and those above it, which also limit it."""
+    listing = proc / "self" / "cgroup"
+    match = re.search(r"^0::/*(.*)$", listing.read_text(), re.MULTILINE) if listing.exists() else None
+    group = cgroups / match[1] if match else cgroups
+    return [path for path in (group, *group.parents) if path.is_relative_to(cgroups)]

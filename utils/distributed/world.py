@@ -222,8 +222,3 @@ def _beating(heartbeat: Heartbeat) -> Iterator[None]:
         heartbeat.failed(error)
         raise
     heartbeat.leave()
-
-
-def hostnames(world: World) -> list[str]:
-    """The host of each rank, in rank order."""
-    return world.gather_json(socket.gethostname())

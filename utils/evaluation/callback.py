@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.volumes import open_boxes
-from utils.distributed.device_memory import out_of_memory_for_users
+from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import results

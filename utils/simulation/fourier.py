@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import scipy.fft
 
-from utils.distributed.in_order import in_order
+from utils.simulation.in_order import in_order
 
 MIN_SLABS = 16  # of a mesh, for any number of threads
 

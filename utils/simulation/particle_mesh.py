@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from utils.distributed.in_order import in_order
 from utils.progress import Progress
 from utils.simulation.fourier import (
     backward,
@@ -26,6 +25,7 @@ from utils.simulation.fourier import (
     multiplied,
     split_rows,
 )
+from utils.simulation.in_order import in_order
 from utils.simulation.linear_theory import GrowthClock
 
 # Particles are deposited in this number of slabs of the initial lattice, and slabs are summed in order, for any number

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.distributed.control_groups import control_groups
+from utils.distributed.threads import control_groups
 from utils.distributed.world import World
 from utils.errors import os_errors_for_users
 from utils.files import GIB, MIB, copy_file
