@@ -21,7 +21,7 @@ from processes import GENEROUS, context, free_port, rank_variables, wait_until
 
 from utils import errors
 from utils.config.sections import TimeoutsConfig
-from utils.distributed import flight_recorder, rendezvous
+from utils.distributed import flight_recorder
 from utils.distributed import heartbeat as heartbeats
 from utils.distributed.heartbeat import Diagnosis, Heartbeat, Phase, Report
 from utils.distributed.launch import Launch, run_script
@@ -199,10 +199,6 @@ def rank_0_hangs_in_its_end_phase(world: World, folder: Path) -> None:
     world.barrier()
 
 
-def rank_0_is_suspended_in_the_rendezvous(world: World, folder: Path) -> None:
-    """Never called: see rank_main."""
-
-
 def single_rank_hangs(world: World, folder: Path) -> None:
     world.heartbeat.progress("data", 3)
     time.sleep(GENEROUS)
@@ -242,10 +238,6 @@ def rank_main(name: str, rank: int, size: int, port: int, hang: float, folder: P
     timeouts = TimeoutsConfig(rendezvous=GENEROUS, collective=GENEROUS, hang=hang)
     if "suspended" in name:
         heartbeats.SILENT_SECONDS = HANG
-    if "rendezvous" in name:
-        timeouts = TimeoutsConfig(rendezvous=HANG, collective=GENEROUS)
-        if rank == 0:
-            rendezvous.meet = lambda *_: signal_myself(signal.SIGSTOP)  # type: ignore[assignment]
 
     def main() -> None:
         with one_line_errors(), connect("cpu", timeouts) as world:
@@ -294,7 +286,6 @@ NO_ANSWER = r"does not answer for \d+ s"
 STACKS = r"(?s)(rank \d \(host .*?\):\n.*?in .*?\n){{{}}}"
 TRACEBACK = r"(?s)Traceback(?!.*Traceback).*"
 STORE_WARNINGS = r"(?s)(\[.*)?"  # PyTorch's, of a rank that uses the store while rank 0 dies
-NOT_CONNECTED = r"rank \d of 3 could not connect to the other ranks at 127.0.0.1:\d+ \(.*\); .*"
 # Scenario -> exit codes, the line without its "error: ", all other output
 EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
     # Those that take until a time limit first: they run at the same time.
@@ -304,12 +295,6 @@ EXPECTED: dict[str, tuple[list[int | None], str, str]] = {
         [76, 76, 76],
         r"rank 0 .* hangs at step 17 \(end\) for 10 s; the others wait for it; .*",
         STACKS.format(3),
-    ),
-    # One of the other ranks may have left the rendezvous before rank 0 stopped; the line of the last one is enough.
-    "rank_0_is_suspended_in_the_rendezvous": (
-        [None, 2, 2],
-        rf"({NOT_CONNECTED}\nerror: )?{NOT_CONNECTED}",
-        STORE_WARNINGS,
     ),
     "rank_1_hangs": (
         [76, 76, 76],
@@ -386,20 +371,14 @@ def test_the_run_s_log_has_the_line_that_ends_it(tmp_path: Path, capfd: pytest.C
 # --- the flight recorder -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "entries"),
-    [({}, "2000"), ({"TORCH_FR_BUFFER_SIZE": "7"}, "7"), ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, None)],
-)
-def test_the_users_number_of_entries_is_kept(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], entries: str | None
-) -> None:
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        monkeypatch.setenv(name, "0")  # restored at the end
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+def test_the_users_number_of_entries_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     flight_recorder.record_collectives()
-    assert os.environ.get("TORCH_FR_BUFFER_SIZE") == entries
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # the older name
+    flight_recorder.record_collectives()
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
 
 
 def write_and_exit(folder: Path) -> None:

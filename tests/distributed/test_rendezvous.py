@@ -155,21 +155,6 @@ def test_the_identity_covers_the_command_and_the_number_of_ranks(monkeypatch: py
 # --- processes -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """start(words, rank, port) -> Program, one of two ranks; the test's end kills all programs."""
-    programs: list[Program] = []
-
-    def start_program(words: list[str], rank: int, port: int) -> Program:
-        environment = {**os.environ, **rank_variables(rank, 2, port)}
-        programs.append(Program(words, tmp_path / f"program {len(programs)}", environment=environment))
-        return programs[-1]
-
-    yield start_program
-    for program in programs:
-        program.kill()
-
-
 CONNECTING = """
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.signals import StopSignals
@@ -205,7 +190,10 @@ def test_trainings_with_one_port_do_not_mix(
     """Rank 0 of one training run and rank 1 of another one trained together, and both exited with code 0."""
     common = ["train.py", "--config=test", *data_flags]
     port = free_port()
-    ranks = [start([*common, f"--set=expdir={tmp_path / name}"], rank, port) for rank, name in enumerate("ab")]
+    ranks = [
+        start([*common, f"--set=expdir={tmp_path / name}"], **rank_variables(rank, 2, port))
+        for rank, name in enumerate("ab")
+    ]
     for rank in ranks:
         assert rank.end().returncode == 2, rank.text
         (line,) = errors(rank.text)
@@ -230,7 +218,7 @@ def test_a_rank_without_the_others_prints_one_line(
 
 def test_a_port_in_use_ends_rank_0_at_once(start: Callable[..., Program], connecting: Callable[..., list[str]]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        program = start(connecting(2 * GENEROUS), 0, listener.getsockname()[1])
+        program = start(connecting(2 * GENEROUS), **rank_variables(0, 2, listener.getsockname()[1]))
         assert program.end().returncode == 2, program.text
     (line,) = errors(program.text)
     assert re.search("Address already in use .* that no other run uses MASTER_PORT", line)
@@ -242,7 +230,7 @@ def test_a_stop_signal_ends_the_rendezvous(
 ) -> None:
     """It was ignored until the rendezvous timeout. The signal may also come right before the rendezvous."""
     port, before = free_port(), "import os; os.kill(os.getpid(), 15)" if early else "pass"
-    program = start(connecting(2 * GENEROUS, before), 0, port)
+    program = start(connecting(2 * GENEROUS, before), **rank_variables(0, 2, port))
     if not early:
         wait_until(lambda: not is_free(port), alive=lambda: program.process.exitcode is None)
         program.signal(signal.SIGTERM)

@@ -50,21 +50,6 @@ Start = Callable[..., Program]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """start(arguments of Python, **environment) -> Program; the test's end kills all programs."""
-    programs: list[Program] = []
-
-    def start_program(arguments: Sequence[str], **variables: str) -> Program:
-        output = tmp_path / f"program {len(programs)}"
-        programs.append(Program(arguments, output, environment={**os.environ, **variables}))
-        return programs[-1]
-
-    yield start_program
-    for program in programs:
-        program.kill()
-
-
-@pytest.fixture
 def flags(tmp_path: Path, data_flags: list[str]) -> list[str]:
     return ["--config=test", *data_flags, f"--set=expdir={tmp_path}", "--set=report_baselines=false"]
 

@@ -96,13 +96,14 @@ class Heartbeat:
         self._over, self._exiting = threading.Event(), threading.Event()
         self._woken = threading.Event()
         self._store: Any = dist.HashStore()
-        self._links: list[socket.socket] = []
+        self._closed = select.poll()
         if store is not None:
             # A connection of its own: operations on one connection wait for each other.
             self._store = store.clone()  # type: ignore[attr-defined] # missing in PyTorch's annotations
             self._store.set_timeout(timedelta(seconds=SILENT_SECONDS))
             # An idle connection, which closes when the store's process ends. Without it PyTorch prints a stack trace.
-            self._links.append(socket.create_connection((launch.master_addr, launch.master_port), SILENT_SECONDS))
+            self._link = socket.create_connection((launch.master_addr, launch.master_port), SILENT_SECONDS)
+            self._closed.register(self._link, select.POLLIN)
         if self.rank == 0:
             self._store.multi_set([_key(rank) for rank in ranks], [json.dumps(Report())] * self._size)
 
@@ -152,7 +153,7 @@ class Heartbeat:
             self._now += min(now - last, GAP)
             last = now
             try:
-                if any(select.select(self._links, [], [], 0)):
+                if self._closed.poll(0):
                     raise ConnectionError
                 self._exchange()
             except (dist.DistError, OSError, RuntimeError):
