@@ -209,7 +209,7 @@ def test_a_rank_without_the_others_prints_one_line(
     """Rank 1 prints it itself, because there may be no rank 0. A silent listener at its port held it."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         ports = [free_port(), silent.getsockname()[1]]
-        programs = [start(connecting(1), 1, port) for port in ports]
+        programs = [start(connecting(1), **rank_variables(1, 2, port)) for port in ports]
         for port, program in zip(ports, programs, strict=True):
             assert program.end().returncode == 2, program.text
             (line,) = errors(program.text)
