@@ -297,8 +297,8 @@ class Heartbeat:
         record_exit_code(code)  # now, because the launcher may end this process during the delay
         if hangs:
             write_collectives(self.folder, self.rank)
-        # The other ranks may read the diagnosis from the process of rank 0; then all print at the same time.
-        time.sleep((1 + (self.rank == 0)) * (READ_SECONDS + self._interval))
+        # The other ranks may read the diagnosis from the process of rank 0, and each one reads once per interval.
+        time.sleep(READ_SECONDS + (2 if self.rank == 0 else 1) * self._interval)
         os._exit(code)
 
 
