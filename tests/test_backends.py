@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,19 +93,6 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
     for other, device in ((Config(), CUDA), (config, CPU)):
         set_backends(other, device)
         assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_an_operation_without_a_deterministic_algorithm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first forward and backward pass, before anything is trained."""
-    error = RuntimeError("f_cuda does not have a deterministic implementation, but you set 'torch.…'. You can …")
-    config = Config(data_size=8, network=NetworkConfig(width=4, scales=2))
-    step = build.step(config, World(Launch("test"), CPU), build.model(config))
-    monkeypatch.setattr(step, "_accumulate", Mock(side_effect=error))
-    with pytest.raises(UserError, match=r"^f_cuda does not have a deterministic implementation; set deterministic=f"):
-        step.warm_up(torch.zeros(0), torch.zeros(0))
-    error.args = ("CUDA error: out of luck",)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        step.warm_up(torch.zeros(0), torch.zeros(0))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from processes import run_ranks
 from reference_samples import cubes
 
 from networks import build_loss, build_network, initialize
+from networks.losses import NetworkWithLoss
+from utils.config import Config
 from utils.config.sections import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
 from utils.data.loaders.crops import CropOptions
@@ -22,7 +24,7 @@ from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
-from utils.steps.eager import EagerStep, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 from utils.training.metrics import WeightedMean
 
 GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
@@ -45,10 +47,9 @@ def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> E
     settings = OptimizerConfig(name=optimizer, momentum=0.9, max_precondition_dim=16)
     lr = 0.02 if optimizer == "sgd" else 1e-3
     # A bucket cap far below the network's size, so that there are several buckets.
-    step_options = StepOptions(bucket_cap_mb=0.005, **options)
-    optimizer_object = build_optimizer(settings, network.named_parameters(), lr)
-    modules = TrainingModules(network, build_loss("l1", lambda_rho=0.01))
-    return EagerStep(modules, optimizer_object, world, step_options)
+    config = Config(bucket_cap_mb=0.005, **options)
+    model = NetworkWithLoss(network, build_loss("l1", lambda_rho=0.01))
+    return EagerStep(model, build_optimizer(settings, network.named_parameters(), lr), config, world)
 
 
 def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options) -> dict:

@@ -359,11 +359,11 @@ def test_state_that_does_not_fit_is_refused() -> None:
     step, other = make_step("adam"), make_step("sgd")
     state = make_step("adam").state()
     name = next(iter(state["network"]))
-    with pytest.raises(ValueError, match=rf"^{name} has the shape \[1\], but \[.*\] in this network$"):
+    with pytest.raises(ValueError, match=rf"^size mismatch for {name}: "):
         step.load_state({**state, "network": {**state["network"], name: torch.zeros(1)}})
-    with pytest.raises(ValueError, match=rf"^it lacks {name} \[.*\], which this network has$"):
+    with pytest.raises(ValueError, match=rf"^Missing key.*{name}"):
         step.load_weights({key: value for key, value in state["network"].items() if key != name})
-    with pytest.raises(ValueError, match=r"^it has extra \[2\], which this network lacks$"):
+    with pytest.raises(ValueError, match=r"^Unexpected key.*extra"):
         step.load_weights({**state["network"], "extra": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"^its optimizer is SGD, this run's is Adam"):
         step.load_state(other.state())

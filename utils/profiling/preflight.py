@@ -59,7 +59,7 @@ def run(options: cli.Options, config: Config, step_class: type[EagerStep] = Eage
         # An eager step runs on every device, and a login node may lack the run's.
         if step_class.capturable or config.device == "cpu":
             world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
-            step_class.check(world, build.step_options(config))
+            step_class.check(config, world)
             build.check_norm(config, world)
         build.loss(config)
         evaluation_volume(config, ALONE)

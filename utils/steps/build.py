@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialize
+from networks.losses import NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
@@ -19,7 +19,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
 from utils.steps.backends import log_backends
-from utils.steps.eager import EagerStep, NetworkWithLoss, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
     norm = config.network.norm
+    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
+    if ghost is not None and (batch < ghost or batch % ghost):
+        part = "micro-batch" if config.accumulation_steps > 1 else "batch"
+        raise ValueError(
+            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
+            f"local_batch_size, or use a smaller ghost batch"
+        )
     options: dict[str, object]
     # Variants are passed only if they are set: not every network has them.
     variants: dict[str, object] = {
@@ -47,13 +54,6 @@ def network(config: Config) -> nn.Module:
         }
         variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
     options |= {name: value for name, value in variants.items() if value}
-    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
-    if ghost is not None and (batch < ghost or batch % ghost):
-        part = "micro-batch" if config.accumulation_steps > 1 else "batch"
-        raise ValueError(
-            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
-            f"local_batch_size, or use a smaller ghost batch"
-        )
     return build_network(config.network.name, **options)
 
 
@@ -63,14 +63,14 @@ def loss(config: Config) -> nn.Module:
     return build_loss(config.loss, config.is_classification, **options)
 
 
-def model(config: Config) -> TrainingModules:
+def model(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_optimizer(config.optimizer.name)
         metrics = build_metrics(config.metrics, config.is_classification)
-        combine = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
-        return TrainingModules(network(config), loss(config), metrics, combine)
+        kind = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
+        return kind(network(config), loss(config), metrics)
 
 
 def check_norm(config: Config, world: World) -> None:
@@ -82,30 +82,26 @@ def check_norm(config: Config, world: World) -> None:
         )
 
 
-def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
-    """The step that trains `parts`, with the same initial weights on every rank.
+def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
+    """The step that trains `model`, with the same initial weights on every rank.
 
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    start, module = config.weight_init, modules.network
+    start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
     module.to(world.device)
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
-    choice = config.optimizer
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
-        optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
-    train_step = step_class(modules, optimizer, world, step_options(config))
+        optimizer = build_optimizer(
+            config.optimizer, module.named_parameters(), config.lr_schedule.start_lr, capturable
+        )
+    train_step = step_class(model, optimizer, config, world)
     torch.manual_seed(config.seed + world.rank)
     return train_step
-
-
-def step_options(config: Config) -> StepOptions:
-    """The config's keys about the step."""
-    return StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
 
 
 def log_settings(config: Config, step: EagerStep, world: World) -> None:
