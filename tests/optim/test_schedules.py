@@ -18,7 +18,7 @@ from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.errors import UserError
 from utils.optim.optimizers import OPTIMIZERS
-from utils.optim.schedules import SCHEDULES, CosineSchedule, build_schedule, lr_scale
+from utils.optim.schedules import SCHEDULES, build_schedule, lr_scale
 
 YAML = Path(__file__).parent.parent.parent / "config" / "UNet.yaml"
 
@@ -88,17 +88,15 @@ def test_every_shape_warms_up_linearly_and_is_a_function_of_the_step_alone(shape
 
 
 def test_a_half_cosine_falls_from_the_peak_to_the_end_value_at_the_last_step() -> None:
-    schedule = CosineSchedule(peak=1.0, end=0.2, warmup_steps=4, total_steps=25)
-    assert schedule(4) == 1.0
-    assert schedule(9) == pytest.approx(0.6 + 0.4 * math.cos(math.pi / 4))
-    assert schedule(14) == pytest.approx(0.6)
-    assert schedule(19) == pytest.approx(0.6 - 0.4 * math.cos(math.pi / 4))
-    falling = [schedule(step) for step in range(4, 25)]
+    schedule = build_schedule(scheduled(end_lr=1e-3, warmup_steps=19))  # 40 steps from the peak, 2e-3, to the end
+    assert schedule(19) == 2e-3
+    for step, cosine in ((29, math.cos(math.pi / 4)), (39, 0.0), (49, -math.cos(math.pi / 4))):
+        assert schedule(step) == pytest.approx(1.5e-3 + 0.5e-3 * cosine)
+    falling = [schedule(step) for step in range(19, 60)]
     assert falling == sorted(set(falling), reverse=True)
-    assert len(falling) == 21
-    whole = build_schedule(scheduled(end_lr=1e-6, warmup_steps=10))
-    assert whole(58) > whole(59) == 1e-6
-    assert CosineSchedule(peak=1.0, end=0.0, warmup_steps=0, total_steps=1)(0) == 1.0, "a run of a single step"
+    assert falling[-1] == 1e-3
+    single = scheduled(epochs=1).model_copy(update={"Nsamples": 256})
+    assert build_schedule(single)(0) == 2e-3, "a run of a single step"
 
 
 def test_a_step_schedule_drops_at_the_beginning_of_epochs_and_a_constant_one_never() -> None:

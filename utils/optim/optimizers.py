@@ -17,7 +17,7 @@ import torch
 from utils.config import nearest
 from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
-from utils.optim.soap import Preconditioning, Ranks, Soap
+from utils.optim.soap import Soap
 
 Parameters = dict[str, torch.nn.Parameter]
 LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
@@ -51,13 +51,12 @@ def check_optimizer(name: str) -> None:
 
 def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
     """A line for the log about the optimizer that `build_optimizer` has built under this name."""
-    kind = type(optimizer).__name__
+    kind, notes = type(optimizer).__name__, ""
     if kind == "FusedAdam":
-        return f"Optimizer: {kind} of apex; the host waits for the device in each step, to skip non-finite updates"
-    if name != "apex_adam":
-        return f"Optimizer: {kind}"
-    why = "cannot skip an update inside a CUDA graph" if optimizer.defaults["capturable"] else "is not installed"
-    return f"Optimizer: {kind}; apex's fused Adam {why}"
+        notes = " of apex; the host waits for the device in each step, to skip non-finite updates"
+    elif name == "apex_adam":
+        notes = "; apex's is not installed, or cannot be used in a CUDA graph"
+    return f"Optimizer: {kind}{notes}"
 
 
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
@@ -78,7 +77,7 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
 def share(optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """Divides work that takes long among the ranks. Their gradients must be equal in each update."""
     if isinstance(optimizer, Soap):
-        optimizer.ranks = Ranks(rank, size)
+        optimizer.share(rank, size)
 
 
 def renew(optimizer: torch.optim.Optimizer) -> None:
@@ -185,7 +184,6 @@ class NAdam(torch.optim.NAdam):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         found_inf = getattr(self, "found_inf", None)
-        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         if found_inf is None:
             super().step()
             return
@@ -213,8 +211,7 @@ def _lamb(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) ->
 
 
 def _soap(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Soap:
-    preconditioning = Preconditioning(options.precondition_frequency, options.max_precondition_dim, options.merge_dims)
-    return Soap(parameters.items(), preconditioning, options.tf32, lr=lr, **_adam_options(options))
+    return Soap(parameters.items(), options, lr)
 
 
 def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
