@@ -99,37 +99,18 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
     ("changes", "ranks", "says"),
     [
         ({}, 1, []),
-        ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect: there is no GPU"]),
-        (
-            {"fused_tail": True, "network": {"space_to_depth": ["last"]}},
-            1,
-            ["fused_tail has no effect: there is no GPU"],
-        ),
+        ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect"]),
+        ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail has no effect"]),
         (
             {"static_graph": True, "gradient_compression": "bfloat16", "noddp": True},
             2,
-            [
-                "gradient_compression has no effect: no gradients are exchanged",
-                "static_graph has no effect: no gradients are exchanged",
-            ],
+            ["gradient_compression has no effect", "static_graph has no effect"],
         ),
-        (
-            {"lr_schedule": {"scaling": "linear", "warmup_steps": 5}},
-            1,
-            ["lr_schedule's warm-up has no effect: global_batch_size 64 does not exceed base_batch_size 64"],
-        ),
-        (
-            {"lr_schedule": {"warmup_epochs": 1.0}},
-            1,
-            ["lr_schedule's warm-up has no effect: lr_schedule.scaling is none"],
-        ),
-        (
-            {"profile": {"profiler": "torch"}},
-            1,
-            ["the section profile (--profiler) has no effect: enable_manual_profiling is false"],
-        ),
+        ({"lr_schedule": {"scaling": "linear", "warmup_steps": 5}}, 1, ["lr_schedule's warm-up has no effect"]),
+        ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up has no effect"]),
+        ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler) has no effect"]),
         ({"profile": {"profiler": "torch"}, "enable_manual_profiling": True}, 1, []),
-        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU, where training is always"]),
+        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU"]),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )

@@ -57,7 +57,7 @@ class Config(Section):
     Nsamples_val: Samples = 8192  # validation samples per epoch
     num_epochs: Epochs = 10
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
+    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's
     enable_benchy: bool = False  # measure the throughput, then exit
     enable_jit: bool = False  # compile the network and the loss with torch.compile
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
