@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_layouts import GpuLayouts
+from devices import GpuLayouts
 from torch import nn
 from torch.nn import functional as F
 from triton_compile import compile_kernel
