@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 
 from utils.config.sections import OptimizerConfig
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 LR = 0.01
 SHAPES = [(6, 4, 3, 3, 3), (6,), (), (5, 7)]
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -82,7 +82,7 @@ def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
 # --- skipped updates -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_update_leaves_no_trace(kind: str, device: str) -> None:
     """The first, a later one, or several in a row: all later updates equal those of a run without it, bit for bit."""
@@ -109,7 +109,7 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@DEVICES
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
     kind, settings = torch.optim.AdamW if name == "adamw" else torch.optim.Adam, {"weight_decay": 0.1}
     fused = by_name(name, **settings)(start(device))
@@ -124,7 +124,7 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@DEVICES
 def test_nadam_equals_torchs(device: str, weight_decay: float) -> None:
     """Bit for bit, with skipped updates in between."""
     own = by_name("nadam", weight_decay=weight_decay)(start(device))

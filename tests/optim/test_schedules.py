@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -139,7 +138,6 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),
         (["--preflight", "--plot=missing/rate.png"], "cannot write --plot=missing/rate.png: "),
-        (["--preflight", "--plot=."], "argument --plot: '.' does not end in .png; name it *.png"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tmp_path: Path) -> None:
@@ -183,27 +181,3 @@ def test_the_preflight_plots_the_learning_rate_of_every_step(
     schedule = build_schedule(config)
     (line,) = axes.get_lines()
     assert list(line.get_ydata()) == [schedule(step) for step in range(config.total_steps)]
-
-
-def test_a_plot_without_matplotlib_is_refused_in_one_line(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    code, _, errors = trained("--preflight", "--plot")
-    assert (code, errors) == (2, "error: --plot needs matplotlib: pip install matplotlib, or remove --plot\n")
-
-
-def test_a_plot_that_cannot_be_completed_leaves_the_earlier_file(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-
-    def half(_: Figure, file: Path, **__: Any) -> None:
-        file.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    (tmp_path / "rate.png").write_text("earlier")
-    code, _, errors = trained("--preflight", "--plot=rate.png")
-    assert (code, errors.count("\n")) == (2, 1)
-    assert errors.startswith("error: cannot write --plot=rate.png: No space left on device; ")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("rate.png", "earlier")]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import ON_GPU
 from processes import run
 from small_steps import LR, differing, make_step, small_network, snapshot, weights
 from torch import nn
@@ -34,7 +35,6 @@ from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
 
 TOP = Path(__file__).parents[2]
 STEPS = WARMUP_STEPS + 6
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 Slot = tuple[torch.Tensor, torch.Tensor]
 
@@ -199,7 +199,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- a fake device and a GPU ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["fake", pytest.param("cuda", marks=on_gpu)])
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=ON_GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """On a GPU, sums are deterministic: Adam divides by gradients near zero, which magnifies rounding errors."""
     if request.param == "fake":
