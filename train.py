@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
             configure_logging(world.rank)
             with out_of_memory_for_users():
                 config = resolve_config(config, world)
-                step_class.check(world, build.step_options(config))
+                step_class.check(config, world)
                 set_backends(config, world.device)
                 if config.enable_benchy:
                     benchmark.run(options, config, world, step_class)
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerS
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
     """One training run, from its directory to its summary. Every rank calls it."""
-    modules, volume = build.model(config), evaluation_volume(config, world)
+    model, volume = build.model(config), evaluation_volume(config, world)
     with Run.open(run_request(config, options, world), world) as run:
         if run.has_nothing_to_do():
             return
         reserve = reserved_bytes(config, world)
-        with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
+        with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
             state = run.restore(step)
             log.info(describe_config(config, options.config, options.overrides))
             build.log_settings(config, step, world)

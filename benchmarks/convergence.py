@@ -35,7 +35,7 @@ import yaml
 
 from benchmarks import common
 from benchmarks.processes import failure_of, launcher
-from networks.metrics import accuracy
+from networks.losses import accuracy
 from utils import config as configs
 from utils.cli import positive, read_changes
 from utils.config import Config

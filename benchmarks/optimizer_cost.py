@@ -23,7 +23,7 @@ from utils.config import Config
 from utils.config.sections import OptimizerConfig
 from utils.errors import one_line_errors
 from utils.optim.adam import is_weight
-from utils.optim.soap import Preconditioning, Ranks, outer_product, rotate
+from utils.optim.soap import outer_product, owners, rotate, sides_with_basis, weight_sides
 from utils.steps import build
 from utils.steps.flops import training_flops
 
@@ -47,12 +47,12 @@ def operations(function: Callable[..., object], *arguments: object) -> int:
 
 def soap_operations(options: OptimizerConfig, weights: Mapping[str, nn.Parameter], ranks: int) -> float:
     """Operations per update of the rank with the most work."""
-    preconditioning = Preconditioning(options.precondition_frequency, options.max_precondition_dim, options.merge_dims)
     everywhere, cubes, pieces = 0.0, [], []
     for weight in weights.values():
-        sides = preconditioning.sides(weight.shape)
+        sides = weight_sides(weight.shape, options.merge_dims)
         flat = torch.empty(weight.numel(), device="meta")
-        bases = {n: torch.empty(sides[n], sides[n], device="meta") for n in preconditioning.preconditioned(sides)}
+        numbers = sides_with_basis(sides, options.max_precondition_dim)
+        bases = {n: torch.empty(sides[n], sides[n], device="meta") for n in numbers}
         # The gradient to the bases and the direction back; in a renewal the first moment, and the product of the bases.
         rotation = operations(rotate, flat, sides, bases)
         everywhere += 2 * rotation
@@ -61,7 +61,7 @@ def soap_operations(options: OptimizerConfig, weights: Mapping[str, nn.Parameter
             followed = operations(outer_product, flat, sides, n)
             cubes.append(sides[n] ** 3)
             pieces.append(followed + (2 + QR) * sides[n] ** 3 / options.precondition_frequency)
-    return everywhere + busiest(pieces, Ranks(size=ranks).owners(cubes), ranks)
+    return everywhere + busiest(pieces, owners(cubes, ranks), ranks)
 
 
 def busiest(pieces: list[float] | list[int], owners: list[int], ranks: int) -> float:

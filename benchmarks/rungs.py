@@ -82,7 +82,6 @@ OTHERS = (
     Rung("channels last: bfloat16, volume in GPU memory", _LAST, gigabytes=22.62),
     Rung("float32: no TF32, 2 loader threads", {"tf32": False}),
     Rung("DALI: float16", {**_FLOAT16, "data_loader_config": "dali-lowmem"}, package="nvidia.dali"),
-    Rung("apex: float16, apex's FusedAdam", {**_FLOAT16, "optimizer.name": "apex_adam"}, package="apex"),
 )
 GPU_RUNGS = {rung.key: rung for rung in (*BEST, *FURTHER, *VARIANTS, *HISTORY, *OTHERS)}
 TUTORIAL = "G"

@@ -7,15 +7,14 @@ write a module and add one line to the table below.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from networks.classifiers import CifarCnn, LeNet, MnistCnn, ReutersCnn
 from networks.init import initialize
-from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, MSELoss
-from networks.metrics import Metric, accuracy, top5_accuracy
+from networks.losses import CrossEntropyLoss, HuberLoss, L1Loss, Loss, Metric, MSELoss, accuracy, top5_accuracy
 from networks.smooth_unet import SmoothUNet
 from networks.unet import UNet
 
@@ -29,7 +28,7 @@ NETWORKS: dict[str, type[nn.Module]] = {
     "cifar_cnn": CifarCnn,
 }
 # The samples that a network accepts if its constructor has the option; used in error messages.
-SAMPLES = {"crop": "volumes", "shape": "labeled samples", "classes": "labeled samples", "vocabulary": "texts"}
+SAMPLES = {"crop": "volumes", "classes": "labeled samples", "vocabulary": "texts"}
 LOSSES: dict[str, type[Loss]] = {
     "l1": L1Loss,
     "mse": MSELoss,
@@ -52,31 +51,27 @@ def build_network(name: str, crop: int | None = None, /, **options: Any) -> nn.M
     """
     if crop is not None:
         options["crop"] = crop
-    required = SAMPLES.keys() & options.keys()
-    _check_name(
-        name,
-        NETWORKS,
-        [candidate for candidate in NETWORKS if required <= _options(candidate)],
-        "network.name",
-        "network",
-    )
+    samples = [option for option in SAMPLES if option in options]
+    suitable = [known for known in NETWORKS if _options(NETWORKS[known]).issuperset(samples)]
+    _check_name("network.name: unknown network", name, NETWORKS, suitable)
+    if name not in suitable:
+        raise ValueError(f"network {name} cannot be used with {SAMPLES[samples[-1]]}; use {' or '.join(suitable)}")
     for option in options:
-        needed = {option} if option in SAMPLES else required | {option}
-        suitable = [candidate for candidate in NETWORKS if needed <= _options(candidate)]
-        if name not in suitable:
-            fault = f"cannot be used with {SAMPLES[option]}" if option in SAMPLES else f"has no option {option}"
-            raise ValueError(f"network {name} {fault}; {_use(suitable) if suitable else 'remove it'}")
+        if option not in _options(NETWORKS[name]):
+            raise ValueError(f"network {name} has no option {option}; remove it")
     return NETWORKS[name](**options)
 
 
 def build_loss(name: str, is_classification: bool = False, **options: Any) -> nn.Module:
     """The loss `name`; ValueError if it does not compare what the dataset holds, classes or fields."""
-    suitable = [candidate for candidate in LOSSES if LOSSES[candidate].is_classification == is_classification]
-    _check_name(name, LOSSES, suitable, "loss", "loss")
+    suitable = [known for known in LOSSES if LOSSES[known].is_classification == is_classification]
+    _check_name("loss: unknown loss", name, LOSSES, suitable)
     if name not in suitable:
         samples = "labeled samples" if is_classification else "volumes"
-        raise ValueError(f"loss {name} cannot be used with {samples}; {_use(suitable)}")
-    return LOSSES[name](**options)
+        raise ValueError(f"loss {name} cannot be used with {samples}; use {' or '.join(suitable)}")
+    if is_classification and any(options.values()):
+        raise ValueError(f"loss {name} has no lambda_rho, fused_pointwise or channel_weights; remove them")
+    return LOSSES[name]() if is_classification else LOSSES[name](**options)
 
 
 def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[Metric]:
@@ -84,24 +79,18 @@ def build_metrics(names: Sequence[str], is_classification: bool = True) -> list[
     if names and not is_classification:
         raise ValueError(f"metrics {', '.join(names)} cannot be used with volumes; set metrics=[]")
     for name in names:
-        _check_name(name, METRICS, list(METRICS), "metrics", "metric")
+        _check_name("metrics: unknown metric", name, METRICS, list(METRICS))
     return [METRICS[name] for name in names]
 
 
-def _options(name: str) -> set[str]:
-    """Names of a network's options."""
-    return NETWORKS[name].__init__.__annotations__.keys() - {"return"}
+def _options(kind: type[nn.Module]) -> set[str]:
+    """Names of the constructor's options."""
+    return kind.__init__.__annotations__.keys() - {"return"}
 
 
-def _check_name(name: str, known: Container[str], suitable: Sequence[str], key: str, kind: str) -> None:
+def _check_name(what: str, name: str, known: Iterable[str], suitable: Sequence[str]) -> None:
     """Raises ValueError for a name that is not `known`; the message lists those that are `suitable` in this config."""
     if name not in known:
-        other_names = {"l2": "mse", "mae": "l1"}
-        match = difflib.get_close_matches(other_names.get(name, name), suitable, n=1)
+        match = difflib.get_close_matches(name, suitable, n=1)
         hint = f"; did you mean {match[0]}?" if match else ""
-        raise ValueError(f"{key}: unknown {kind} {name}; known: {', '.join(suitable)}{hint}")
-
-
-def _use(names: Sequence[str]) -> str:
-    """The remedy that recommends these names."""
-    return f"use {names[0]}" if len(names) == 1 else f"use one of {', '.join(names)}"
+        raise ValueError(f"{what} {name}; known: {', '.join(suitable)}{hint}")

@@ -1,7 +1,7 @@
 """Small classifiers: a batch -> logits [N, classes].
 
 Options are the `shape` of one sample and the number of `classes`; for texts the size of the `vocabulary`; and `norm`,
-see norms.py. ValueError for samples of another shape.
+see norms.py. ValueError for images that are too small.
 """
 
 from __future__ import annotations
@@ -56,14 +56,9 @@ class ReutersCnn(nn.Module):
 
     def __init__(self, *, shape: tuple[int, ...], classes: int, vocabulary: int | None = None) -> None:
         super().__init__()
-        if len(shape) != 1 or vocabulary is None:
-            raise ValueError(
-                f"network reuters_cnn takes texts, not samples of shape {_text(shape)} without a vocabulary; "
-                "choose mnist_cnn, lenet or cifar_cnn"
-            )
+        if vocabulary is None:
+            raise ValueError("network reuters_cnn takes texts, not images; use mnist_cnn, lenet or cifar_cnn")
         (length,) = shape
-        if length < 12:
-            raise ValueError(f"network reuters_cnn needs texts of at least 12 words, not {length}")
         self.embedding = nn.Embedding(vocabulary, 7)
         self.conv1 = nn.Conv1d(7, 64, 5)
         self.conv2 = nn.Conv1d(64, 32, 3)
@@ -103,14 +98,8 @@ class CifarCnn(nn.Module):
 
 
 def _image(name: str, shape: tuple[int, ...], least: int) -> tuple[int, int, int]:
-    """Channels, height and width of the samples; ValueError if they are not images or smaller than `least`."""
-    if len(shape) != 3:
-        raise ValueError(f"network {name} takes images, channels x height x width, not samples of shape {_text(shape)}")
+    """Channels, height and width of the samples; ValueError if they are smaller than `least`."""
     channels, height, width = shape
     if min(height, width) < least:
         raise ValueError(f"network {name} needs images of at least {least} x {least}, not {height} x {width}")
     return channels, height, width
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -236,25 +236,11 @@ class _Tile(NamedTuple):
 
 
 def _by_cells(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x and its stride from cell to cell; a contiguous copy if that stride varies."""
-    stride = cell_stride(x)
-    return (x, stride) if stride is not None else (x.contiguous(memory_format=torch.channels_last_3d), x.shape[1])
-
-
-def cell_stride(x: torch.Tensor) -> int | None:
-    """Elements from one cell of x [N, C, D, H, W] to the next; None if that varies or channels are not adjacent."""
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        return None
-    # From the fastest axis to the slowest. The stride of an axis with one cell has no meaning.
-    axes = [(x.shape[axis], x.stride(axis)) for axis in (4, 3, 2, 0) if x.shape[axis] > 1]
-    if not axes:
-        return x.shape[1]
-    first = run = axes[0][1]
-    for size, stride in axes:
-        if stride != run:
-            return None
-        run = size * stride
-    return first
+    """x [N, C, D, H, W] and its elements from one cell to the next; a contiguous copy if their number varies."""
+    step, (*_, depth, height, width) = x.stride(4), x.shape
+    if x.stride() != (depth * height * width * step, 1, height * width * step, width * step, step):
+        x, step = x.contiguous(memory_format=torch.channels_last_3d), x.shape[1]
+    return x, step
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:

@@ -1,9 +1,12 @@
-"""Losses: (outputs, targets) -> scalar, for fields [N, C, D, D, D], or for logits [N, classes] and classes [N]."""
+"""Losses and metrics: (outputs, targets) -> scalar.
+
+For fields [N, C, D, D, D], or for logits [N, classes] and classes [N]. All metrics are for classification.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -15,10 +18,21 @@ from networks.fused import l1
 LOG_DENSITY_SCALE = 14.0  # density channels hold ln(density / mean) / 14
 HUBER_DELTA = 0.1  # about the mean error of the best constant
 
+Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class NetworkWithLoss(nn.Module):
+    """Network and loss as one module, so that DDP and the compiler see the complete forward pass."""
+
+    def __init__(self, network: nn.Module, loss: nn.Module, metrics: Sequence[Metric] = ()) -> None:
+        super().__init__()
+        self.network, self.loss, self.metrics = network, loss, metrics
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.network(inputs), targets)
+
 
 class Loss(nn.Module):
-    """A loss. All have the same options; a constructor raises ValueError for those it does not support."""
-
     is_classification: ClassVar[bool]  # True if targets are classes, False if they are fields
 
 
@@ -26,7 +40,7 @@ class FieldLoss(Loss, ABC):
     """Mean of `cellwise`, plus lambda_rho × mean |difference of the densities| (channel 0) if lambda_rho > 0.
 
     The density exp(14 x) spans many decades, so the densest cells dominate its term; squares of it would leave nothing
-    else. `fused` computes the loss in one kernel, if the class has one and there is no density term.
+    else. `fused` computes the loss in one kernel, if the class has one and there are no density term and no weights.
 
     `weights`, one per channel, weight the channels in the first term, normalized to mean 1. They apply in training mode
     only: in evaluation mode losses stay comparable.
@@ -48,16 +62,14 @@ class FieldLoss(Loss, ABC):
         """The loss of each cell, in the shape of the fields."""
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # Half precision would round differences by about a tenth of the loss of a trained network.
-        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-        cells = self.cellwise(outputs, targets)
+        cells = self.cellwise(_precise(outputs), targets)
         if self.weights is not None and self.training:
             means = cells.mean(dim=(0, 2, 3, 4)).unbind()
             loss = torch.stack([weight * mean for weight, mean in zip(self.weights, means, strict=True)]).sum()
         else:
             loss = cells.mean()
         if self.lambda_rho > 0:
-            density, target = (torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (outputs, targets))
+            density, target = (torch.exp(LOG_DENSITY_SCALE * field[:, 0]) for field in (_precise(outputs), targets))
             loss = loss + self.lambda_rho * (density - target).abs().mean()
         return loss
 
@@ -65,16 +77,11 @@ class FieldLoss(Loss, ABC):
 class L1Loss(FieldLoss):
     """|outputs - targets|."""
 
-    def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
-        super().__init__(lambda_rho, fused, weights)
-        if fused and weights is not None:
-            raise ValueError("fused_pointwise does not support channel_weights; turn one of them off")
-
     def cellwise(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets).abs()
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.fused and self.lambda_rho <= 0:
+        if self.fused and self.weights is None and self.lambda_rho <= 0:
             return l1(outputs, targets)
         return super().forward(outputs, targets)
 
@@ -98,14 +105,24 @@ class CrossEntropyLoss(Loss):
 
     is_classification = True
 
-    def __init__(self, lambda_rho: float = 0.0, fused: bool = False, weights: Sequence[float] | None = None) -> None:
-        super().__init__()
-        if lambda_rho > 0 or fused or weights is not None:
-            raise ValueError("loss cross_entropy has no lambda_rho, fused_pointwise or channel_weights; remove them")
-
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if targets.is_floating_point():
-            raise ValueError("the targets of loss cross_entropy must be classes, not fields; use loss l1 for volumes")
-        # Half precision would round the loss to 2 or 3 digits.
-        outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
-        return F.cross_entropy(outputs, targets)
+        return F.cross_entropy(_precise(outputs), targets)
+
+
+def _precise(outputs: torch.Tensor) -> torch.Tensor:
+    """At least float32: half precision would round differences by about a tenth of the loss of a trained network."""
+    return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+
+# --- metrics: mean over the batch, a float32 scalar ------------------------------------------------------------------
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The fraction of samples whose class has the largest output."""
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def top5_accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The fraction of samples whose class is among the five largest outputs; 1 if there are at most five classes."""
+    best = outputs.topk(min(5, outputs.shape[1]), dim=1).indices  # [N, 5]
+    return (best == targets[:, None]).any(1).float().mean()

@@ -63,8 +63,7 @@ class BatchNorm(_BatchNorm):
     """Batch norm for activations with any number of axes."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected activations [N, C, …], not {input.dim()} axes")
+        pass
 
 
 class GhostBatchNorm(BatchNorm):
@@ -96,7 +95,6 @@ class GhostBatchNorm(BatchNorm):
             )
         if groups == 1:
             return super().forward(input)
-        self._check_input_dim(input)
         weight, bias = self.weight.repeat(groups), self.bias.repeat(groups)
         grouped = input.reshape(self.samples, groups * self.num_features, *input.shape[2:])
         means, variances = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -109,9 +107,6 @@ class GhostBatchNorm(BatchNorm):
         result = result.reshape(input.shape)
         form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
         return result.contiguous(memory_format=form) if input.is_contiguous(memory_format=form) else result
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, samples={self.samples}"
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

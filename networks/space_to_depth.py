@@ -15,7 +15,8 @@ Cell i is part (i + 1) % 2 of block (i + 1) // 2, so D cells need D / 2 + 1 bloc
 
 The layers with few channels are dense in all directions, because 4 or 5 channels leave tensor cores mostly idle. For
 the others only the strided input gradient is: the forward pass of a transposed convolution, the backward pass of a
-convolution. It has 20 to 95 % more operations, because the blocks extend half a block beyond the grid.
+convolution. It has 20 to 95 % more operations, because the blocks extend half a block beyond the grid. All layers here
+have kernel 4, stride 2 and padding 1, and grids of an even number of cells along each axis.
 """
 
 from __future__ import annotations
@@ -30,21 +31,8 @@ from torch.nn import functional as F
 from networks.layers import autocast_dtype, coarse_and_precise, operator, precise_dtype, with_bias
 
 
-class _Strided(nn.Module):
-    """Raises ValueError for geometries without this form."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        layer: Any = self
-        geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.output_padding
-        if geometry != ((4,) * 3, (2,) * 3, (1,) * 3, (1,) * 3, (0,) * 3) or layer.groups != 1:
-            raise ValueError(f"{self}: space-to-depth needs kernel 4, stride 2, padding 1, dilation 1 and one group")
-        if layer.padding_mode != "zeros":
-            raise ValueError(f"{self}: space-to-depth needs padding with zeros")
-
-
-class SpaceToDepthConv3d(_Strided, nn.Conv3d):
-    """`nn.Conv3d` with kernel 4, stride 2, padding 1 for few input channels."""
+class SpaceToDepthConv3d(nn.Conv3d):
+    """`nn.Conv3d` for few input channels."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         bias = self.bias if biased else None
@@ -52,8 +40,8 @@ class SpaceToDepthConv3d(_Strided, nn.Conv3d):
         return F.conv3d(blocks, _move_to_channels(self.weight), bias)
 
 
-class DepthToSpaceConvTranspose3d(_Strided, nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1 for few output channels.
+class DepthToSpaceConvTranspose3d(nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d` for few output channels.
 
     For last layers: under bfloat16 autocast the result is float32, as that of layers.OutputConvTranspose3d.
     """
@@ -70,8 +58,8 @@ class DepthToSpaceConvTranspose3d(_Strided, nn.ConvTranspose3d):
         return with_bias(result, self.bias if biased else None)
 
 
-class DenseConvTranspose3d(_Strided, nn.ConvTranspose3d):
-    """`nn.ConvTranspose3d` with kernel 4, stride 2, padding 1, dense in its forward pass."""
+class DenseConvTranspose3d(nn.ConvTranspose3d):
+    """`nn.ConvTranspose3d`, dense in its forward pass."""
 
     def forward(  # type: ignore[override] # no output_size
         self, input: torch.Tensor, biased: bool = True
@@ -79,8 +67,8 @@ class DenseConvTranspose3d(_Strided, nn.ConvTranspose3d):
         return with_bias(_apply(_conv_transpose, input, self.weight), self.bias if biased else None)
 
 
-class DenseGradientConv3d(_Strided, nn.Conv3d):
-    """`nn.Conv3d` with kernel 4, stride 2, padding 1, dense in the gradient of its input."""
+class DenseGradientConv3d(nn.Conv3d):
+    """`nn.Conv3d`, dense in the gradient of its input."""
 
     def forward(self, input: torch.Tensor, biased: bool = True) -> torch.Tensor:
         return with_bias(_apply(_conv, input, self.weight), self.bias if biased else None)
@@ -94,11 +82,11 @@ WIDE = torch.complex128  # 16 bytes, the most that a thread of a GPU can load at
 
 
 def space_to_depth(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[N, C, D, H, W] -> [N, 8C, D // 2 + 1, H // 2 + 1, W // 2 + 1] of `dtype`, blocks of x padded with zeros."""
+    """[N, C, 2D, 2H, 2W] -> [N, 8C, D + 1, H + 1, W + 1] of `dtype`, blocks of x padded with zeros."""
     dtype = dtype or x.dtype
-    if torch.compiler.is_compiling() or any(side % 2 for side in x.shape[2:]) or not _channels_last(x):
+    if torch.compiler.is_compiling() or not _channels_last(x):
         return _move_to_channels(F.pad(x.to(dtype), (1,) * 6))
-    return _SpaceToDepth.apply(x, dtype)
+    return _Shuffle.apply(x, dtype, True)
 
 
 def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -108,31 +96,21 @@ def depth_to_space(blocks: torch.Tensor, dtype: torch.dtype | None = None) -> to
         x = blocks.unflatten(1, (2, 2, 2, -1)).permute(0, 4, 5, 1, 6, 2, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
         form = torch.channels_last_3d if _channels_last(blocks) else torch.contiguous_format
         return F.pad(x, (-1,) * 6).to(dtype, memory_format=form)
-    return _DepthToSpace.apply(blocks, dtype)
+    return _Shuffle.apply(blocks, dtype, False)
 
 
-class _SpaceToDepth(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtype = x.dtype
-        return _gather(x, dtype)
+class _Shuffle(torch.autograd.Function):
+    """`_gather` or `_scatter`, each of which is the backward pass of the other."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scatter(gradient, ctx.dtype), None
-
-
-class _DepthToSpace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        ctx.dtype = blocks.dtype
-        return _scatter(blocks, dtype)
+    def forward(ctx: Any, x: torch.Tensor, dtype: torch.dtype, to_blocks: bool) -> torch.Tensor:
+        ctx.dtype, ctx.to_blocks = x.dtype, to_blocks
+        return _gather(x, dtype) if to_blocks else _scatter(x, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather(gradient, ctx.dtype), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_scatter if ctx.to_blocks else _gather)(gradient, ctx.dtype), None, None
 
 
 def _gather(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -223,11 +201,8 @@ def _down(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _down_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Pair:
-    even = all(side % 2 == 0 for side in x.shape[2:])  # blocks have two cells along each axis
-    x_gradient, weight_gradient, _ = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None, *DOWN, [not even, True, False]
-    )
-    return dense_transpose(gradient, weight) if even else x_gradient, weight_gradient
+    _, weight_gradient, _ = torch.ops.aten.convolution_backward(gradient, x, weight, None, *DOWN, [False, True, False])
+    return dense_transpose(gradient, weight), weight_gradient
 
 
 def _last_forward(

@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from networks import fused
 from networks.layers import precise_dtype
-from networks.losses import L1Loss
+from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import DENSE, DepthToSpaceConvTranspose3d, dense_weight
 from networks.unet import UNet
 
@@ -27,21 +26,17 @@ from networks.unet import UNet
 TILE = 512
 
 
-class NetworkWithFusedTail(nn.Module):
+class NetworkWithFusedTail(NetworkWithLoss):
     """A U-Net whose last layer is computed by space-to-depth, with the mean absolute error as its loss.
 
     Without a GPU, in another memory format than channels_last_3d, under torch.compile, and without bfloat16 autocast
     this is the loss of the network's output.
     """
 
-    def __init__(self, network: nn.Module, loss: nn.Module) -> None:
-        super().__init__()
-        assert isinstance(network, UNet)
-        assert isinstance(network.last, DepthToSpaceConvTranspose3d)
-        assert isinstance(loss, L1Loss)
-        self.network, self.loss = network, loss
-
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.network, UNet)
+        assert isinstance(self.network.last, DepthToSpaceConvTranspose3d)
+        assert isinstance(self.loss, L1Loss)
         x, precise = self.network.before_last(inputs)
         dtype = precise_dtype(x)
         if dtype is None or not (fused.fusible(x) and fused.fusible(targets)):

@@ -61,13 +61,10 @@ class UNet(nn.Module):
             raise ValueError(f"data_size {crop} is not a multiple of {2**scales} (2**scales of the network)")
         if fused and norm != "none":
             raise ValueError(f"fused_pointwise cannot be combined with norm {norm}; turn one of them off")
+        present = [name for name in SPACE_TO_DEPTH if name == "last" or int(name[-1]) <= scales]
         for name in space_to_depth:
-            if name not in SPACE_TO_DEPTH:
-                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(SPACE_TO_DEPTH)}")
-        absent = [name for name in space_to_depth if name[-1].isdecimal() and int(name[-1]) > scales]
-        if absent:
-            names, them = " or ".join(absent), "it" if len(absent) == 1 else "them"
-            raise ValueError(f"network.space_to_depth: with scales {scales} there is no {names}; remove {them}")
+            if name not in present:
+                raise ValueError(f"network.space_to_depth: {name} is not one of {', '.join(present)}")
         self.space_to_depth = tuple(space_to_depth)
         self.scales = scales
         self.fused = fused

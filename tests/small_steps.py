@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from networks import build_loss, build_network, initialize
+from networks.losses import NetworkWithLoss
+from utils.config import Config
 from utils.config.sections import OptimizerConfig
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
-from utils.steps.eager import EagerStep, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 
 ALONE = World(Launch("test"), torch.device("cpu"))
 LR = 0.01
@@ -34,11 +36,11 @@ def make_step(
     loss: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are those of StepOptions."""
+    """A step of class `kind`; `optimizer` is a name or the config's settings, `options` are keys of the config."""
     network = (network or small_network()).to(world.device)
     settings = OptimizerConfig(**({"name": optimizer} if isinstance(optimizer, str) else optimizer))
     built = build_optimizer(settings, network.named_parameters(), LR, kind.capturable)
-    return kind(TrainingModules(network, loss or build_loss("l1")), built, world, StepOptions(**options))
+    return kind(NetworkWithLoss(network, loss or build_loss("l1")), built, Config(**options), world)
 
 
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Libraries that training on existing data does not need. Functions that use them import them.
-OPTIONAL = {"apex", "colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
+OPTIONAL = {"colossus", "matplotlib", "nvidia", "rich", "scipy", "sklearn", "tensorboard", "triton"}
 # Modules that import optional libraries, for kernels, figures and simulated data. Others import them in functions.
 DRAWING = {"evaluate", *(f"utils.evaluation.{name}" for name in ("figures", "report", "training_figures"))}
 TRITON_MODULES = {"networks.kernels"}
@@ -136,8 +136,8 @@ def test_networks_imports_only_torch_and_itself() -> None:
     ] == []
 
 
-def test_only_modules_that_build_networks_import_them() -> None:
-    building = ("steps.build", "inference.export", "inference.trained_network", "profiling.preflight")
+def test_only_modules_that_build_or_train_networks_import_them() -> None:
+    building = ("steps", "inference.export", "inference.trained_network", "profiling.preflight")
     allowed = tuple(f"utils.{name}" for name in building)
     assert [fault for fault in offenders("utils", "networks") if not fault.startswith(allowed)] == []
 

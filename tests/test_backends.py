@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,54 +95,22 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operation_without_a_deterministic_algorithm_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first forward and backward pass, before anything is trained."""
-    error = RuntimeError("f_cuda does not have a deterministic implementation, but you set 'torch.…'. You can …")
-    config = Config(data_size=8, network=NetworkConfig(width=4, scales=2))
-    step = build.step(config, World(Launch("test"), CPU), build.model(config))
-    monkeypatch.setattr(step, "_accumulate", Mock(side_effect=error))
-    with pytest.raises(UserError, match=r"^f_cuda does not have a deterministic implementation; set deterministic=f"):
-        step.warm_up(torch.zeros(0), torch.zeros(0))
-    error.args = ("CUDA error: out of luck",)
-    with pytest.raises(RuntimeError, match="out of luck"):
-        step.warm_up(torch.zeros(0), torch.zeros(0))
-
-
 @pytest.mark.parametrize(
     ("changes", "ranks", "says"),
     [
         ({}, 1, []),
-        ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect: there is no GPU"]),
-        (
-            {"fused_tail": True, "network": {"space_to_depth": ["last"]}},
-            1,
-            ["fused_tail has no effect: there is no GPU"],
-        ),
+        ({"fused_pointwise": True}, 1, ["fused_pointwise has no effect"]),
+        ({"fused_tail": True, "network": {"space_to_depth": ["last"]}}, 1, ["fused_tail has no effect"]),
         (
             {"static_graph": True, "gradient_compression": "bfloat16", "noddp": True},
             2,
-            [
-                "gradient_compression has no effect: no gradients are exchanged",
-                "static_graph has no effect: no gradients are exchanged",
-            ],
+            ["gradient_compression has no effect", "static_graph has no effect"],
         ),
-        (
-            {"lr_schedule": {"scaling": "linear", "warmup_steps": 5}},
-            1,
-            ["lr_schedule's warm-up has no effect: global_batch_size 64 does not exceed base_batch_size 64"],
-        ),
-        (
-            {"lr_schedule": {"warmup_epochs": 1.0}},
-            1,
-            ["lr_schedule's warm-up has no effect: lr_schedule.scaling is none"],
-        ),
-        (
-            {"profile": {"profiler": "torch"}},
-            1,
-            ["the section profile (--profiler) has no effect: enable_manual_profiling is false"],
-        ),
+        ({"lr_schedule": {"scaling": "linear", "warmup_steps": 5}}, 1, ["lr_schedule's warm-up has no effect"]),
+        ({"lr_schedule": {"warmup_epochs": 1.0}}, 1, ["lr_schedule's warm-up has no effect"]),
+        ({"profile": {"profiler": "torch"}}, 1, ["the section profile (--profiler) has no effect"]),
         ({"profile": {"profiler": "torch"}, "enable_manual_profiling": True}, 1, []),
-        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU, where training is always"]),
+        ({"deterministic": True}, 1, ["deterministic has no effect on a CPU"]),
         ({"enable_amp": True, "precision": "float16"}, 1, ["float16 is very slow on a CPU; bfloat16, "]),
     ],
 )

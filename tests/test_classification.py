@@ -139,7 +139,7 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
         (["--config=digits_bn", "--set=loss=l1"], "loss l1 cannot be used with labeled samples; use cross_entr"),
         (["--config=test", "--set=data_loader_config=classification"], "must be set together"),
         (["--config=digits_bn", "--set=network.space_to_depth=[down1]"], "has no option space_to_depth; remove it"),
-        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use one of l"),
+        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l1 or "),
         (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy cannot be used with volumes"),
         (
             ["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"],

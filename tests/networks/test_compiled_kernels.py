@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 from triton_compile import ARCHITECTURES, compile_kernel
 
-from networks import fused
+from networks import fused, tail
 
 FORWARD = {"y": "*bf16", "copy": "*fp16", "x": "*bf16", "bias": "*fp32", "skip": "*bf16"}
 FORWARD |= {"cells": "i32", "y_stride": "i32"}
 BACKWARD = {"x_gradient": "*bf16", "partial": "*fp32", "y": "*bf16", "y_stride": "i32", "cells": "i32"}
 BACKWARD |= {"first": "*bf16", "first_stride": "i32", "second": "*bf16", "second_stride": "i32"}
 LOSS = {"partial": "*fp32", "outputs": "*fp32", "targets": "*fp32", "count": "i32"}
-LOSS_BACKWARD = {
-    "outputs_gradient": "*bf16",
-    "outputs": "*bf16",
-    "targets": "*fp32",
-    "gradient": "*fp32",
-    "count": "i64",
-}
+LOSS_BACKWARD = {"outputs_gradient": "*bf16", "outputs": "*bf16", "targets": "*fp32"}
+LOSS_BACKWARD |= {"gradient": "*fp32", "count": "i64"}
+TAIL = {"blocks_gradient": "*bf16", "loss_partial": "*fp32", "bias_partial": "*fp32", "blocks": "*fp16"}
+TAIL |= {"bias": "*fp32", "targets": "*fp32", "planes": "i32"}
 
 
 def in_float32(types: dict[str, str]) -> dict[str, str]:
@@ -40,8 +37,9 @@ def in_float32(types: dict[str, str]) -> dict[str, str]:
         ("activation_backward", in_float32(BACKWARD), 5, {"ACTIVATION": "tanh", "TWICE": False}),
         ("l1", LOSS, 1, {}),
         ("l1_backward", LOSS_BACKWARD, 1, {}),
+        ("tail_l1", TAIL, 5, {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "TILE": tail.TILE}),
     ],
-    ids=["concatenation", "tanh", "skip add", "tanh backward", "l1", "l1 backward"],
+    ids=["concatenation", "tanh", "skip add", "tanh backward", "l1", "l1 backward", "tail"],
 )
 def test_registers(
     name: str, types: dict[str, str], channels: int, constants: dict[str, Any], architecture: int, tmp_path: Path
@@ -51,8 +49,8 @@ def test_registers(
     No kernel uses atomic operations, whose order would vary between runs.
     """
     tile = fused._Tile.of(channels)
-    constants = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, **constants}
-    constants |= {"NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, "TILE": fused.TILE}
+    defaults = {"CHANNELS": channels, "WIDTH": channels, "LANES": tile.lanes, "ROWS": tile.rows, "TILE": fused.TILE}
+    constants = {**defaults, "NEGATIVE_SLOPE": fused.NEGATIVE_SLOPE, **constants}
     result = compile_kernel(
         getattr(fused.kernels(), name),
         types,
@@ -67,5 +65,6 @@ def test_registers(
     assert not re.search(r"\b(atom|red)\.(global|relaxed|add)", result.ptx)
     if "*bf16" in types.values() and name != "l1":
         assert re.search(r"cvt\.rn\.bf16", result.ptx), "a cast to bfloat16 must round to nearest"
-    if channels % 8 == 0:
-        assert re.search(r"ld\.global\S*\.v4\.", result.ptx), "a load must be 16 bytes wide"
+    if channels % 8 == 0 or name == "tail_l1":
+        width = "v2" if name == "tail_l1" else "v4"
+        assert re.search(rf"ld\.global\S*\.{width}\.", result.ptx), "loads must be wide"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from devices import ON_GPU
 from torch import nn
 from torch.nn import functional as F
 from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
@@ -32,17 +33,22 @@ INTERPRETED = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warn
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return launched_kernels(monkeypatch)
-
-
-@pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Iterator[list[str]]:
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels run in Triton's interpreter, with several tiles and few programs; their names."""
+    launched = launched_kernels(monkeypatch)
     with interpreted_kernels(monkeypatch):
         for name, value in (("LANES", 64), ("TILE", 256), ("PROGRAMS", 3)):
             monkeypatch.setattr(pointwise, name, value)
         yield launched
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
+    pytest.importorskip("triton")
+    import_kernels_again()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    return launched_kernels(monkeypatch)
 
 
 class Kernels(NamedTuple):
@@ -55,36 +61,19 @@ class Kernels(NamedTuple):
         return self.half if precision == "half" else torch.float32
 
 
-@pytest.fixture
-def on_device(launched: list[str]) -> Iterator[list[str]]:
-    """Kernels are compiled, even after tests in the interpreter; float32 without TF32."""
-    pytest.importorskip("triton")
-    import_kernels_again()
-    tf32 = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield launched
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-GPU = [pytest.mark.gpu, needs_cuda]
-
-
 @pytest.fixture(
     params=[
         ("interpreter", torch.float16),  # its casts to bfloat16 truncate
-        pytest.param(("on_device", torch.float16), marks=GPU),
-        pytest.param(("on_device", torch.bfloat16), marks=GPU),
+        pytest.param(("on_device", torch.float16), marks=ON_GPU),
+        pytest.param(("on_device", torch.bfloat16), marks=ON_GPU),
     ],
     ids=str,
 )
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Triton's interpreter, and a GPU with a grid of several tiles per program, the last one partial."""
     place, half = request.param
-    launched = request.getfixturevalue(place)
-    return (
-        Kernels(launched, "cuda", (17, 19, 23), half) if place == "on_device" else Kernels(launched, "cpu", SIZE, half)
-    )
+    device, size = ("cuda", (17, 19, 23)) if place == "on_device" else ("cpu", SIZE)
+    return Kernels(request.getfixturevalue(place), device, size, half)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> torch.Tensor:
@@ -175,9 +164,7 @@ def test_bias_and_activation(kernels: Kernels, activation: Any, channels: int, p
         values(2, 6, *SIZE, seed=2).contiguous(),
         torch.tensor(0.5).expand(2, 6, *SIZE),
         values(2, 6, 5, 7, 6, seed=2)[:, :, 1:-1, 1:-1, 1:-1],
-        values(2, 6, 3, 5, 8, seed=2)[..., ::2],
         values(1, 9, 1, 1, 7, seed=2)[:, 3:],
-        values(2, 9, 3, 1, 1, seed=2)[:, 3:],
         values(1, 9, 1, 1, 1, seed=2)[:, 3:],
     ],
     ids=lambda upstream: f"{tuple(upstream.shape)} {upstream.stride()}",
@@ -205,14 +192,11 @@ def test_tanh_is_accurate_everywhere(interpreter: list[str]) -> None:
 @pytest.mark.parametrize("activation", PLAIN)
 def test_nan_and_infinities_give_the_same_as_in_torch(interpreter: list[str], activation: Any) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-40]).view(1, 1, 1, 1, -1)
-    upstream = [torch.ones_like(x)]
-    got, expected = (
-        results(function, [x, torch.zeros(1)], upstream)
-        for function in (
-            lambda x, b: pointwise.bias_activation(x, b, activation),
-            lambda x, b: twice(activation)(x, b)[0],
-        )
+    functions = (
+        lambda x, b: pointwise.bias_activation(x, b, activation),
+        lambda x, b: twice(activation)(x, b)[0],
     )
+    got, expected = (results(function, [x, torch.zeros(1)], [torch.ones_like(x)]) for function in functions)
     assert interpreter == ["bias_activation", "activation_backward"]
     for ours, theirs in zip(got, expected, strict=True):
         assert torch.allclose(ours, theirs, equal_nan=True)
@@ -272,15 +256,11 @@ def test_l1(kernels: Kernels, channels: int, precision: str) -> None:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("where", ["a target", "all targets", "an output"])
-def test_a_non_finite_loss_makes_the_gradient_nan(interpreter: list[str], bad: float, where: str) -> None:
-    """A step multiplies the gradient by 0 · loss + 1 so that it skips the update: the kernel must propagate NaN."""
-    outputs, targets = values(1, 2, *SIZE), values(1, 2, *SIZE, seed=1)
-    if where == "all targets":
-        targets.fill_(bad)
-    else:
-        (targets if where == "a target" else outputs)[0, 1, 2, 3, 0] = bad
+@pytest.mark.parametrize(("place", "bad"), [(0, float("nan")), (1, float("nan")), (1, -float("inf"))])
+def test_a_non_finite_loss_makes_the_gradient_nan(interpreter: list[str], place: int, bad: float) -> None:
+    """In an output or a target. A step multiplies the gradient by 0 · loss + 1, so that it skips the update."""
+    outputs, targets = pair = values(1, 2, *SIZE), values(1, 2, *SIZE, seed=1)
+    pair[place][0, 1, 2, 3, 0] = bad
     outputs.requires_grad_()
     loss = pointwise.l1(outputs, targets)
     assert not loss.isfinite()
@@ -432,17 +412,18 @@ def test_the_kernel_before_the_last_layer_also_writes_its_precise_input(interpre
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@needs_cuda
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "options",
     [{}, {"space_to_depth": ["down1", "last"]}, {"space_to_depth": ["down1", "down2", "up3", "up2", "last"]}],
     ids=["plain", "space_to_depth", "dense"],
 )
-def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | None, options: dict[str, Any]) -> None:
-    plain, fused = small_networks("cuda", **options)
-    x, targets = batch("cuda")
+def test_a_fused_network_on_a_gpu(
+    on_device: list[str], device: str, dtype: torch.dtype | None, options: dict[str, Any]
+) -> None:
+    plain, fused = small_networks(device, **options)
+    x, targets = batch(device)
     torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device
     try:
         got = step(fused, x, targets, True, dtype)
@@ -452,16 +433,15 @@ def test_a_fused_network_on_a_gpu(on_device: list[str], dtype: torch.dtype | Non
     assert_trains_like_plain_network(got, plain, x, targets, dtype)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_more_elements_than_fit_into_32_bits(on_device: list[str]) -> None:
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_more_elements_than_fit_into_32_bits(on_device: list[str], device: str) -> None:
     """Computes the last of 2^25 + 3 cells with 64 channels, forward and backward."""
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB of device memory")
-    x = torch.zeros((2**25 + 3, 1, 1, 1, 64), dtype=torch.bfloat16, device="cuda").permute(0, 4, 1, 2, 3)
+    x = torch.zeros((2**25 + 3, 1, 1, 1, 64), dtype=torch.bfloat16, device=device).permute(0, 4, 1, 2, 3)
     x[-1] = -1.0
     x.requires_grad_()
-    bias = torch.zeros(64, device="cuda", requires_grad=True)
+    bias = torch.zeros(64, device=device, requires_grad=True)
     y = pointwise.bias_activation(x, bias, "tanh")
     gradient = torch.zeros_like(y)
     gradient[-1] = 1.0

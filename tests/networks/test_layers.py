@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 
 from networks.layers import Conv3d, ConvTranspose3d, OutputConvTranspose3d
 from networks.space_to_depth import DepthToSpaceConvTranspose3d, SpaceToDepthConv3d
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 LAST = pytest.mark.parametrize("kind", [OutputConvTranspose3d, DepthToSpaceConvTranspose3d])
 
 
@@ -68,14 +67,12 @@ def test_the_caller_can_provide_the_precise_input(kind: type[nn.Module]) -> None
 @pytest.mark.parametrize(
     "kind", [Conv3d, ConvTranspose3d, SpaceToDepthConv3d, OutputConvTranspose3d, DepthToSpaceConvTranspose3d]
 )
-def test_a_layer_can_omit_its_bias_and_calls_its_hooks(kind) -> None:
+def test_a_layer_can_omit_its_bias(kind) -> None:
     """Without autocast it equals torch's layer."""
-    layer, seen = kind(4, 5, 4, stride=2, padding=1), []
-    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    layer = kind(4, 5, 4, stride=2, padding=1)
     x = fields(1, 4, 4, 4, 4)
     with torch.no_grad():
         torch.testing.assert_close(layer(x, biased=False) + layer.bias.view(-1, 1, 1, 1), layer(x))
         plain = (nn.ConvTranspose3d if isinstance(layer, nn.ConvTranspose3d) else nn.Conv3d)(4, 5, 4, 2, 1)
         plain.load_state_dict(layer.state_dict())
-        assert len(seen) == 2
         torch.testing.assert_close(plain(x), layer(x), rtol=1e-5, atol=1e-6)

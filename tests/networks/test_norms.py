@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 from typing import Any
 
 import pytest
@@ -67,14 +65,10 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 def test_names_are_parsed_and_errors_list_the_known_ones() -> None:
     assert ghost_batch("ghost(32)") == 32
     assert [ghost_batch(spec) for spec in ("none", "batch", "sync_batch", "group")] == [None] * 4
-    norm, x = build_norm("none", CHANNELS), activations(2, CHANNELS, 3, 3)
-    assert norm(x) is x
-    assert not norm.state_dict()
-    for spec in ("foo", "ghost", "ghost(0)", "ghost(-2)", "ghost(n)", "ghost(2", "ghost(2.0)", ""):
-        for refused in (lambda spec=spec: build_norm(spec, 4), lambda spec=spec: ghost_batch(spec)):
-            with pytest.raises(ValueError, match=r"known: none, batch, sync_batch, ghost\(n\) .* group") as error:
-                refused()
-            assert f"unknown norm {spec};" in str(error.value)
+    assert isinstance(build_norm("none", CHANNELS), nn.Identity)
+    for spec in ("foo", "ghost", "ghost(0)", "ghost(n)", "ghost(2"):
+        with pytest.raises(ValueError, match=r"unknown norm .*known: none, batch, sync_batch, ghost\(n\) .* group"):
+            build_norm(spec, 4)
 
 
 @pytest.mark.parametrize("spec", ["batch", "sync_batch", "ghost(2)"])
@@ -151,17 +145,12 @@ def test_channels_last_changes_neither_results_nor_layout(spec: str) -> None:
             assert got["output"].is_contiguous(memory_format=form)
 
 
-def test_invalid_batches_are_refused() -> None:
+def test_a_batch_that_is_no_multiple_of_the_ghost_batch_is_refused_in_training_only() -> None:
     norm = build_norm("ghost(4)", CHANNELS)
-    for size in (1, 6):
-        with pytest.raises(ValueError, match=rf"ghost\(4\): a batch of {size} samples is not a multiple of 4"):
-            norm(activations(size, CHANNELS, 3, 3, dtype=torch.float32))
-    with pytest.raises(ValueError, match="expected activations"):
-        norm(torch.zeros(8))
-    norm.eval()
-    assert norm(activations(6, CHANNELS, 3, 3, dtype=torch.float32)).shape == (6, CHANNELS, 3, 3), (
-        "evaluation mode must accept any batch size"
-    )
+    x = activations(6, CHANNELS, 3, 3, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"ghost\(4\): a batch of 6 samples is not a multiple of 4"):
+        norm(x)
+    assert norm.eval()(x).shape == x.shape
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(64, 32), (32, 32), (48, 24), (6, 6), (33, 11), (37, 1)])
@@ -192,8 +181,6 @@ def test_statistics_of_bfloat16_activations_are_float32(spec: str) -> None:
 
 # --- across ranks ----------------------------------------------------------------------------------------------------
 
-PARTS = {"equal": [4, 4], "unequal": [3, 5]}
-
 
 def sync_on_cpus(world: World) -> dict[str, Any]:
     norm = with_weights(build_norm("sync_batch", CHANNELS))
@@ -211,53 +198,6 @@ def test_on_cpus_ranks_do_not_synchronize_but_predict_and_estimate_memory() -> N
     first, second = run_ranks(sync_on_cpus, 2)
     assert first["meta"] == second["meta"] == [3, CHANNELS, 4]
     assert first["evaluation"] == plain(activations(3, CHANNELS, 3, 4, dtype=torch.float32)).tolist()
-
-
-def sync_on_gpus(world: World) -> bytes:
-    found = {}
-    for cells, form in (((5,), torch.contiguous_format), ((2, 3, 4), torch.channels_last_3d)):
-        for case, parts in PARTS.items():
-            norm = with_weights(build_norm("sync_batch", CHANNELS)).to(world.device)
-            shape = (sum(parts), CHANNELS, *cells)
-            x, upstream = (
-                values(*shape, dtype=torch.float32).split(parts)[world.rank] for values in (activations, normal)
-            )
-            x = x.to(world.device).contiguous(memory_format=form).requires_grad_()
-            y = norm(x)
-            (y * upstream.to(world.device)).sum().backward()
-            gradients = {f"gradient of {name}": parameter.grad for name, parameter in norm.named_parameters()}
-            got = {"output": y.detach(), "gradient of the input": x.grad, **gradients, **dict(norm.named_buffers())}
-            found[f"{case} {len(cells)}"] = {name: value.cpu() for name, value in got.items()}
-    # Bytes, because tensors would be sent as shared memory that ends with the process.
-    torch.save(found, stream := io.BytesIO())
-    return stream.getvalue()
-
-
-def together(ranks: list[dict], case: str) -> dict[str, torch.Tensor]:
-    """Results of all ranks: samples concatenated, gradients of parameters summed."""
-    first, second = (rank[case] for rank in ranks)
-    joined = {}
-    for name in first:
-        if name in ("output", "gradient of the input"):
-            joined[name] = torch.cat([first[name], second[name]])
-        elif name.startswith("gradient"):
-            joined[name] = first[name] + second[name]
-        else:
-            assert torch.equal(first[name], second[name]), "all ranks must have the same statistics"
-            joined[name] = first[name]
-    return joined
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_two_ranks_normalize_like_one_rank_with_the_full_batch() -> None:
-    """With unequal parts, a mean of means would be wrong."""
-    answers = run_ranks(sync_on_gpus, 2, device="cuda")
-    ranks = [torch.load(io.BytesIO(answer), weights_only=True) for answer in answers]
-    for cells, case in itertools.product(((5,), (2, 3, 4)), PARTS):
-        x = activations(8, CHANNELS, *cells)
-        expected = results(with_weights(PLAIN[len(cells)](CHANNELS)).double(), x)
-        assert_close(together(ranks, f"{case} {len(cells)}"), expected, 1e-5)
 
 
 def test_one_rank_in_a_group_normalizes_its_batch() -> None:

@@ -114,5 +114,3 @@ def test_invalid_options_are_refused() -> None:
     remedy = r"^last cannot be computed by space-to-depth in smooth_unet; set network.space_to_depth=\[down1,up2\]$"
     with pytest.raises(ValueError, match=remedy):
         SmoothUNet(space_to_depth=["down1", "last", "up2"])
-    with pytest.raises(ValueError, match="data_size 12 is not a multiple of 8"):
-        small(crop=12)

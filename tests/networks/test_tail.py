@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_layouts import GpuLayouts
+from devices import ON_GPU, GpuLayouts
+from small_steps import ALONE, differing
 from torch import nn
 from torch.nn import functional as F
-from triton_compile import compile_kernel
 from triton_interpreter import import_kernels_again, interpreted_kernels, launched_kernels
 
 import networks
 from networks import build_loss, build_network, fused, initialize, tail
-from networks.losses import L1Loss
+from networks.losses import L1Loss, NetworkWithLoss
 from networks.space_to_depth import dense_weight
 from networks.tail import NetworkWithFusedTail
 from networks.unet import UNet
 from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.steps import build
-from utils.steps.eager import NetworkWithLoss
 
 CHANNELS_LAST = torch.channels_last_3d
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture
@@ -179,19 +174,18 @@ def test_without_a_gpu_loss_and_gradients_have_the_bits_of_the_plain_loss(bfloat
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
 
-def test_a_training_with_micro_batches_and_averaged_weights_uses_it() -> None:
+def test_a_run_with_micro_batches_and_averaged_weights_uses_it() -> None:
     """The state has the same names as without it, and on a CPU the same bits."""
-    world, states = World(Launch("test"), torch.device("cpu")), []
+    states = []
     for fused_tail in (True, False):
         network = NetworkConfig(width=4, scales=2, space_to_depth=["last"])
         options: dict[str, Any] = {"accumulation_steps": 2, "ema_decay": 0.9, "enable_amp": True}
         config = Config(data_size=4, network=network, fused_tail=fused_tail, **options)
-        step = build.step(config, world, build.model(config))
+        step = build.step(config, ALONE, build.model(config))
         assert isinstance(step._trained, NetworkWithFusedTail) == fused_tail
         losses = [float(step(*batch(), 1e-3)) for _ in range(2)]
         states.append({**step.network.state_dict(), "loss": torch.tensor([*losses, step.evaluate(*batch())[0]])})
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert differing(*states) == []
 
 
 def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
@@ -206,23 +200,7 @@ def test_float32_and_float16_use_the_plain_loss(interpreter: list[str]) -> None:
 # --- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", [80, 90], ids=["A100", "H200"])
-def test_the_kernel_compiles_without_spills(architecture: int, tmp_path: Path) -> None:
-    """With registers for 32 warps per multiprocessor, vector accesses to the blocks, and no atomic operations."""
-    import_kernels_again()
-    types = {"blocks_gradient": "*bf16", "loss_partial": "*fp32", "bias_partial": "*fp32", "blocks": "*fp16"}
-    types |= {"bias": "*fp32", "targets": "*fp32", "planes": "i32"}
-    constants = {"DEPTH": 33, "ROWS": 33, "COLUMNS": 33, "CHANNELS": 5, "TILE": tail.TILE}
-    options = {"num_warps": fused.WARPS, "enable_fp_fusion": False}
-    compiled = compile_kernel(fused.kernels().tail_l1, types, constants, tmp_path, architecture, **options)
-    assert compiled.registers <= 64
-    assert compiled.stack == 0
-    assert "ld.global.v2" in compiled.ptx
-    assert "atom." not in compiled.ptx
-    assert "cvt.rn.bf16" in compiled.ptx, "a cast to bfloat16 must round to nearest"
-
-
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_a_network_on_a_gpu(device: str) -> None:
     import_kernels_again()
     torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device

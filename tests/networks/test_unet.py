@@ -123,29 +123,18 @@ def test_a_network_compiles_to_one_graph(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("options", "message"),
     [
-        (
-            "unet",
-            {"space_to_depth": ["last", "up5"]},
-            r"network\.space_to_depth: up5 is not one of down1, last, down2, up2, up3, up4",
-        ),
-        ("unet", {"space_to_depth": ["up4"]}, "space_to_depth: with scales 3 there is no up4; remove it"),
-        ("unet", {"space_to_depth": ["up4", "up3"], "scales": 2}, "scales 2 there is no up4 or up3; remove them"),
-        ("unet", {"crop": 12}, "data_size 12 is not a multiple of 8"),
-        ("unet", {"scales": 0}, "needs at least one scale, not 0"),
-        (
-            "unet",
-            {"fused": True, "norm": "group"},
-            "fused_pointwise cannot be combined with norm group; turn one of them off",
-        ),
-        ("unet", {"norm": "layer"}, "unknown norm layer; known: none, batch"),
-        ("vnet", {}, "unknown network vnet; known: unet"),
+        ({"space_to_depth": ["last", "up4"]}, r"space_to_depth: up4 is not one of down1, last, down2, up2, up3$"),
+        ({"crop": 12}, "data_size 12 is not a multiple of 8"),
+        ({"scales": 0}, "needs at least one scale, not 0"),
+        ({"fused": True, "norm": "group"}, "fused_pointwise cannot be combined with norm group; turn one of them off"),
+        ({"norm": "layer"}, "unknown norm layer; known: none, batch"),
     ],
 )
-def test_invalid_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_network(name, **{"crop": 8, "width": 4, "scales": 3, **options})
+        build_network("unet", **{"crop": 8, "width": 4, "scales": 3, **options})
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------

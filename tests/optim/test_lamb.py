@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 
 from utils.optim.lamb import Lamb
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.05
 STEPS = 50
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -78,7 +77,7 @@ def algorithm_2(name: str, decay: float, steps: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])
-@pytest.mark.parametrize("device", DEVICES)
+@DEVICES
 def test_lamb_is_algorithm_2_of_the_paper(decay: float, device: str) -> None:
     parameters = start(device=device)
     optimizer = build(parameters, decay)

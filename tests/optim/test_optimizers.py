@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
+from devices import DEVICES
 from torch import nn
 
-from utils.config import Config
-from utils.config.sections import NetworkConfig, OptimizerConfig
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
+from utils.config.sections import OptimizerConfig
 from utils.optim.optimizers import OPTIMIZERS, build_optimizer, load_state, saved_state, update
-from utils.steps import build
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 LR = 0.01
 SHAPES = [(6, 4, 3, 3, 3), (6,), (), (5, 7)]
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -36,29 +29,6 @@ def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     return [(str(number), parameter) for number, parameter in enumerate(parameters)]
 
 
-class ApexAdam(torch.optim.Optimizer):
-    """Like apex's FusedAdam, it counts its steps in the group and does not support `found_inf`."""
-
-    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
-
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                mean.lerp_(parameter.grad, 1 - group["betas"][0])
-                parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
-
-
-class FusedAdam(ApexAdam):
-    """Has the name and the options of apex's."""
-
-    def __init__(self, parameters: list[nn.Parameter], lr: float, adam_w_mode: bool, **_: object) -> None:
-        assert not adam_w_mode
-        super().__init__(parameters, lr)
-
-
 KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "adamw, weight decay": by_name("adamw", weight_decay=0.1),
     "sgd, momentum": by_name("sgd", momentum=0.9),
@@ -68,7 +38,6 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "soap, weight decay": by_name("soap", precondition_frequency=1, merge_dims="none", weight_decay=0.1),
     "capturable soap": by_name("soap", precondition_frequency=2, merge_dims="rest", capturable=True),
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
-    "like apex": lambda parameters: ApexAdam(parameters, LR),
 }
 
 
@@ -96,7 +65,7 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
     for n, parameter in enumerate(parameters):
         found |= {f"{key} {n}": copy.deepcopy(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    return {**found, "steps in the group": optimizer.param_groups[0].get("step", 0)}
+    return found
 
 
 def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
@@ -113,7 +82,7 @@ def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:
 # --- skipped updates -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@DEVICES
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_update_leaves_no_trace(kind: str, device: str) -> None:
     """The first, a later one, or several in a row: all later updates equal those of a run without it, bit for bit."""
@@ -139,14 +108,13 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
 # --- by name ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adam", "apex_adam", "adamw"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@DEVICES
 def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: str) -> None:
-    """apex_adam is apex's if it is installed, otherwise torch's."""
     kind, settings = torch.optim.AdamW if name == "adamw" else torch.optim.Adam, {"weight_decay": 0.1}
     fused = by_name(name, **settings)(start(device))
     plain = kind(start(device), lr=LR, foreach=False, fused=False, **settings)
-    assert fused.defaults.get("fused", name == "apex_adam")
+    assert fused.defaults["fused"]
     for number in range(50):
         for optimizer in (fused, plain):
             take(optimizer, number)
@@ -155,26 +123,8 @@ def test_fused_adams_follow_plain_adam_over_fifty_gradients(name: str, device: s
         assert float((one - first).detach().abs().max()) > 5 * LR
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_enable_apex_does_not_make_the_host_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configs for large batches set it. apex's Adam cannot skip an update on the device; only its own name gives it."""
-    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", ModuleType("apex.optimizers"))
-    monkeypatch.setattr(sys.modules["apex.optimizers"], "FusedAdam", FusedAdam, raising=False)
-    alone = World(Launch("test"), torch.device("cpu"))
-    config = Config(
-        enable_apex=True, optimizer=OptimizerConfig(name=name), data_size=8, network=NetworkConfig(width=4, scales=2)
-    )
-    step = build.step(config, alone, build.model(config))
-    assert isinstance(step.optimizer, FusedAdam) == (name == "apex_adam")
-    assert hasattr(step.optimizer, "_step_supports_amp_scaling") == (name != "apex_adam")
-    notes = [note for note in build.options_without_effect(config, alone) if "enable_apex" in note]
-    said = [] if name in ("adam", "apex_adam") else [f"enable_apex has no effect: optimizer.name is {name}"]
-    assert notes == said
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@DEVICES
 def test_nadam_equals_torchs(device: str, weight_decay: float) -> None:
     """Bit for bit, with skipped updates in between."""
     own = by_name("nadam", weight_decay=weight_decay)(start(device))
@@ -233,13 +183,11 @@ def test_loading_keeps_the_settings_of_the_present_run(name: str, capturable: bo
 
 
 def test_a_state_of_another_kind_or_of_other_parameters_is_refused() -> None:
-    names = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lamb": "Lamb"}
-    for old, new in itertools.permutations(names, 2):
-        optimizer = KINDS[new](start())
-        with pytest.raises(ValueError, match=f"^its optimizer is {names[old]}, this run's is {names[new]}$"):
-            load_state(optimizer, saved_state(KINDS[old](start())))
+    optimizer = KINDS["adamw"](start())
+    with pytest.raises(ValueError, match=r"^its optimizer is Adam, this run's is AdamW$"):
+        load_state(optimizer, saved_state(KINDS["adam"](start())))
     with pytest.raises(ValueError, match="size of optimizer's group"):
-        load_state(KINDS["adam"](start()), saved_state(KINDS["adam"](start()[:2])))
+        load_state(optimizer, saved_state(KINDS["adamw"](start()[:2])))
 
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd, momentum", "nadam", "lamb"])

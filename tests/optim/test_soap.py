@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.config.sections import NetworkConfig, OptimizerConfig
 from utils.optim import soap
 from utils.optim.optimizers import build_optimizer, load_state, saved_state, state_bytes, update
-from utils.optim.soap import Preconditioning, Ranks, Soap, outer_product, rotate
+from utils.optim.soap import Soap, outer_product, owners, rotate, weight_sides
 from utils.profiling.memory import training_memory
 from utils.steps.build import network as build_model
 
@@ -63,9 +63,10 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: range, fi
 def test_soap_follows_pytorch_optimizers(merge_dims: str, limit: int) -> None:
     """Over several renewals, although the library keeps the first moment unrotated. It gets the weights as merged."""
     library = pytest.importorskip("pytorch_optimizer")
-    view, network = Preconditioning(3, limit, merge_dims), SmallNetwork().double()
+    network = SmallNetwork().double()
     copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in network.named_parameters()}
-    merged = {name: nn.Parameter(weight.detach().view(view.sides(weight.shape))) for name, weight in copies.items()}
+    views = {name: weight.detach().view(weight_sides(weight.shape, merge_dims)) for name, weight in copies.items()}
+    merged = {name: nn.Parameter(view) for name, view in views.items()}
     own = build(network, merge_dims=merge_dims, max_precondition_dim=limit, eps=1e-15)  # two conventions for eps
     settings = {"betas": (0.95, 0.95), "weight_decay": 0.0, "precondition_frequency": 3, "eps": 1e-15}
     theirs = library.SOAP(merged.values(), lr=LR, max_precondition_dim=limit, **settings)
@@ -105,7 +106,7 @@ def test_a_renewal_changes_the_basis_of_the_first_moment_not_its_value(merge_dim
         state = optimizer.state[weight]
         own = {int(name[-1]): value for name, value in state.items() if name.startswith("basis")}
         bases.append(own[0].clone())
-        sides = Preconditioning(3, 2048, merge_dims).sides(weight.shape)
+        sides = weight_sides(weight.shape, merge_dims)
         back = rotate(state["exp_avg"], sides, {side: basis.T for side, basis in own.items()})
         torch.testing.assert_close(back.view_as(mean), mean)
         torch.testing.assert_close(state["statistics_0"], statistics)
@@ -178,8 +179,8 @@ def test_the_state_has_the_size_that_the_preflight_states() -> None:
 
 
 def test_ranks_share_the_work_evenly() -> None:
-    assert Ranks(0, 2).owners([3.0, 5.0, 1.0, 1.0]) == [1, 0, 1, 1]
-    assert Ranks().owners([1.0, 2.0]) == [0, 0]
+    assert owners([3.0, 5.0, 1.0, 1.0], 2) == [1, 0, 1, 1]
+    assert owners([1.0, 2.0], 1) == [0, 0]
 
 
 @pytest.mark.parametrize(("requested", "allowed"), [(False, True), (True, True), (True, False)])

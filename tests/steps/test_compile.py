@@ -13,6 +13,7 @@ import torch
 from processes import run_ranks
 from small_steps import LR, batch, differing, make_step, snapshot
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 import train
@@ -57,13 +58,9 @@ def test_compiled_ranks_with_small_buckets_exchange_gradients() -> None:
     assert answers[0][0] != pytest.approx(losses(make_step(), count=2), rel=1e-6), "the other rank's samples must count"
 
 
-class CompilerFailure(Exception):
-    __module__ = "torch._inductor.exc"
-
-
 def test_a_failing_compiler_gives_one_warning_and_the_plain_step(monkeypatch, caplog) -> None:
     def broken(*arguments, **options):
-        raise CompilerFailure("no C++ compiler\nmore lines")
+        raise TorchDynamoException("no C++ compiler\nmore lines")
 
     monkeypatch.setattr(compilers.torch, "compile", lambda module: broken)
     step = make_step(enable_jit=True)

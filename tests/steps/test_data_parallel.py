@@ -1,4 +1,4 @@
-"""N ranks compute what one rank computes at the same global batch size: same samples, same parameters.
+"""N ranks compute what one rank computes at the same global batch size: the same parameters.
 
 `pytest -m gpu` runs the same tests with all ranks on one GPU.
 """
@@ -10,27 +10,19 @@ import functools
 import numpy as np
 import pytest
 import torch
+from devices import ON_GPU
 from processes import run_ranks
-from reference_samples import cubes
+from small_steps import make_step, small_network
 
-from networks import build_loss, build_network, initialize
-from utils.config.sections import OptimizerConfig
-from utils.data.files.hdf5 import open_volume
-from utils.data.loaders.crops import CropOptions
-from utils.data.loaders.threaded import ThreadedCropLoader
-from utils.data.plan import SamplePlan
+from networks import build_loss
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.optim.optimizers import build_optimizer
-from utils.steps.eager import EagerStep, StepOptions, TrainingModules
-from utils.training.metrics import WeightedMean
+from utils.steps.eager import EagerStep
 
-GLOBAL_BATCH, STEPS, VALIDATION_SAMPLES = 8, 20, 11
-VECTORS = (((1, 2, 3),), ((1, 2, 3),))
+GLOBAL_BATCH, STEPS = 8, 20
 DETERMINISTIC = functools.partial(
     torch.backends.cudnn.flags, enabled=True, benchmark=False, deterministic=True, allow_tf32=False
 )
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def single(device: str) -> World:
@@ -38,55 +30,28 @@ def single(device: str) -> World:
 
 
 def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
-    network = build_network("unet", 8, width=4, scales=2)
-    initialize(network, torch.Generator().manual_seed(3), scale=0.1)
-    network.to(world.device, dtype)
     # Longer sides have fewer gradients than cells; rounding then decides on a part of the eigenbasis.
-    settings = OptimizerConfig(name=optimizer, momentum=0.9, max_precondition_dim=16)
-    lr = 0.02 if optimizer == "sgd" else 1e-3
+    settings = {"name": optimizer, "momentum": 0.9, "max_precondition_dim": 16}
     # A bucket cap far below the network's size, so that there are several buckets.
-    step_options = StepOptions(bucket_cap_mb=0.005, **options)
-    optimizer_object = build_optimizer(settings, network.named_parameters(), lr)
-    modules = TrainingModules(network, build_loss("l1", lambda_rho=0.01))
-    return EagerStep(modules, optimizer_object, world, step_options)
+    options = {"bucket_cap_mb": 0.005, **options}
+    loss = build_loss("l1", lambda_rho=0.01)
+    return make_step(settings, world=world, network=small_network().to(dtype), loss=loss, **options)
 
 
-def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options) -> dict:
-    """Trains twenty steps over more than one epoch; returns the rank's samples, losses and parameters."""
+def train(world: World, optimizer: str, dtype: torch.dtype, **options) -> dict:
+    """Trains twenty steps, each rank on its part of the batch; returns losses, parameters and SOAP's statistics."""
     step = build_step(world, optimizer, dtype, **options)
-    volume = open_volume(path, (4, 5))
-    layout = {"rank": world.rank, "world_size": world.size, "vectors": VECTORS}
-    batch_size = GLOBAL_BATCH // world.size
-    plan = SamplePlan(GLOBAL_BATCH * 12, cubes(16), 8, seed=5)
-    loader = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
-    losses, crops = [], []
-    lr = 0.02 if optimizer == "sgd" else 1e-3
+    losses = []
     for number in range(STEPS):
-        if number % len(loader) == 0:
-            batches = loader.epoch(number // len(loader))
-        inputs, targets = next(batches)
-        crops += [part.numpy().tobytes() for part in inputs]
-        loss = step(inputs.to(world.device, dtype), targets.to(world.device, dtype), lr)
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.rand(GLOBAL_BATCH, 4, 8, 8, 8, generator=generator) - 0.5
+        targets = 0.2 * torch.cat([inputs, inputs[:, :1] ** 2], 1)
+        part = [tensor[world.rank :: world.size].to(world.device, dtype) for tensor in (inputs, targets)]
+        loss = step(*part, 0.02 if optimizer == "sgd" else 1e-3)
         losses.append(float(world.sum(loss)) / world.size)
-    batches.close()
-    plan = SamplePlan(VALIDATION_SAMPLES, cubes(16), 8, split="valid")
-    valid = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
-    mean, samples = WeightedMean(world), 0
-    for inputs, targets in valid.epoch(0):
-        mean.add(step.evaluate(inputs.to(world.device, dtype), targets.to(world.device, dtype)), len(inputs))
-        samples += len(inputs)
-    loader.close()
-    valid.close()
-    state = step.state()["optimizer"]["state"]
-    statistics = [each[key].cpu().numpy() for each in state.values() for key in each if key.startswith("statistics")]
-    return {
-        "parameters": parameters(step),
-        "statistics": statistics,
-        "losses": losses,
-        "crops": crops,
-        "validation": mean.results()[0],
-        "validation samples": samples,
-    }
+    state = step.state()["optimizer"]["state"].values()
+    statistics = [entry[key].cpu().numpy() for entry in state for key in entry if key.startswith("statistics")]
+    return {"parameters": parameters(step), "statistics": statistics, "losses": losses}
 
 
 def parameters(step: EagerStep) -> np.ndarray:
@@ -101,12 +66,7 @@ CASES: dict[str, dict] = {
     "sgd float32, no buffers": {"optimizer": "sgd", "dtype": torch.float32, "disable_broadcast_buffers": True},
     "sgd float32, manual": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual"},
     "sgd float64, manual": {"optimizer": "sgd", "dtype": torch.float64, "ddp": "manual"},
-    "manual, 2 micro-batches": {
-        "optimizer": "sgd",
-        "dtype": torch.float32,
-        "ddp": "manual",
-        "accumulation_steps": 2,
-    },
+    "manual, 2 micro-batches": {"optimizer": "sgd", "dtype": torch.float32, "ddp": "manual", "accumulation_steps": 2},
     "sgd float32, noise scale": {"optimizer": "sgd", "dtype": torch.float32, "log_noise_scale": True},
     "soap float64": {"optimizer": "soap", "dtype": torch.float64},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
@@ -114,15 +74,10 @@ CASES: dict[str, dict] = {
 NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}
 
 
-def train_all(world: World, path: str) -> dict[str, dict]:
+def train_all(world: World) -> dict[str, dict]:
     with DETERMINISTIC():
-        results = {name: train(world, path, **case) for name, case in CASES.items()}
-        return {**results, "no exchange": train(world, path, **NO_EXCHANGE)}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, volume_file) -> str:
-    return str(volume_file(tmp_path_factory.mktemp("parallel") / "box.h5"))
+        results = {name: train(world, **case) for name, case in CASES.items()}
+        return {**results, "no exchange": train(world, **NO_EXCHANGE)}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -131,13 +86,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(path: str, device: str) -> dict[str, dict]:
-    return train_all(single(device), path)
+def alone(device: str) -> dict[str, dict]:
+    return train_all(single(device))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def together(request: pytest.FixtureRequest, path: str, device: str) -> list[dict[str, dict]]:
-    return run_ranks(train_all, request.param, path, device=device)
+def together(request: pytest.FixtureRequest, device: str) -> list[dict[str, dict]]:
+    return run_ranks(train_all, request.param, device=device)
 
 
 def distance(first: np.ndarray, second: np.ndarray) -> float:
@@ -200,27 +155,13 @@ def test_without_gradient_exchange_the_ranks_parameters_differ(together) -> None
     assert distance(first, second) > 1e-4
 
 
-def test_ranks_together_read_the_samples_of_one_rank_and_no_crop_twice(together, alone) -> None:
-    seen = [crop for rank in together for crop in rank["sgd float32"]["crops"]]
-    assert sorted(seen) == sorted(alone["sgd float32"]["crops"])
-    per_epoch = 12 * GLOBAL_BATCH // len(together)
-    first_epoch = [crop for rank in together for crop in rank["sgd float32"]["crops"][:per_epoch]]
-    assert len(set(first_epoch)) == len(first_epoch) == 12 * GLOBAL_BATCH
-
-
-def test_validation_counts_every_crop_once(together, alone) -> None:
-    assert sum(rank["sgd float64"]["validation samples"] for rank in together) == VALIDATION_SAMPLES
-    for rank in together:
-        assert rank["sgd float64"]["validation"] == pytest.approx(alone["sgd float64"]["validation"], rel=1e-9)
-
-
 def test_micro_batches_give_the_gradients_of_the_full_batch(alone) -> None:
     whole, parts = alone["sgd float32"], alone["sgd float32, 2 micro-batches"]
     assert distance(parts["parameters"], whole["parameters"]) <= 1e-5
 
 
-def test_the_same_seed_twice_gives_bit_identical_losses(path: str, device: str, alone) -> None:
+def test_the_same_seed_twice_gives_bit_identical_losses(device: str, alone) -> None:
     with DETERMINISTIC():
-        again = train(single(device), path, "adam", torch.float32)
+        again = train(single(device), "adam", torch.float32)
     assert again["losses"] == alone["adam float32"]["losses"]
     assert np.array_equal(again["parameters"], alone["adam float32"]["parameters"])

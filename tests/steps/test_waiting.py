@@ -87,11 +87,11 @@ def run_steps(config: Config, recorded: bool) -> None:
     config = config.for_world(1)
     trace = Trace()
     with fake_gpu(trace):
-        modules, world = build.model(config), World(Launch("test"), torch.device("cpu"))
+        model, world = build.model(config), World(Launch("test"), torch.device("cpu"))
         if config.channels_last:
-            modules.network.to(memory_format=torch.channels_last_3d)
-        optimizer = build_optimizer(config.optimizer, modules.network.named_parameters(), 0.1, capturable=recorded)
-        step = EagerStep(modules, optimizer, world, build.step_options(config))
+            model.network.to(memory_format=torch.channels_last_3d)
+        optimizer = build_optimizer(config.optimizer, model.network.named_parameters(), 0.1, capturable=recorded)
+        step = EagerStep(model, optimizer, config, world)
         batch = samples(config)
         with trace:
             for _ in range(2):

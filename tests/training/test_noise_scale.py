@@ -9,9 +9,11 @@ import torch
 from processes import run_ranks
 from torch import nn
 
+from networks.losses import NetworkWithLoss
+from utils.config import Config
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.steps.eager import EagerStep, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 from utils.training.noise_scale import NoiseScale
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -39,10 +41,10 @@ def measure(world: World, local_batch: int, options: dict[str, Any]) -> tuple[fl
     """|G|², S and the noise scale of a quadratic whose samples are N(0.5, 3²), without updates."""
     network = Offset()
     step = EagerStep(
-        TrainingModules(network, HalfSquare()),
+        NetworkWithLoss(network, HalfSquare()),
         torch.optim.SGD(network.parameters(), lr=0.0),
+        Config(log_noise_scale=True, bucket_cap_mb=1e-4, **options),
         world,
-        StepOptions(log_noise_scale=True, bucket_cap_mb=1e-4, **options),
     )
     assert step.probe is not None
     parts = step.probe.parts
@@ -94,9 +96,9 @@ def test_the_ranks_batches_of_a_quadratic_give_its_noise_scale() -> None:
 
 def test_a_step_without_parts_has_no_probe() -> None:
     network = Offset()
-    for options in (StepOptions(log_noise_scale=True), StepOptions(accumulation_steps=2)):
-        modules = TrainingModules(network, HalfSquare())
-        step = EagerStep(modules, torch.optim.SGD(network.parameters(), lr=0.0), ALONE, options)
+    for config in (Config(log_noise_scale=True), Config(accumulation_steps=2)):
+        model = NetworkWithLoss(network, HalfSquare())
+        step = EagerStep(model, torch.optim.SGD(network.parameters(), lr=0.0), config, ALONE)
         assert step.probe is None
 
 

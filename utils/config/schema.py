@@ -57,7 +57,7 @@ class Config(Section):
     Nsamples_val: Samples = 8192  # validation samples per epoch
     num_epochs: Epochs = 10
     enable_amp: bool = False  # mixed precision
-    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
+    enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's
     enable_benchy: bool = False  # measure the throughput, then exit
     enable_jit: bool = False  # compile the network and the loss with torch.compile
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
@@ -119,7 +119,7 @@ class Config(Section):
     resident_dtype: Literal["float32", "float16"] = "float32"  # type of the volume in device memory, loader resident
     channels_last: bool = False  # memory layout N, D, H, W, C of batches and weights
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
-    ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or that of utils/steps/manual.py
+    ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
     static_graph: bool = False  # DDP: every step uses the same parameters
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: type in which gradients are exchanged
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -21,7 +21,7 @@ from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
 from utils.inference.window_grid import build_window_grid
 from utils.steps import build
-from utils.steps.eager import weights_difference
+from utils.steps.eager import first_difference
 from utils.training.checkpoint import read_weights
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
@@ -57,8 +57,7 @@ class TrainedNetwork:
         try:
             network.load_state_dict(content["network"])
         except (RuntimeError, TypeError, AttributeError) as error:
-            reason = weights_difference(network, content["network"]) or " ".join(str(error).split())
-            raise UserError(f"{path} does not match the network in its config: {reason}") from None
+            raise UserError(f"{path} does not match the network in its config: {first_difference(error)}") from None
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
         return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
 

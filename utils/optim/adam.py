@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.optim.adam import adam
@@ -13,13 +13,23 @@ def is_weight(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
+def weights_and_others(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """The parameters, divided by `is_weight`."""
+    weights: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in named_parameters:
+        (weights if is_weight(name, parameter) else others).append(parameter)
+    return weights, others
+
+
 def adam_directions(
     gradients: Sequence[torch.Tensor],
     states: Sequence[Mapping[str, torch.Tensor]],
     betas: tuple[float, float],
     eps: float,
     found_inf: torch.Tensor | None,
-    grad_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Updates Adam's moments; returns m̂ / (√v̂ + ε), in one kernel. If `found_inf` is 1, changes none and returns 0."""
     # torch's fused kernel, from 0 with learning rate −1, gives the direction; after found_inf, 0.
@@ -33,7 +43,6 @@ def adam_directions(
         [],
         [state["step"] for state in states],
         fused=True,
-        grad_scale=grad_scale,
         found_inf=found_inf,
         amsgrad=False,
         beta1=betas[0],

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from utils.optim.adam import adam_directions, is_weight
+from utils.optim.adam import adam_directions, weights_and_others
 
 
 class Lamb(torch.optim.Optimizer):
@@ -26,7 +26,7 @@ class Lamb(torch.optim.Optimizer):
     scaler or by `utils.optim.optimizers.update`, is not 0, no bit changes.
     """
 
-    # GradScaler then sets `grad_scale` and `found_inf`, as for torch's fused optimizers, without host synchronization.
+    # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -37,10 +37,7 @@ class Lamb(torch.optim.Optimizer):
         eps: float,
         weight_decay: float,
     ) -> None:
-        weights: list[torch.nn.Parameter] = []
-        others: list[torch.nn.Parameter] = []
-        for name, parameter in named_parameters:
-            (weights if is_weight(name, parameter) else others).append(parameter)
+        weights, others = weights_and_others(named_parameters)
         groups: list[dict[str, Any]] = [
             {"params": weights, "adapts": True},
             {"params": others, "adapts": False, "weight_decay": 0.0},
@@ -50,14 +47,14 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
             states = [self._state(parameter) for parameter in parameters]
             gradients = [parameter.grad for parameter in parameters]
-            directions = adam_directions(gradients, states, group["betas"], group["eps"], found_inf, grad_scale)
+            directions = adam_directions(gradients, states, group["betas"], group["eps"], found_inf)
             if group["weight_decay"]:
                 torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
             trust = _trust_ratios(parameters, directions) if group["adapts"] else directions[0].new_ones(())

@@ -17,7 +17,7 @@ import torch
 from utils.config import nearest
 from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
-from utils.optim.soap import Preconditioning, Ranks, Soap
+from utils.optim.soap import Soap
 
 Parameters = dict[str, torch.nn.Parameter]
 LearningRate = float | torch.Tensor  # a tensor on the device if the optimizer must be capturable
@@ -49,17 +49,6 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"optimizer.name: unknown optimizer {name}; known: {', '.join(OPTIMIZERS)}{hint}")
 
 
-def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
-    """A line for the log about the optimizer that `build_optimizer` has built under this name."""
-    kind = type(optimizer).__name__
-    if kind == "FusedAdam":
-        return f"Optimizer: {kind} of apex; the host waits for the device in each step, to skip non-finite updates"
-    if name != "apex_adam":
-        return f"Optimizer: {kind}"
-    why = "cannot skip an update inside a CUDA graph" if optimizer.defaults["capturable"] else "is not installed"
-    return f"Optimizer: {kind}; apex's fused Adam {why}"
-
-
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """Calls the optimizer's step; if `finite`, a boolean on the device, is False, changes no weight and no state.
 
@@ -78,7 +67,7 @@ def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
 def share(optimizer: torch.optim.Optimizer, rank: int, size: int) -> None:
     """Divides work that takes long among the ranks. Their gradients must be equal in each update."""
     if isinstance(optimizer, Soap):
-        optimizer.ranks = Ranks(rank, size)
+        optimizer.share(rank, size)
 
 
 def renew(optimizer: torch.optim.Optimizer) -> None:
@@ -110,15 +99,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise ValueError(f"its optimizer is {saved['kind']}, this run's is {kind}")
-    groups = []
-    for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
-        # apex counts its steps in the group.
-        counts = {
-            key: value for key, value in saved_group.items() if key not in group and key not in optimizer.defaults
-        }
-        groups.append({**group, **counts, "params": saved_group["params"]})
+    present = optimizer.state_dict()
+    pairs = zip(present["param_groups"], saved["param_groups"], strict=True)
+    groups = [{**group, "params": saved_group["params"]} for group, saved_group in pairs]
     # The saved state may lack what this optimizer creates at the start: a momentum of zero.
-    before = optimizer.state_dict()["state"]
+    before = present["state"]
     state = {key: {**before.get(key, {}), **saved["state"].get(key, {})} for key in {**before, **saved["state"]}}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, state in optimizer.state.items():
@@ -140,17 +125,6 @@ def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -
     return torch.optim.AdamW(
         parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
     )
-
-
-def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
-    """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
-    if _is_capturable(lr):
-        return _adam(options, parameters, lr)
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError:
-        return _adam(options, parameters, lr)
-    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -185,7 +159,6 @@ class NAdam(torch.optim.NAdam):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         found_inf = getattr(self, "found_inf", None)
-        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         if found_inf is None:
             super().step()
             return
@@ -213,8 +186,7 @@ def _lamb(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) ->
 
 
 def _soap(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> Soap:
-    preconditioning = Preconditioning(options.precondition_frequency, options.max_precondition_dim, options.merge_dims)
-    return Soap(parameters.items(), preconditioning, options.tf32, lr=lr, **_adam_options(options))
+    return Soap(parameters.items(), options, lr)
 
 
 def _adam_options(options: OptimizerConfig) -> dict[str, Any]:
@@ -230,7 +202,6 @@ def _is_capturable(lr: LearningRate) -> bool:
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
     "adamw": _adamw,
-    "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,
     "lamb": _lamb,

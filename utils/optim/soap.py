@@ -1,66 +1,47 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner, for each weight.
 
 Source: Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv:2409.11321, algorithm 3. `Soap`
-holds the state and its division among ranks; the functions below it are the steps of the algorithm, in its order.
+holds the state and its division among ranks; `_update` and `_renew_bases` are the algorithm, and the functions below
+the class are its steps, in its order.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
-from utils.optim.adam import adam_directions, is_weight
+from utils.config.sections import OptimizerConfig
+from utils.optim.adam import adam_directions, weights_and_others
 
 State = dict[str, torch.Tensor]
 Sides = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Preconditioning:
-    """The config's keys about it: a weight's view as a tensor of a few sides, and the sides with an eigenbasis."""
-
-    frequency: int
-    max_dim: int
-    merge_dims: str
-
-    def sides(self, shape: Iterable[int]) -> Sides:
-        """The view of a weight. merge_dims "kernel": [first, second, all others]; "rest": [first, all others]."""
-        kept = {"none": None, "kernel": 2, "rest": 1}[self.merge_dims]
-        sizes = list(shape)
-        return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
-
-    def preconditioned(self, sides: Sides) -> list[int]:
-        """Numbers of the sides that have an eigenbasis."""
-        return [number for number, size in enumerate(sides) if 1 < size <= self.max_dim]
+def weight_sides(shape: Iterable[int], merge_dims: str) -> Sides:
+    """The view of a weight. merge_dims "kernel": [first, second, all others]; "rest": [first, all others]."""
+    kept = {"none": None, "kernel": 2, "rest": 1}[merge_dims]
+    sizes = list(shape)
+    return tuple(sizes) if kept is None or len(sizes) <= kept else (*sizes[:kept], math.prod(sizes[kept:]))
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that train together, and divide pieces of work among them."""
+def sides_with_basis(sides: Sides, max_dim: int) -> list[int]:
+    """Numbers of the sides that have an eigenbasis."""
+    return [number for number, size in enumerate(sides) if 1 < size <= max_dim]
 
-    rank: int = 0
-    size: int = 1
 
-    def owners(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each piece: from the most expensive on, the rank with the least work so far."""
-        work, owners = [0.0] * self.size, [0] * len(costs)
-        for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
-            owners[piece] = min(range(self.size), key=work.__getitem__)
-            work[owners[piece]] += costs[piece]
-        return owners
-
-    def broadcast(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """Overwrites each tensor with its owner's. Every rank calls it."""
-        if self.size > 1:
-            for tensor, owner in zip(tensors, owners, strict=True):
-                dist.broadcast(tensor, src=owner)
+def owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank that does each piece of work: from the most expensive on, the rank with the least work so far."""
+    work, found = [0.0] * ranks, [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda piece: -costs[piece]):
+        found[piece] = min(range(ranks), key=work.__getitem__)
+        work[found[piece]] += costs[piece]
+    return found
 
 
 def is_recorded() -> bool:
@@ -72,50 +53,49 @@ class Soap(torch.optim.Optimizer):
     """Adam whose moments are kept in an orthonormal basis B_i for each side i of a weight.
 
     S_i, the mean (with decay β₂) of G Gᵀ over the gradients, unfolded along side i, has approximately the eigenvectors
-    B_i: after every `frequency` updates a step of power iteration follows it, B_i ← QR(S_i B_i), and the first moment
-    is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's direction back. The first
-    update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of normalization layers follow
-    Adam. Weight decay is decoupled and applies to weights only.
+    B_i: after every `precondition_frequency` updates a step of power iteration follows it, B_i ← QR(S_i B_i), and the
+    first moment is rotated to the new basis. In between, the gradient is rotated to the basis and Adam's direction
+    back. The first update only starts S_i and, by an exact decomposition, B_i. Biases and the parameters of
+    normalization layers follow Adam. Weight decay is decoupled and applies to weights only.
 
     Updates are decided on the device: if `found_inf`, set by a gradient scaler or by `utils.optim.optimizers.update`,
     is 1, no bit changes. The learning rate may be a tensor there. The bases are renewed outside of CUDA graphs. For
-    that the host reads the number of updates made, skipped ones excluded, every `frequency` steps. Each rank follows
-    the statistics of some bases, renews these, and receives the others.
+    that the host reads the number of updates made, skipped ones excluded, every `precondition_frequency` steps. Each
+    rank follows the statistics of some bases, renews these, and receives the others. On a GPU, matrix products are in
+    TF32 if `tf32` is set and the process allows it, else in float32.
     """
 
     # GradScaler then sets `found_inf`, as for torch's fused optimizers, without host synchronization.
     _step_supports_amp_scaling = True
-    ranks = Ranks()  # replaced if several ranks train together
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        preconditioning: Preconditioning,
-        tf32: bool = False,
-        *,
-        weight_decay: float,
-        **settings: Any,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        options: OptimizerConfig,
+        lr: float | torch.Tensor,
     ) -> None:
-        """tf32: on a GPU, matrix products in TF32 if the process allows it, else in float32."""
-        named = list(named_parameters)
+        weights, others = weights_and_others(named_parameters)
         groups: list[dict[str, Any]] = [
-            {"params": [parameter for name, parameter in named if is_weight(name, parameter)], "matrices": True},
-            {
-                "params": [parameter for name, parameter in named if not is_weight(name, parameter)],
-                "matrices": False,
-                "weight_decay": 0.0,
-            },
+            {"params": weights, "matrices": True},
+            {"params": others, "matrices": False, "weight_decay": 0.0},
         ]
+        adam = {"lr": lr, "betas": tuple(options.betas), "eps": options.eps}
         # With "fused" torch keeps the step counts that it loads on the device.
-        super().__init__(groups, {"weight_decay": weight_decay, "fused": True, **settings})
-        self._preconditioning, self._tf32 = preconditioning, tf32
+        super().__init__(groups, {"weight_decay": options.weight_decay, "fused": True, **adam})
+        self._frequency, self._tf32 = options.precondition_frequency, options.tf32
+        self._sides = {weight: weight_sides(weight.shape, options.merge_dims) for weight in weights}
+        self._bases = {
+            weight: sides_with_basis(self._sides[weight], options.max_precondition_dim) for weight in weights
+        }
+        self.share(0, 1)
         self._made = 0  # updates, when the host last read their number
         self._calls = 0  # since then
         self._wait = 1  # calls after which the bases may have to be renewed
 
+    # --- the algorithm ---
+
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         with self._precision():
             for group in self.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -125,7 +105,7 @@ class Soap(torch.optim.Optimizer):
         if not is_recorded():
             self.renew()
 
-    def _update(self, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+    def _update(self, group: Mapping[str, Any], parameters: list[Parameter]) -> None:
         states = [self._state(parameter, group["matrices"]) for parameter in parameters]
         counts = [state["step"] for state in states]
         found_inf = getattr(self, "found_inf", None)
@@ -134,7 +114,7 @@ class Soap(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["matrices"]:
             gradients = [gradient.reshape(-1) for gradient in gradients]
-        sides = [self._preconditioning.sides(parameter.shape) for parameter in parameters]
+        sides = [self._sides.get(parameter, ()) for parameter in parameters]
         bases = [_by_side(state, "basis") for state in states]
         rotated = list(map(rotate, gradients, sides, bases))
         moments = [{**state, "step": count} for state, count in zip(states, torch._foreach_sub(counts, 1), strict=True)]
@@ -154,34 +134,34 @@ class Soap(torch.optim.Optimizer):
             return
         before = self._made
         self._read_updates()
-        if self._made > before and (self._made - 1) % self._preconditioning.frequency == 0:
+        if self._made > before and (self._made - 1) % self._frequency == 0:
             with self._precision():
                 self._renew_bases()
 
     def _read_updates(self) -> None:
         """Reads the number of updates from the device."""
-        weights, frequency = self._weights(), self._preconditioning.frequency
+        weights = self._weights()
         self._made, self._calls = int(weights[0][1]["step"]) if weights else 0, 0
-        self._wait = frequency - (self._made - 1) % frequency if self._made else 1
+        self._wait = self._frequency - (self._made - 1) % self._frequency if self._made else 1
 
     def _renew_bases(self) -> None:
         weights = self._weights()
-        owners, renewed = [], []
-        for parameter, state in weights:
-            for number, basis in _by_side(state, "basis").items():
-                owners.append(self._owners[parameter][number])
-                if owners[-1] != self.ranks.rank:
+        renewed: dict[Parameter, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        for weight, state in weights:
+            renewed[weight] = {}
+            for number, owner in self._owners[weight].items():
+                statistics, basis = state[f"statistics_{number}"], state[f"basis_{number}"]
+                if owner != self._rank:
                     order = torch.empty(len(basis), dtype=torch.int64, device=basis.device)
-                    renewed.append((torch.empty_like(basis), order))
-                    continue
-                statistics = state[f"statistics_{number}"]
-                renewed.append(eigenbasis(statistics) if self._made == 1 else next_basis(statistics, basis))
-        for tensors in zip(*renewed, strict=True):
-            self.ranks.broadcast(tensors, owners)
-        results = iter(renewed)
-        for parameter, state in weights:
-            new = {number: next(results) for number in _by_side(state, "basis")}
-            _change_bases(state, self._preconditioning.sides(parameter.shape), new)
+                    renewed[weight][number] = torch.empty_like(basis), order
+                else:
+                    first = self._made == 1
+                    renewed[weight][number] = eigenbasis(statistics) if first else next_basis(statistics, basis)
+        # After all of them are computed, which the ranks do at the same time.
+        for weight, state in weights:
+            for number, tensors in renewed[weight].items():
+                self._broadcast(self._owners[weight][number], *tensors)
+            _change_bases(state, self._sides[weight], renewed[weight])
 
     @contextlib.contextmanager
     def _precision(self) -> Iterator[None]:
@@ -194,13 +174,35 @@ class Soap(torch.optim.Optimizer):
         finally:
             matmul.allow_tf32 = before
 
-    # --- state and its division among ranks ---
+    # --- its division among ranks ---
+
+    def share(self, rank: int, ranks: int) -> None:
+        """Divides the bases among ranks that train together. Every rank calls it before the first step."""
+        self._rank, self._ranks = rank, ranks
+        pieces = [(weight, number) for weight, numbers in self._bases.items() for number in numbers]
+        costs = [self._sides[weight][number] ** 3 for weight, number in pieces]
+        self._owners: dict[Parameter, dict[int, int]] = {weight: {} for weight in self._bases}
+        for (weight, number), owner in zip(pieces, owners(costs, ranks), strict=True):
+            self._owners[weight][number] = owner
+
+    def _mine(self, weight: Parameter, state: State) -> dict[int, torch.Tensor]:
+        """The statistics that this rank keeps, by the number of their side."""
+        numbers = [number for number, owner in self._owners[weight].items() if owner == self._rank]
+        return {number: state[f"statistics_{number}"] for number in numbers}
+
+    def _broadcast(self, owner: int, *tensors: torch.Tensor) -> None:
+        """Overwrites the tensors with their owner's. Every rank calls it."""
+        if self._ranks > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=owner)
+
+    # --- its state ---
 
     def load_state_dict(self, state_dict: Any) -> None:
         """ValueError if the saved run viewed the weights as other matrices."""
         super().load_state_dict(state_dict)
-        for parameter, state in self._weights():
-            expected = {name: value.shape for name, value in self._new_state(parameter, True).items()}
+        for weight, state in self._weights():
+            expected = {name: value.shape for name, value in self._new_state(weight, True).items()}
             if expected != {name: value.shape for name, value in state.items()}:
                 names = "optimizer.merge_dims or optimizer.max_precondition_dim"
                 raise ValueError(f"its {names} is not this run's (see its config.yaml)")
@@ -208,9 +210,9 @@ class Soap(torch.optim.Optimizer):
 
     def collect_state(self) -> None:
         """Completes the state of each rank with what the others keep for it. Every rank calls it, before a save."""
-        for parameter, state in self._weights():
-            statistics = _by_side(state, "statistics")
-            self.ranks.broadcast(list(statistics.values()), [self._owners[parameter][number] for number in statistics])
+        for weight, state in self._weights():
+            for number, owner in self._owners[weight].items():
+                self._broadcast(owner, state[f"statistics_{number}"])
 
     def state_bytes(self) -> int:
         """The size of the state, for parameters on torch's meta device."""
@@ -221,51 +223,27 @@ class Soap(torch.optim.Optimizer):
             for value in self._new_state(parameter, group["matrices"]).values()
         )
 
-    def _state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
+    def _state(self, parameter: Parameter, matrix: bool) -> State:
         """The parameter's state, created if there is none."""
         state = self.state[parameter]
         if not state:
             state.update(self._new_state(parameter, matrix))
         return state
 
-    def _new_state(self, parameter: torch.nn.Parameter, matrix: bool) -> State:
+    def _new_state(self, parameter: Parameter, matrix: bool) -> State:
         state = {"step": torch.zeros((), device=parameter.device, dtype=torch.float32)}
         if not matrix:
             return state | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        # Moments have one dimension, because they follow the order of `sides` in every memory format.
+        # Moments have one dimension, because they follow the order of the sides in every memory format.
         state |= {name: parameter.new_zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
-        sides = self._preconditioning.sides(parameter.shape)
-        for number in self._preconditioning.preconditioned(sides):
-            state[f"statistics_{number}"] = parameter.new_zeros(sides[number], sides[number])
-            state[f"basis_{number}"] = parameter.new_zeros(sides[number], sides[number])
+        for number in self._bases[parameter]:
+            size = self._sides[parameter][number]
+            state |= {f"{name}_{number}": parameter.new_zeros(size, size) for name in ("statistics", "basis")}
         return state
 
-    def _weights(self) -> list[tuple[torch.nn.Parameter, State]]:
+    def _weights(self) -> list[tuple[Parameter, State]]:
         """All weights that have been updated, with their states."""
-        weights = self.param_groups[0]["params"]
-        return [(parameter, self.state[parameter]) for parameter in weights if self.state.get(parameter)]
-
-    @functools.cached_property
-    def _owners(self) -> dict[torch.nn.Parameter, dict[int, int]]:
-        """The rank that renews each basis, by weight and number of the side."""
-        pieces = []
-        for parameter in self.param_groups[0]["params"]:
-            sides = self._preconditioning.sides(parameter.shape)
-            pieces += [(parameter, number, sides[number]) for number in self._preconditioning.preconditioned(sides)]
-        owners: dict[torch.nn.Parameter, dict[int, int]] = {}
-        for (parameter, number, _), owner in zip(
-            pieces, self.ranks.owners([size**3 for *_, size in pieces]), strict=True
-        ):
-            owners.setdefault(parameter, {})[number] = owner
-        return owners
-
-    def _mine(self, parameter: torch.nn.Parameter, state: State) -> dict[int, torch.Tensor]:
-        """The statistics that this rank keeps, by the number of their side."""
-        return {
-            number: statistics
-            for number, statistics in _by_side(state, "statistics").items()
-            if self._owners[parameter][number] == self.ranks.rank
-        }
+        return [(weight, self.state[weight]) for weight in self._bases if self.state.get(weight)]
 
 
 def _by_side(state: State, name: str) -> dict[int, torch.Tensor]:
@@ -273,7 +251,7 @@ def _by_side(state: State, name: str) -> dict[int, torch.Tensor]:
     return {int(key.rpartition("_")[2]): value for key, value in state.items() if key.startswith(f"{name}_")}
 
 
-# --- the algorithm: an update ----------------------------------------------------------------------------------------
+# --- the steps of an update ------------------------------------------------------------------------------------------
 
 
 def rotate(flat: torch.Tensor, sides: Sides, bases: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -331,7 +309,7 @@ def outer_product(flat: torch.Tensor, sides: Sides, number: int) -> torch.Tensor
     return matrix @ matrix.mT
 
 
-# --- the algorithm: a renewal of the bases ---------------------------------------------------------------------------
+# --- the steps of a renewal ------------------------------------------------------------------------------------------
 
 
 def eigenbasis(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users, value_errors_for_users
 from utils.evaluation.callback import evaluation_volume
 from utils.files import GIB, atomic_write, check_target
-from utils.optim.schedules import StepSchedule, build_schedule
+from utils.optim.schedules import build_schedule, drop_steps
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import TrainingMemory, training_memory
 from utils.progress import Progress
@@ -59,7 +59,7 @@ def run(options: cli.Options, config: Config, step_class: type[EagerStep] = Eage
         # An eager step runs on every device, and a login node may lack the run's.
         if step_class.capturable or config.device == "cpu":
             world = World(Launch("preflight", world_size=ranks), choose_device(config.device, 0))
-            step_class.check(world, build.step_options(config))
+            step_class.check(config, world)
             build.check_norm(config, world)
         build.loss(config)
         evaluation_volume(config, ALONE)
@@ -166,7 +166,7 @@ def _memory(memory: TrainingMemory, device: str, ranks: int) -> Iterator[str]:
 
 def _learning_rate(config: Config) -> str:
     schedule, total, options = build_schedule(config), config.total_steps, config.lr_schedule
-    inner = schedule.drops if isinstance(schedule, StepSchedule) else (total // 4, total // 2, 3 * total // 4)
+    inner = drop_steps(config) if options.shape == "step" else [total // 4, total // 2, 3 * total // 4]
     steps = sorted({0, schedule.warmup_steps, *inner, total - 1})
     curve = ", ".join(f"step {step}: {schedule(step):.3e}" for step in steps if step < total)
     warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 
 import torch
 
 from utils.config import Config
 from utils.distributed.world import World
-from utils.errors import LocalError, UserError
+from utils.errors import LocalError
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +65,3 @@ def has_faulty_conv3d(version: int | None) -> bool:
     Sources: issues 163539 and 166643 and pull request 163581 of pytorch/pytorch.
     """
     return version is not None and 90800 <= version < 91500
-
-
-@contextlib.contextmanager
-def nondeterminism_for_users() -> Iterator[None]:
-    """Converts PyTorch's error for an operation that has no deterministic algorithm to a UserError in one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).split(",")[0]
-        if "deterministic" not in reason:
-            raise
-        raise UserError(f"{reason}; set deterministic=false, or change what uses it") from error

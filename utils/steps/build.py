@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from networks import build_loss, build_metrics, build_network, initialize
+from networks.losses import NetworkWithLoss
 from networks.norms import ghost_batch
 from networks.tail import NetworkWithFusedTail
 from utils.config import Config
@@ -17,9 +17,9 @@ from utils.config.sections import ProfileConfig
 from utils.data.datasets import get_dataset
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
-from utils.optim.optimizers import build_optimizer, check_optimizer, describe_optimizer
+from utils.optim.optimizers import build_optimizer, check_optimizer
 from utils.steps.backends import log_backends
-from utils.steps.eager import EagerStep, NetworkWithLoss, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,13 @@ log = logging.getLogger(__name__)
 def network(config: Config) -> nn.Module:
     """The config's network with torch's default weights; ValueError if its options contradict each other."""
     norm = config.network.norm
+    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
+    if ghost is not None and (batch < ghost or batch % ghost):
+        part = "micro-batch" if config.accumulation_steps > 1 else "batch"
+        raise ValueError(
+            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
+            f"local_batch_size, or use a smaller ghost batch"
+        )
     options: dict[str, object]
     # Variants are passed only if they are set: not every network has them.
     variants: dict[str, object] = {
@@ -47,13 +54,6 @@ def network(config: Config) -> nn.Module:
         }
         variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
     options |= {name: value for name, value in variants.items() if value}
-    ghost, batch = ghost_batch(norm), (config.local_batch_size or 0) // config.accumulation_steps
-    if ghost is not None and (batch < ghost or batch % ghost):
-        part = "micro-batch" if config.accumulation_steps > 1 else "batch"
-        raise ValueError(
-            f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
-            f"local_batch_size, or use a smaller ghost batch"
-        )
     return build_network(config.network.name, **options)
 
 
@@ -63,14 +63,14 @@ def loss(config: Config) -> nn.Module:
     return build_loss(config.loss, config.is_classification, **options)
 
 
-def model(config: Config) -> TrainingModules:
+def model(config: Config) -> NetworkWithLoss:
     """Network, loss and metrics. torch's default initial weights are drawn with the config's seed on every rank."""
     torch.manual_seed(config.seed)
     with value_errors_for_users():
         check_optimizer(config.optimizer.name)
         metrics = build_metrics(config.metrics, config.is_classification)
-        combine = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
-        return TrainingModules(network(config), loss(config), metrics, combine)
+        kind = NetworkWithFusedTail if config.fused_tail else NetworkWithLoss
+        return kind(network(config), loss(config), metrics)
 
 
 def check_norm(config: Config, world: World) -> None:
@@ -82,35 +82,31 @@ def check_norm(config: Config, world: World) -> None:
         )
 
 
-def step(config: Config, world: World, modules: TrainingModules, step_class: type[EagerStep] = EagerStep) -> EagerStep:
-    """The step that trains `parts`, with the same initial weights on every rank.
+def step(config: Config, world: World, model: NetworkWithLoss, step_class: type[EagerStep] = EagerStep) -> EagerStep:
+    """The step that trains `model`, with the same initial weights on every rank.
 
     Afterward torch's generators differ between ranks: dropout must not be the same on all of them.
     """
     check_norm(config, world)
-    start, module = config.weight_init, modules.network
+    start, module = config.weight_init, model.network
     generator = torch.Generator().manual_seed(config.seed)
     initialize(module, generator, start.conv_init, start.conv_scale, start.conv_bias)
     module.to(world.device)
     if config.channels_last:
         module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload] # its stubs lack it
-    choice = config.optimizer
     capturable = step_class.capturable and world.device.type == "cuda"
     with value_errors_for_users():
-        optimizer = build_optimizer(choice, module.named_parameters(), config.lr_schedule.start_lr, capturable)
-    train_step = step_class(modules, optimizer, world, step_options(config))
+        optimizer = build_optimizer(
+            config.optimizer, module.named_parameters(), config.lr_schedule.start_lr, capturable
+        )
+    train_step = step_class(model, optimizer, config, world)
     torch.manual_seed(config.seed + world.rank)
     return train_step
 
 
-def step_options(config: Config) -> StepOptions:
-    """The config's keys about the step."""
-    return StepOptions(**{field.name: getattr(config, field.name) for field in fields(StepOptions)})
-
-
 def log_settings(config: Config, step: EagerStep, world: World) -> None:
     """Logs how the step computes, and the options that have no effect in this run."""
-    log.info(describe_optimizer(config.optimizer.name, step.optimizer))
+    log.info("Optimizer: %s", type(step.optimizer).__name__)
     log_backends(config, world)
     for line in options_without_effect(config, world):
         log.info(line)
@@ -118,37 +114,35 @@ def log_settings(config: Config, step: EagerStep, world: World) -> None:
 
 def options_without_effect(config: Config, world: World) -> list[str]:
     """Lines for the log: options of the config that this run cannot use."""
-    notes = []
-    reasons = {
-        "there is no GPU": world.device.type != "cuda",
-        "channels_last is false": not config.channels_last,
-        "torch.compile fuses these operations": config.enable_jit,
+    on_gpu, exchanges = world.device.type == "cuda", world.size > 1 and not config.noddp
+    no_kernels = not on_gpu or not config.channels_last or config.enable_jit
+    bfloat16 = config.enable_amp and config.precision == "bfloat16"
+    warm_up = config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs
+    notes = {
+        "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it": (
+            config.fused_pointwise and no_kernels
+        ),
+        "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it": (
+            config.fused_tail and (no_kernels or not bfloat16)
+        ),
+        "deterministic has no effect on a CPU, where training is always deterministic": (
+            config.deterministic and not on_gpu
+        ),
+        "the section profile (--profiler) has no effect: enable_manual_profiling is false": (
+            config.profile != ProfileConfig() and not config.enable_manual_profiling
+        ),
+        "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size": (
+            warm_up and not config.warms_up
+        ),
+        "gradient_compression has no effect: no gradients are exchanged": (
+            config.gradient_compression != "none" and not exchanges
+        ),
+        "static_graph has no effect: no gradients are exchanged": config.static_graph and not exchanges,
+        "ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host": (
+            exchanges and on_gpu and "nccl" not in dist.get_backend_config()
+        ),
+        "float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not": (
+            config.enable_amp and config.precision == "float16" and not on_gpu
+        ),
     }
-    no_bfloat16 = {
-        "enable_amp is false": not config.enable_amp,
-        "precision is not bfloat16": config.precision != "bfloat16",
-    }
-    for name, conditions in (("fused_pointwise", reasons), ("fused_tail", reasons | no_bfloat16)):
-        why = next((reason for reason, holds in conditions.items() if holds), None)
-        if getattr(config, name) and why is not None:
-            notes.append(f"{name} has no effect: {why}")
-    if config.deterministic and world.device.type == "cpu":
-        notes.append("deterministic has no effect on a CPU, where training is always deterministic")
-    if config.profile != ProfileConfig() and not config.enable_manual_profiling:
-        notes.append("the section profile (--profiler) has no effect: enable_manual_profiling is false")
-    if config.enable_apex and config.optimizer.name not in ("adam", "apex_adam"):
-        notes.append(f"enable_apex has no effect: optimizer.name is {config.optimizer.name}")
-    if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
-        why = f"global_batch_size {config.global_batch_size} does not exceed base_batch_size {config.base_batch_size}"
-        why = "lr_schedule.scaling is none" if config.lr_schedule.scaling == "none" else why
-        notes.append(f"lr_schedule's warm-up has no effect: {why}")
-    exchanges = world.size > 1 and not config.noddp
-    if not exchanges:
-        for name in ("gradient_compression", "static_graph"):
-            if getattr(config, name) not in ("none", False):
-                notes.append(f"{name} has no effect: no gradients are exchanged")
-    if exchanges and world.device.type == "cuda" and "nccl" not in dist.get_backend_config():
-        notes.append("ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host")
-    if config.enable_amp and config.precision == "float16" and world.device.type == "cpu":
-        notes.append("float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not")
-    return notes
+    return [line for line, holds in notes.items() if holds]

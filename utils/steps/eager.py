@@ -6,93 +6,21 @@ If the loss or a gradient is NaN or infinite, all ranks skip the update, without
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
+from networks.losses import NetworkWithLoss
+from utils.config import Config
 from utils.distributed.world import World
 from utils.optim.ema import EMA, trained_weights
 from utils.optim.optimizers import load_state, saved_state, share, update
 from utils.steps.annotate import annotate
-from utils.steps.backends import nondeterminism_for_users
 from utils.steps.compile import Compiled
-from utils.steps.manual import ManualDataParallel
-from utils.steps.probe import GradientNormProbe
-
-# torch 2.13 renames the option.
-_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers"
-
-
-def weights_difference(network: nn.Module, weights: Any) -> str:
-    """The first weight that differs from the network's in shape or presence; empty if there is none."""
-    if not isinstance(weights, Mapping):
-        return "it holds no weights"
-    tensors = (network.state_dict(), weights)
-    expected, given = (
-        {name: list(getattr(value, "shape", ())) for name, value in tensors_by_name.items()}
-        for tensors_by_name in tensors
-    )
-    for name in [*expected, *given]:
-        if name not in given:
-            return f"it lacks {name} {expected[name]}, which this network has"
-        if name not in expected:
-            return f"it has {name} {given[name]}, which this network lacks"
-        if expected[name] != given[name]:
-            return f"{name} has the shape {given[name]}, but {expected[name]} in this network"
-    return ""
-
-
-Metric = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """The config's keys about the step, under the same names."""
-
-    enable_amp: bool = False
-    precision: str = "bfloat16"
-    accumulation_steps: int = 1
-    clip_grad_norm: float | None = None
-    enable_jit: bool = False
-    noddp: bool = False
-    ddp: str = "torch"
-    log_noise_scale: bool = False
-    bucket_cap_mb: float = 25.0
-    disable_broadcast_buffers: bool = False
-    static_graph: bool = False
-    gradient_compression: str = "none"
-    ema_decay: float | None = None
-
-
-class NetworkWithLoss(nn.Module):
-    """Network and loss as one module, so that DDP and the compiler see the complete forward pass."""
-
-    def __init__(self, network: nn.Module, loss: nn.Module) -> None:
-        super().__init__()
-        self.network, self.loss = network, loss
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.network(inputs), targets)
-
-
-class TrainingModules(NamedTuple):
-    """The modules that a step trains and evaluates.
-
-    combine: makes one module (inputs, targets) -> loss of network and loss, with the same parameters.
-    """
-
-    network: nn.Module
-    loss: nn.Module
-    metrics: Sequence[Metric] = ()
-    combine: Callable[[nn.Module, nn.Module], nn.Module] = NetworkWithLoss
+from utils.steps.data_parallel import GradientNormProbe, ManualDataParallel, data_parallel
 
 
 class EagerStep:
@@ -107,44 +35,40 @@ class EagerStep:
     network: nn.Module  # the network to evaluate and save, without DDP; holds the averaged weights if ema_decay is set
     gradient_norm: torch.Tensor  # norm of the last step's gradients before clipping, a scalar on the device
     probe: GradientNormProbe | None  # gradient norm of a part of the batch; None unless it is measured
-    notes: Sequence[str] = ()  # lines for the log about the parts that the step was given
 
     @classmethod
-    def check(cls, world: World, options: StepOptions) -> None:
+    def check(cls, config: Config, world: World) -> None:
         """Raises UserError if this kind of step cannot run in this world. Called before anything is read or built."""
 
-    def __init__(
-        self, modules: TrainingModules, optimizer: torch.optim.Optimizer, world: World, options: StepOptions
-    ) -> None:
-        network, self.loss, self._metrics, combine = modules
-        self._options, self._device, self.optimizer = options, world.device, optimizer
+    def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
+        network, self.loss, self.optimizer = model.network, model.loss, optimizer
+        self._trained, self._config, self._device = model, config, world.device
         self.gradient_norm = torch.zeros((), device=world.device)
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        self._autocast_dtype = getattr(torch, options.precision)
+        self._autocast_dtype = getattr(torch, config.precision)
         # bfloat16 has the range of float32 and needs no scaler. A disabled scaler passes everything through.
-        scaled = options.enable_amp and options.precision == "float16"
+        scaled = config.enable_amp and config.precision == "float16"
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=scaled)
-        self._network, self._trained = network, combine(network, self.loss)
-        self._parallel: DistributedDataParallel | ManualDataParallel | None = None
+        self._parallel: nn.parallel.DistributedDataParallel | ManualDataParallel | None = None
         self._sync = True  # False within no_sync
-        distributed = world.size > 1 and not options.noddp
+        distributed = world.size > 1 and not config.noddp
         self._buffers_differ = distributed and any(True for _ in network.buffers())
         self.probe = None
-        parts = options.accumulation_steps * (world.size if distributed else 1)
-        if options.log_noise_scale and parts > 1:
+        parts = config.accumulation_steps * (world.size if distributed else 1)
+        if config.log_noise_scale and parts > 1:
             self.probe = GradientNormProbe(parts, world.device)
         # The probe measures the first micro-batch; without micro-batches, the rank's gradients before their exchange.
-        self._probes_micro_batch = self.probe is not None and options.accumulation_steps > 1
-        self._forward: nn.Module = self._trained
+        self._probes_micro_batch = self.probe is not None and config.accumulation_steps > 1
+        self._forward: nn.Module = model
         if distributed:
             probe = None if self._probes_micro_batch else self.probe
-            self._forward = self._parallel = _data_parallel(self._trained, world, options, probe)
+            self._forward = self._parallel = data_parallel(model, config, world, probe)
             share(optimizer, world.rank, world.size)
         self._compiler: Compiled | None = None
-        if options.enable_jit:
+        if config.enable_jit:
             self._forward = self._compiler = Compiled(self._forward)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
-        self._average = None if options.ema_decay is None else EMA(network, options.ema_decay)
+        self._average = None if config.ema_decay is None else EMA(network, config.ema_decay)
         self.network = network if self._average is None else self._average.network
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
@@ -180,7 +104,7 @@ class EagerStep:
         before = {name: buffer.clone() for name, buffer in self._trained.named_buffers()}
         on_gpu = self._device.type == "cuda"
         self._trained.train()
-        with torch.random.fork_rng(devices=[self._device] if on_gpu else []), nondeterminism_for_users():
+        with torch.random.fork_rng(devices=[self._device] if on_gpu else []):
             self._accumulate(inputs, targets)
         with torch.no_grad():
             for name, buffer in self._trained.named_buffers():
@@ -210,9 +134,9 @@ class EagerStep:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Loads the network's weights alone; ValueError if they belong to another network."""
         try:
-            self._network.load_state_dict(weights)
+            self._trained.network.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(weights_difference(self._network, weights) or " ".join(str(error).split())) from None
+            raise ValueError(first_difference(error)) from None
         if self._average is not None:
             self._average.restart()
 
@@ -232,16 +156,16 @@ class EagerStep:
 
     def describe(self) -> list[str]:
         """Lines for the log about how the step computes. Call it after the first step."""
-        parts = [f"{self._options.precision} autocast" if self._options.enable_amp else "no autocast"]
-        if self._options.ema_decay is not None:
-            parts.append(f"weights averaged with decay {self._options.ema_decay:g}")
-        if self._options.enable_jit:
+        parts = [f"{self._config.precision} autocast" if self._config.enable_amp else "no autocast"]
+        if self._config.ema_decay is not None:
+            parts.append(f"weights averaged with decay {self._config.ema_decay:g}")
+        if self._config.enable_jit:
             parts.append("compiled by torch.compile" if self.compiled else "not compiled: torch.compile failed")
         lines = [f"Step: {', '.join(parts)}"]
         if isinstance(self._parallel, ManualDataParallel):
             lines.append("Gradients are exchanged after the backward pass (ddp: manual)")
         elif self._parallel is not None:
-            sent_as = "float32" if self._options.gradient_compression == "none" else self._options.gradient_compression
+            sent_as = "float32" if self._config.gradient_compression == "none" else self._config.gradient_compression
             # PyTorch rebuilds the buckets after the first exchange, in the order in which the gradients arrived.
             data: Any = self._parallel._get_ddp_logging_data()
             sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
@@ -257,7 +181,7 @@ class EagerStep:
         with self._autocast():
             outputs = self.network(inputs)
             loss = self.loss(outputs, targets)
-            return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._metrics)])
+            return torch.stack([loss, *(metric(outputs, targets).to(loss.dtype) for metric in self._trained.metrics)])
 
     def broadcast_buffers(self) -> None:
         """Gives all ranks the running statistics of rank 0, as the next training step does. Every rank calls it."""
@@ -283,7 +207,7 @@ class EagerStep:
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Computes gradients of the mean loss over all micro-batches. Ranks exchange them in the last one only."""
-        count = self._options.accumulation_steps
+        count = self._config.accumulation_steps
         if self.probe is not None:
             self.probe.reset(self._scaler.scale(torch.ones((), device=self._device)) / count)
         total: torch.Tensor | None = None
@@ -307,7 +231,7 @@ class EagerStep:
 
     def _clip(self) -> torch.Tensor:
         """Clips the gradients; returns the norm of all of them before clipping, on the device."""
-        limit = self._options.clip_grad_norm
+        limit = self._config.clip_grad_norm
         if limit is not None:
             return nn.utils.clip_grad_norm_(self._parameters, limit).detach()
         return nn.utils.get_total_norm(self._gradients()).detach()
@@ -316,33 +240,10 @@ class EagerStep:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._options.enable_amp)
+        return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._config.enable_amp)
 
 
-def _data_parallel(
-    module: nn.Module, world: World, options: StepOptions, probe: GradientNormProbe | None
-) -> DistributedDataParallel | ManualDataParallel:
-    if options.ddp == "manual":
-        return ManualDataParallel(module, probe, not options.disable_broadcast_buffers)
-    buffers: dict[str, Any] = {_BUFFERS: not options.disable_broadcast_buffers}
-    parallel = DistributedDataParallel(
-        module,
-        device_ids=[world.device] if world.device.type == "cuda" else None,
-        bucket_cap_mb=options.bucket_cap_mb,
-        **buffers,
-        gradient_as_bucket_view=True,
-        static_graph=options.static_graph,
-    )
-    # PyTorch refuses to register the bfloat16 hook itself without NCCL, although gloo can also add bfloat16 numbers.
-    compressed = options.gradient_compression == "bfloat16"
-    send = default_hooks.bf16_compress_hook if compressed else default_hooks.allreduce_hook
-
-    # PyTorch checks a hook's annotations and does not accept strings, which all annotations in this file are.
-    def all_reduce(group, bucket):  # type: ignore[no-untyped-def]
-        if probe is not None:
-            probe.add(bucket.buffer())
-        return send(group, bucket)
-
-    if compressed or probe is not None:
-        parallel.register_comm_hook(None, all_reduce)
-    return parallel
+def first_difference(error: Exception) -> str:
+    """The first weight that does not fit, from the error of `load_state_dict`, which lists all below a title."""
+    lines = str(error).splitlines()
+    return lines[min(1, len(lines) - 1)].strip(" \t.")

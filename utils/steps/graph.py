@@ -7,7 +7,6 @@ graph per buffer and no batch is copied; all graphs share their working memory.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 import warnings
@@ -17,11 +16,13 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from networks.losses import NetworkWithLoss
+from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import LocalError, UserError
 from utils.optim.optimizers import renew
 from utils.steps.annotate import annotate
-from utils.steps.eager import EagerStep, StepOptions, TrainingModules
+from utils.steps.eager import EagerStep
 
 log = logging.getLogger(__name__)
 
@@ -50,36 +51,34 @@ class GraphStep(EagerStep):
 
     capturable: ClassVar[bool] = True
 
-    def __init__(
-        self, modules: TrainingModules, optimizer: torch.optim.Optimizer, world: World, options: StepOptions
-    ) -> None:
-        self.check(world, options)
-        if world.size > 1 and options.accumulation_steps == 1:
+    def __init__(self, model: NetworkWithLoss, optimizer: torch.optim.Optimizer, config: Config, world: World) -> None:
+        self.check(config, world)
+        if world.size > 1 and config.accumulation_steps == 1:
             # The probe would need a Python hook in the recorded gradient exchange, which is untested on several GPUs.
-            options = dataclasses.replace(options, log_noise_scale=False)
+            config = config.model_copy(update={"log_noise_scale": False})
         self._device = world.device
         # Autograd computes a parameter's gradient on the stream on which it first used the parameter. Everything,
         # including the construction of DistributedDataParallel, must run on the stream on which graphs are recorded.
         # While its kernels are ready, those of loaders and copies, whose streams have priority 0, wait.
         self._stream = torch.cuda.Stream(world.device, priority=-1)
         with self._on_stream():
-            super().__init__(modules, optimizer, world, options)
+            super().__init__(model, optimizer, config, world)
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, int, bool], RecordedStep] = {}  # by addresses of the batch, and exchange
+        # By addresses and shape of the batch, and True if gradients are exchanged.
+        self._graphs: dict[tuple[int, int, torch.Size, bool], RecordedStep] = {}
         self._buffers: set[tuple[int, int]] = set()  # addresses of inputs and targets
         self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._shapes: list[list[int]] = []  # of inputs and targets
         self._eager_steps = 0
         # PyTorch warns of the eager steps before the first graph.
         warnings.filterwarnings("ignore", message="This instance was constructed with capturable=True")
 
     @classmethod
-    def check(cls, world: World, options: StepOptions) -> None:
+    def check(cls, config: Config, world: World) -> None:
         reason, remedy = None, REMEDY
-        exchanges = world.size > 1 and not options.noddp
+        exchanges = world.size > 1 and not config.noddp
         if world.device.type != "cuda":
             reason = f"the run's device is {world.device.type}, and only CUDA devices have graphs"
-        elif exchanges and options.gradient_compression != "none":
+        elif exchanges and config.gradient_compression != "none":
             reason = "gradient_compression needs a Python hook in the gradient exchange, which is untested in graphs"
             remedy = f"set gradient_compression=none, or {REMEDY}"
         elif exchanges and dist.is_initialized() and "nccl" not in dist.get_backend_config():
@@ -94,7 +93,6 @@ class GraphStep(EagerStep):
             if self._eager_steps < WARMUP_STEPS:
                 self._eager_steps += 1
                 return self._train(inputs, targets)
-            self._check_shapes(inputs, targets)
             recorded = self._recorded(inputs, targets)
             with annotate("replay"):
                 recorded.graph.replay()
@@ -113,7 +111,7 @@ class GraphStep(EagerStep):
     def _recorded(self, inputs: torch.Tensor, targets: torch.Tensor) -> RecordedStep:
         """The graph for this batch's memory. Records it if there is none yet."""
         inputs, targets = self._in_known_buffers(inputs, targets)
-        key = (inputs.data_ptr(), targets.data_ptr(), self._sync)
+        key = (inputs.data_ptr(), targets.data_ptr(), inputs.shape, self._sync)
         if key not in self._graphs:
             started = time.perf_counter()
             self._graphs[key] = self._record(inputs, targets)
@@ -149,15 +147,6 @@ class GraphStep(EagerStep):
             reason = str(cause).strip().splitlines()[0]
             raise LocalError(f"cannot record the step as a CUDA graph: {reason}; {REMEDY}") from error
         return RecordedStep(graph, loss, self.gradient_norm)
-
-    def _check_shapes(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        shapes = [list(inputs.shape), list(targets.shape)]
-        self._shapes = self._shapes or shapes
-        if shapes != self._shapes:
-            raise UserError(
-                f"a batch has shapes {shapes}, but the CUDA graph was recorded with {self._shapes}; give all training "
-                f"batches the same shapes, or {REMEDY}"
-            )
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

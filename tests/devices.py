@@ -1,11 +1,15 @@
-"""Convolutions on the CPU with the memory format that a GPU gives their results."""
+"""Marks of tests that need a GPU, and convolutions on the CPU with the memory format that a GPU gives their results."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
 
 class GpuLayouts(TorchDispatchMode):
