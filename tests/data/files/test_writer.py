@@ -130,17 +130,14 @@ def states_of_the_disk(folder: Path, work: Callable[[], None]) -> list[dict[str,
     return states
 
 
-@pytest.mark.parametrize("before", ["nothing", "only a journal", "a file of another identity"])
+@pytest.mark.parametrize("before", ["nothing", "a file of another identity"])
 def test_killed_at_any_line_it_resumes_and_its_target_is_always_complete(tmp_path: Path, before: str) -> None:
     """An existing target stays until the new file is complete."""
     first = tmp_path / "first"
     first.mkdir()
     (first / "box.h5").write_bytes(b"old")
     if before != "nothing":
-        other = {"removed option": True} if before == "a file of another identity" else {}
-        write_part(first / "box.h5", 4, IDENTITY | other, overwrite=True)
-    if before == "only a journal":
-        (first / ".box.h5.partial").unlink()
+        write_part(first / "box.h5", 4, IDENTITY | {"removed option": True}, overwrite=True)
     states = states_of_the_disk(first, lambda: write_all(first / "box.h5", overwrite=True))
     assert len(states) > 15
     seen = set()
@@ -186,13 +183,19 @@ def test_without_its_journal_or_partial_file_it_starts_from_scratch(tmp_path: Pa
 # --- locks and targets -----------------------------------------------------------------------------------------------
 
 
-def test_a_second_writer_is_refused(tmp_path: Path) -> None:
-    volume = begin(tmp_path / "box.h5")
+def test_a_second_writer_is_refused_and_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
+    target = tmp_path / "box.h5"
+    volume = begin(target)
     with pytest.raises(UserError, match=r"another process is writing box.h5; wait, or give another --output"):
-        begin(tmp_path / "box.h5")
+        begin(target)
     write_slabs(volume)
-    volume.finish()
-    check_complete(tmp_path / "box.h5")
+    target.write_text("another's")
+    with pytest.raises(UserError, match="exists; give --overwrite"):
+        volume.finish()
+    volume.close()
+    assert target.read_text() == "another's"
+    assert write_all(target, overwrite=True) == 10
+    check_complete(target)
 
 
 def test_existing_targets_are_kept_unless_overwrite_is_given_and_invalid_places_are_refused(tmp_path: Path) -> None:
@@ -205,19 +208,6 @@ def test_existing_targets_are_kept_unless_overwrite_is_given_and_invalid_places_
     with pytest.raises(UserError, match=r"cannot write to .*box.h5: (Not a directory|File exists); give another --out"):
         begin(target / "new.h5")
     assert target.read_text() == "precious"
-
-
-def test_a_target_that_appears_in_the_meantime_is_kept(tmp_path: Path) -> None:
-    target = tmp_path / "box.h5"
-    volume = begin(target)
-    write_slabs(volume)
-    target.write_text("another's")
-    with pytest.raises(UserError, match="exists; give --overwrite"):
-        volume.finish()
-    volume.close()
-    assert target.read_text() == "another's"
-    assert write_all(target, overwrite=True) == 10
-    check_complete(target)
 
 
 # --- full disks ------------------------------------------------------------------------------------------------------
