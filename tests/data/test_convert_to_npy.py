@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from reference_samples import VolumeFile
 
 from utils.data.convert_to_npy import convert, main
 from utils.data.files import hdf5
 
-VolumeFile = Callable[..., Path]
 STORAGES = [{}, {"chunks": (1, 5, 4, 7)}, {"chunks": True, "compression": "gzip"}]
 
 

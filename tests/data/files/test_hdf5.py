@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from reference_samples import VolumeFile, read_fields
 
 from utils.data.files.hdf5 import as_float32, open_volume
 from utils.data.volumes import stage
 from utils.errors import UserError
 
-VolumeFile = Callable[..., Path]
 CHANNELS = (4, 5)
-
-
-def contents(path: Path) -> list[np.ndarray]:
-    with h5py.File(path) as file:
-        return [file["Nbody"][...], file["Hydro"][...]]
 
 
 def random_fields(box: int = 6) -> list[np.ndarray]:
@@ -38,7 +32,7 @@ def test_contiguous_datasets_are_mapped_read_only(volume_file: VolumeFile, tmp_p
     assert volume.mapped
     assert volume.shape == (16, 16, 16)
     assert volume.bytes == 4 * 9 * 16**3
-    for field, expected in zip((volume.inputs, volume.targets), contents(path), strict=True):
+    for field, expected in zip((volume.inputs, volume.targets), read_fields(path), strict=True):
         assert type(field) is np.ndarray
         np.testing.assert_array_equal(field, expected)
     with pytest.raises(ValueError, match="read-only"):
@@ -49,7 +43,7 @@ def test_chunked_and_compressed_datasets_are_read_but_not_mapped(volume_file: Vo
     path = volume_file(tmp_path / "a.h5", chunks=(1, 8, 8, 8), compression="gzip")
     volume = open_volume(path, CHANNELS)
     assert not volume.mapped
-    for field, expected in zip((volume.inputs, volume.targets), contents(path), strict=True):
+    for field, expected in zip((volume.inputs, volume.targets), read_fields(path), strict=True):
         np.testing.assert_array_equal(field[:, 3:9, 0:4, 12:16], expected[:, 3:9, 0:4, 12:16])
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from reference_samples import VolumeFile
 
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.errors import UserError
 
-VolumeFile = Callable[..., Path]
 CHANNELS = (4, 5)
 BOX = 32
 
