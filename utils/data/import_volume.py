@@ -50,6 +50,15 @@ from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 
+# The fields that an input may have.
+DARK_FIELDS = ((DARK_MATTER_DENSITY,), (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY))
+GAS_FIELDS = (
+    (),
+    (GAS_DENSITY,),
+    (GAS_DENSITY, TEMPERATURE),
+    (GAS_DENSITY, *GAS_VELOCITY),
+    (GAS_DENSITY, *GAS_VELOCITY, TEMPERATURE),
+)
 GAP = 8  # planes between the parts of a split, which belong to neither
 STATED_TOLERANCE = 1e-4  # relative, between the file and the command line
 # Plausible values; others are in other units.
@@ -118,26 +127,21 @@ def open_snapshot(path: Path, options: Options) -> Snapshot:
 
 def plan_channels(snapshot: Snapshot, options: Options) -> Datasets:
     """The channels of each dataset to write."""
-    found, velocity = [*snapshot.fields], list(GAS_VELOCITY)
-    dark = [name for name in found if name in (DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY)]
-    gas = [name for name in found if name not in dark]
-    if dark not in ([DARK_MATTER_DENSITY], [DARK_MATTER_DENSITY, *DARK_MATTER_VELOCITY]) or (
-        gas
-        and gas not in ([GAS_DENSITY, *vector, *kelvin] for vector in ([], velocity) for kelvin in ([], [TEMPERATURE]))
-    ):
+    dark = tuple(name for name in snapshot.fields if name.startswith("dark_matter"))
+    gas = tuple(name for name in snapshot.fields if name not in dark)
+    if dark not in DARK_FIELDS or gas not in GAS_FIELDS:
         raise UserError(
-            f"{snapshot.path} has the fields {', '.join(found) or 'none'}; give {DARK_MATTER_DENSITY}, with gas also "
+            f"{snapshot.path} has the fields {', '.join(snapshot.fields)}; give {DARK_MATTER_DENSITY}, with gas also "
             f"{GAS_DENSITY}, and all components of a velocity or none"
         )
     datasets = {}
     for dataset, names, channels in zip(DATASETS, (dark, gas), (input_channels, target_channels), strict=True):
-        if names:
-            fields, known = [snapshot.fields[name] for name in names], vectors_of(len(names))
-            datasets[dataset] = [
-                FieldChannel(field, channel, _factor(field, options))
-                for field, channel in zip(fields, channels(len(names), options.transform, known), strict=True)
-            ]
-    return datasets
+        known = channels(len(names), options.transform, vectors_of(len(names)))
+        fields = [snapshot.fields[name] for name in names]
+        datasets[dataset] = [
+            FieldChannel(field, channel, _factor(field, options)) for field, channel in zip(fields, known, strict=True)
+        ]
+    return {dataset: channels for dataset, channels in datasets.items() if channels}
 
 
 def vectors_of(channels: int) -> list[list[int]]:
