@@ -78,9 +78,9 @@ class Snapshot:
         if not self.fields:
             raise UserError(f"{self.path} has none of the fields {', '.join(FIELDS)}; give another --input")
         first, *remaining = self.fields.values()
-        for other in remaining:
-            if other.shape != first.shape:
-                raise UserError(f"{first.name} has {first.shape} cells, {other.name} {other.shape}; give one grid")
+        for grid in remaining:
+            if grid.shape != first.shape:
+                raise UserError(f"{first.name} has {first.shape} cells, {grid.name} {grid.shape}; give one grid")
         return first.shape
 
 
