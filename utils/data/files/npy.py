@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.files.hdf5 import DATASETS, Volume, reading
+from utils.data.files.hdf5 import DATASETS, Volume
 from utils.errors import UserError
 
 FIELDS = ("data", "label")  # file names end in _data.npy and _label.npy, as utils/data/convert_to_npy.py writes them
@@ -69,12 +69,17 @@ def _open(path: str, grid: tuple[int, ...] | None, channels: int, remedy: str) -
     """Maps a file with this grid, or with any."""
     if not os.path.isfile(path):
         raise UserError(f"no such file: {path}; {remedy}")
-    with reading(path):
+    try:
         array = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}; {remedy}") from None
     fits = array.ndim == 4 and array.shape == (*(grid or array.shape[:-1]), channels)
     if array.dtype != np.dtype("<f4") or not fits or not array.flags.c_contiguous:
+        order = "C" if array.flags.c_contiguous else "Fortran"
         shape = ", ".join(map(str, (*(grid or "XYZ"), channels)))
-        raise UserError(f"{path} is {array.dtype} {array.shape}, expected float32 ({shape}) in C order; {remedy}")
+        raise UserError(
+            f"{path} is {array.dtype} {array.shape} in {order} order, expected float32 ({shape}) in C order; {remedy}"
+        )
     return np.asarray(array)
 
 
