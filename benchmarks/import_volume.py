@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import common
 from utils.data.files import nyx
-from utils.data.files.snapshots import FIELDS, GAS_VELOCITY
+from utils.data.files.snapshots import DARK_MATTER_DENSITY, FIELDS, GAS_DENSITY, GAS_VELOCITY
 from utils.data.import_volume import import_volume, parse
 from utils.errors import one_line_errors
 from utils.files import copy_file
@@ -55,8 +55,11 @@ def measure(options: argparse.Namespace, source: Path) -> dict[str, list[float]]
     target, device = source.with_name(f"imported_{options.box}.h5"), common.this_machine().device
 
     def seconds(units: str) -> float:
+        with h5py.File(source, "r+") as file:
+            for name in (DARK_MATTER_DENSITY, GAS_DENSITY):
+                file[nyx.NATIVE][name].attrs["units"] = np.bytes_(units)
         copy_file(source, os.devnull, "reading the snapshot into the page cache")
-        command = parse([f"--input={source}", f"--output={target}", f"--density_units={units}", "--overwrite"])
+        command = parse([f"--input={source}", f"--output={target}", "--overwrite"])
         return common.seconds_of(lambda: import_volume(command), device)
 
     try:

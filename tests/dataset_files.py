@@ -62,13 +62,9 @@ def write_tar(path: Path, files: dict[str, bytes]) -> None:
 
 
 def write_cifar(directory: Path, arrays: Arrays, packed: bool = True) -> None:
-    files = cifar_files(arrays) | {"cifar-10-batches-bin/readme.html": b"<html>"}
-    if packed:
-        write_tar(directory / "cifar-10-binary.tar.gz", files)
-        return
-    (directory / "cifar-10-batches-bin").mkdir()
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
+    write_tar(
+        directory / "cifar-10-binary.tar.gz", cifar_files(arrays) | {"cifar-10-batches-bin/readme.html": b"<html>"}
+    )
 
 
 def object_array(lists: list[Any]) -> np.ndarray:

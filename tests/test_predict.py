@@ -263,8 +263,9 @@ def test_a_file_in_the_layout_of_nyx_holds_physical_values_that_the_importer_rea
         }
         assert all((each.shape, each.dtype, each.chunks) == (BOX, "<f4", None) for each in fields.values())
         np.testing.assert_allclose(fields["velocity_z"], 1e5 * SIMULATED["velocity_scale_km_s"] * hydro[3], rtol=1e-6)
-    flags = (f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}", "--density_units=mean")
-    import_volume.main([f"--input={tmp_path / 'hydro.h5'}", f"--output={tmp_path / 'back.h5'}", *flags])
+    monkeypatch.setattr(import_volume, "MEAN_RANGE", (0.0, np.inf))  # the network is not trained
+    flag = f"--velocity_scale_km_s={SIMULATED['velocity_scale_km_s']}"
+    import_volume.main([f"--input={tmp_path / 'hydro.h5'}", f"--output={tmp_path / 'back.h5'}", flag])
     back = contents(tmp_path / "back.h5")
     np.testing.assert_allclose(back["Hydro"], hydro, atol=3e-7)
     np.testing.assert_allclose(back["Nbody"][0], contents(box)["Nbody"][0], atol=3e-7)
@@ -514,18 +515,19 @@ def test_an_input_from_another_simulation_than_the_training_data_is_warned_about
     assert code == 0
     (line,) = [line for line in stderr.splitlines() if "differs from" in line]
     assert line.endswith(
-        f"WARNING - {tmp_path / 'other.h5'} differs from the training data: redshift 0.5 instead of 2, cosmology WMAP9 "
-        f"instead of planck18, cell size (Mpc/h) 1 instead of 0.5; check the prediction"
+        f"WARNING - {tmp_path / 'other.h5'} differs from the training data: redshift 0.5 instead of 2.0, "
+        f"cosmology WMAP9 instead of planck18, cell size (Mpc/h) 1.0 instead of 0.5; check the prediction"
     )
 
 
 def test_a_non_finite_value_is_located_and_a_read_error_keeps_the_partial_output(
     refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A corrected file is a new input, so the partial output is removed; a read error may be temporary."""
+    """The partial output of another input, such as a corrected file, is not resumed."""
     with h5py.File(box_file(tmp_path / "bad.h5"), "r+") as file:
         file["Nbody"][2, 21, 3, 4] = np.nan
-    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5")
+    hidden = (".hydro.h5.journal", ".hydro.h5.partial")
+    refuse(f"{tmp_path}/bad.h5: Nbody[2, 21, 3, 4] is nan; fix the file", nbody=tmp_path / "bad.h5", left=hidden)
     planes = FieldReader.planes
 
     def fail_late(self: FieldReader, start: int, stop: int) -> np.ndarray:
@@ -534,7 +536,6 @@ def test_a_non_finite_value_is_located_and_a_read_error_keeps_the_partial_output
         return planes(self, start, stop)
 
     monkeypatch.setattr(FieldReader, "planes", fail_late)
-    hidden = (".hydro.h5.journal", ".hydro.h5.partial")
     refuse("Input/output error", nbody=box_file(tmp_path / "good.h5"), left=hidden)
 
 

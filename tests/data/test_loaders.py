@@ -244,17 +244,6 @@ def test_volumes_that_do_not_fit_the_config_are_refused_by_name(paths: Paths) ->
             open_split_npy(fewer, "train")
 
 
-@pytest.mark.parametrize("key", ["train_path", "train_path_npy_label"])
-def test_a_file_that_is_listed_under_two_names_is_refused(paths: Paths, tmp_path: Path, key: str) -> None:
-    """Its crops would be drawn twice as often."""
-    link = tmp_path / "link"
-    link.symlink_to(paths[key][0])
-    for other in (str(link), os.path.join(os.path.dirname(paths[key][0]), ".", os.path.basename(paths[key][0]))):
-        config = config_for({**paths, key: [paths[key][0], other]}, "lowmem")
-        with pytest.raises(UserError, match=rf"^{key} lists {paths[key][0]} and {other}, which are the same file; rem"):
-            open_split(config, "train")
-
-
 def test_inmem_needs_memory_for_all_volumes_before_it_reads_the_first(
     paths: Paths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,13 +256,3 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
     assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
-
-
-def test_a_cache_that_cannot_be_created_is_a_warning(preflight, tmp_path: Path) -> None:
-    """The preflight once said nothing; it may run on a login node, which lacks the local disks of the run's nodes."""
-    code, output, _ = preflight("--set=use_cache=/proc/nocache/data")
-    assert code == 0
-    assert re.search(r"cannot stage data in use_cache=/proc/nocache/data: .+; choose another use_cache, unless", output)
-    assert "warnings: 1" in output
-    assert preflight(f"--set=use_cache={tmp_path / 'new' / 'cache'}")[0] == 0
-    assert not (tmp_path / "new").exists()

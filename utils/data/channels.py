@@ -82,21 +82,36 @@ def volume_channels(config: Config) -> tuple[tuple[Channel, ...], tuple[Channel,
 
 def input_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
     """Channels of `Nbody`: those of INPUTS if the vectors are as expected, else unknown ones."""
-    quantities = INPUTS.get(count, ())
-    if not _match(quantities, vectors):
-        return _unknown(count)
-    velocity = _velocity(f"{DARK_MATTER}velocity", transform) if "velocity" in quantities else ()
-    return (_density(f"{DARK_MATTER}density", transform), *velocity)
+    return _channels(count, INPUTS.get(count, ()), DARK_MATTER, transform, vectors)
 
 
 def target_channels(count: int, transform: TransformConfig, vectors: Vectors = VELOCITY) -> tuple[Channel, ...]:
     """Channels of `Hydro`: those of TARGETS if the vectors are as expected, else unknown ones."""
-    quantities = TARGETS.get(count, ())
-    if not _match(quantities, vectors):
-        return _unknown(count)
-    velocity = _velocity(f"{GAS}velocity", transform) if "velocity" in quantities else ()
-    temperature = (_temperature(transform),) if "temperature" in quantities else ()
-    return (_density(f"{GAS}density", transform), *velocity, *temperature)
+    return _channels(count, TARGETS.get(count, ()), GAS, transform, vectors)
+
+
+def _channels(
+    count: int, quantities: Sequence[str], prefix: str, transform: TransformConfig, vectors: Vectors
+) -> tuple[Channel, ...]:
+    """The channels of the quantities; unknown ones if there are none, or if the vectors are not the velocity."""
+    expected = VELOCITY if "velocity" in quantities else ()
+    if not quantities or [*map(tuple, vectors)] != [*map(tuple, expected)]:
+        return tuple(Channel(f"{UNKNOWN}{number}") for number in range(count))
+    return tuple(channel for quantity in quantities for channel in _quantity(quantity, prefix, transform))
+
+
+def _quantity(quantity: str, prefix: str, transform: TransformConfig) -> list[Channel]:
+    """The channels of density, velocity or temperature."""
+    if quantity == "density":
+        scale, name = transform.density_log_scale, f"{prefix}density"
+        return [Channel(name) if scale is None else Channel(name, DENSITY_UNIT, scale, is_log=True)]
+    if quantity == "velocity":
+        scale, names = transform.velocity_scale_km_s, [f"{prefix}velocity {axis}" for axis in "xyz"]
+        return [Channel(name) if scale is None else Channel(name, VELOCITY_UNIT, scale) for name in names]
+    scale, center, ten = transform.temperature_log10_scale, transform.temperature_log10_center, math.log(10.0)
+    if scale is None:
+        return [Channel("temperature")]
+    return [Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)]
 
 
 def common_channels(inputs: Sequence[Channel], targets: Sequence[Channel]) -> int:
@@ -113,33 +128,3 @@ def check_physical_units(channels: Iterable[Channel], remedy: str) -> None:
     unknown = [channel.name for channel in channels if channel.unit is None]
     if unknown:
         raise UserError(f"the checkpoint's config does not define physical values of {', '.join(unknown)}; {remedy}")
-
-
-def _match(quantities: Sequence[str], vectors: Vectors) -> bool:
-    """True if there are quantities, and a velocity among them if and only if the vectors say so."""
-    expected = VELOCITY if "velocity" in quantities else ()
-    return bool(quantities) and [*map(tuple, vectors)] == [*map(tuple, expected)]
-
-
-def _unknown(count: int) -> tuple[Channel, ...]:
-    return tuple(Channel(f"{UNKNOWN}{number}") for number in range(count))
-
-
-def _temperature(transform: TransformConfig) -> Channel:
-    scale, center, ten = transform.temperature_log10_scale, transform.temperature_log10_center, math.log(10.0)
-    if scale is None:
-        return Channel("temperature")
-    return Channel("temperature", TEMPERATURE_UNIT, scale * ten, center * ten, is_log=True)
-
-
-def _density(name: str, transform: TransformConfig) -> Channel:
-    scale = transform.density_log_scale
-    return Channel(name) if scale is None else Channel(name, DENSITY_UNIT, scale, is_log=True)
-
-
-def _velocity(name: str, transform: TransformConfig) -> tuple[Channel, ...]:
-    scale = transform.velocity_scale_km_s
-    names = (f"{name} {axis}" for axis in "xyz")
-    return tuple(
-        Channel(component) if scale is None else Channel(component, VELOCITY_UNIT, scale) for component in names
-    )

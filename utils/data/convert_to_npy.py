@@ -3,8 +3,8 @@
     python -m utils.data.convert_to_npy -i train.h5 -d Nbody -l Hydro
 
 writes train_data.npy and train_label.npy next to train.h5. Set train_path_npy_data and train_path_npy_label to them.
-The datasets may be [C, X, Y, Z] or [X, Y, Z, C], of any type of number. The memory needed does not depend on the size
-of the volume: two buffers of 128 MiB, one chunk that HDF5 unpacks, and the values as stored if they are not float32.
+The datasets may be of any type of number. The memory needed does not depend on the size of the volume, but on that of
+the chunks of a chunked one.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 from utils.cli import Parser
-from utils.data.files.blocks import blocks, catch_signals
-from utils.data.files.fields import StoredField, checked_field
-from utils.data.files.hdf5 import DATASETS, open_file
+from utils.data.files.hdf5 import DATASETS, as_float32, checked_dataset, open_file, reading, slab_planes
+from utils.data.files.npy import FIELDS
 from utils.errors import UserError, one_line_errors, os_errors_for_users
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
-
-BUFFER_BYTES = 2**27  # of each buffer: the values as read, and with the channels last
-SUFFIXES = ("data", "label")
 
 
 def convert(
@@ -37,41 +34,36 @@ def convert(
     """Writes both `.npy` files and returns their paths; the files appear under their names once both are complete."""
     source, remedy = Path(source), "give another --output_dir"
     with open_file(str(source)) as file:
-        fields = [checked_field(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
-        shapes = [field.shape for field in fields]
+        datasets = [checked_dataset(file, str(source), name, remedy="choose datasets with -d and -l") for name in names]
+        shapes = [dataset.shape for dataset in datasets]
         if shapes[0][1:] != shapes[1][1:]:
             raise UserError(
                 f"{source}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal"
             )
         directory = source.parent if output_dir is None else Path(output_dir)
-        targets = [directory / f"{source.stem}_{suffix}.npy" for suffix in SUFFIXES]
+        targets = [directory / f"{source.stem}_{field}.npy" for field in FIELDS]
         for target in targets:
             check_target(target, overwrite, "--output_dir")
-        make_output_directory(directory, 4 * sum(math.prod(shape) for shape in shapes), remedy)
+        make_output_directory(directory, 4 * sum(map(math.prod, shapes)), remedy)
         with (
-            Progress(f"converting {source.name}", sum(shape[1] * shape[2] for shape in shapes), "rows") as progress,
+            Progress(f"converting {source.name}", sum(shape[1] for shape in shapes), "planes") as progress,
             os_errors_for_users(f"cannot write to {directory}", remedy),
             atomic_write(targets) as partials,
         ):
-            for field, partial in zip(fields, partials, strict=True):
-                _write_npy(field, partial, progress)
+            for dataset, partial in zip(datasets, partials, strict=True):
+                _write_npy(dataset, partial, progress)
     return targets
 
 
-def _write_npy(field: StoredField, path: Path, progress: Progress) -> None:
-    channels, *grid = field.shape
-    chunk = None if field.chunks is None else field.chunks[1:3]
-    with open(path, "xb") as file:  # not mapped: a full disk would end the process without a message
+def _write_npy(dataset: h5py.Dataset, path: Path, progress: Progress) -> None:
+    channels, *grid = dataset.shape
+    with path.open("wb") as file:  # not mapped: a full disk would end the process without a message
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (*grid, channels)})
-        start = file.tell()
-        for x, y in blocks(range(grid[0]), grid[1], channels * grid[2], chunk, BUFFER_BYTES // 4):
-            with os_errors_for_users(f"cannot read {field.name} of {field.path}", "copy or recreate the file"):
-                values = field[:, x, y]
-            for plane, rows in enumerate(np.moveaxis(values, 0, -1), x.start):
-                file.seek(start + 4 * channels * grid[2] * (plane * grid[1] + y.start))
-                file.write(np.ascontiguousarray(rows).data)
-                progress.advance(len(rows))
-            del values, rows  # before the next block is read
+        for planes in slab_planes(grid, dataset.chunks and dataset.chunks[1:]):
+            with reading(dataset.file.filename):
+                values = np.moveaxis(as_float32(dataset[:, planes]), 0, -1)
+            file.write(np.ascontiguousarray(values).data)
+            progress.advance(len(values))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = parser.parse_args(argv)
         names = (options.data, options.label)
         for path in convert(options.input, names, options.output_dir, options.overwrite):
-            print(f"wrote {path}: {np.load(path, mmap_mode='r').shape}")
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    catch_signals()
     main()

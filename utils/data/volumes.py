@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from utils.config import Config
-from utils.data.files.attributes import Simulation, common_simulation, file_transform, files_without_transform
-from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading, stage
+from utils.data.files.attributes import Simulation, common_simulation, file_transform, plain_attributes
+from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.values import check_distinct, check_samples
-from utils.data.plan import SPLITS, Box
+from utils.data.plan import SPLITS
 from utils.distributed.world import World
-from utils.errors import UserError
+from utils.errors import UserError, os_errors_for_users
+from utils.files import atomic_write, copy_file
 
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
-CONVERSION_COST = "each time values are read; the loaders inmem and resident do so only once"
 Files = TypeVar("Files", Volume, NpyVolume)
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,11 @@ def channel_counts(config: Config) -> tuple[int, int]:
     return config.N_in_channels, config.N_out_channels
 
 
+def dataset_names(config: Config) -> tuple[str, str]:
+    """The HDF5 datasets of inputs and targets."""
+    return config.dataset_names[0], config.dataset_names[1]
+
+
 def of_both_splits(volumes: Mapping[str, Sequence[Files]]) -> list[Files]:
     """The volumes of training and validation in one list."""
     return [volume for split in volumes.values() for volume in split]
@@ -80,7 +87,7 @@ def _stated_box(config: Config, split: str, reads: str) -> int | list[list[int]]
         shapes = [volume.shape for volume in open_boxes(config, split, reads)]
     except UserError:
         return split_settings(config, split).box
-    return shapes[0][0] if len(shapes) == 1 and _is_cube(shapes[0]) else [list(shape) for shape in shapes]
+    return shapes[0][0] if len(shapes) == 1 and len(set(shapes[0])) == 1 else [list(shape) for shape in shapes]
 
 
 def training_simulation(config: Config, reads: str | None) -> Simulation:
@@ -91,12 +98,11 @@ def training_simulation(config: Config, reads: str | None) -> Simulation:
 
 
 def _attributes(config: Config) -> dict[str, dict[str, Any]]:
-    """The attributes of each HDF5 file by its path; none if it cannot be read: a loader that needs it reports that."""
+    """The attributes of each HDF5 file that can be read, by its path; a loader that needs another one reports that."""
     attributes: dict[str, dict[str, Any]] = {}
     for path in [*config.paths("train_path"), *config.paths("val_path")]:
-        attributes[path] = {}
         with contextlib.suppress(UserError), reading(path), open_file(path) as file:
-            attributes[path] = dict(file.attrs)
+            attributes[path] = plain_attributes(file)
     return attributes
 
 
@@ -105,32 +111,34 @@ def _attributes(config: Config) -> dict[str, dict[str, Any]]:
 
 def open_split(config: Config, split: str) -> list[Volume]:
     """The HDF5 volumes of one split, checked against the config."""
-    names, key = (config.dataset_names[0], config.dataset_names[1]), split_settings(config, split).key
+    key = split_settings(config, split).key
     volumes = []
     for path in config.paths(key):
-        remedy = f"set {key}, or simulate one with python -m utils.simulation --output {path}"
-        if os.path.basename(path).startswith("demo_"):
-            remedy = f"run make demo, which simulates it, or set {key}"
-        volumes.append(open_volume(path, channel_counts(config), config.transform, names, remedy))
-    return _checked(config, split, volumes)
+        if not os.path.exists(path):
+            simulate = f"simulate one with python -m utils.simulation --output {path}"
+            remedy = "run make demo" if os.path.basename(path).startswith("demo_") else simulate
+            raise UserError(f"no such file: {path}; {remedy}, or set {key}")
+        volumes.append(open_volume(path, channel_counts(config), dataset_names(config)))
+    _check_shapes(config, split, volumes)
+    return volumes
 
 
 def open_split_npy(config: Config, split: str) -> list[NpyVolume]:
     """The `.npy` files of one split, checked against the config and, as far as they exist, against the HDF5 files."""
-    keys = split_settings(config, split).npy_keys
-    sources, *paths = (config.paths(key) for key in (split_settings(config, split).key, *keys))
-    for key, files in zip(keys, paths, strict=True):
+    key, keys = split_settings(config, split).key, split_settings(config, split).npy_keys
+    sources, *paths = (config.paths(name) for name in (key, *keys))
+    for name, files in zip(keys, paths, strict=True):
         if files and len(files) != len(sources):
             raise UserError(
-                f"{key} and {split_settings(config, split).key} list {len(files)} and {len(sources)} files; list the "
-                f".npy file of each HDF5 file, in the same order"
+                f"{name} and {key} list {len(files)} and {len(sources)} files; list the .npy file of each HDF5 file, "
+                f"in the same order"
             )
-    channels, names = channel_counts(config), (config.dataset_names[0], config.dataset_names[1])
+    channels, names = channel_counts(config), dataset_names(config)
     volumes = []
     for source, *pair in itertools.zip_longest(sources, *paths):
-        volume = open_volume(source, channels, config.transform, names) if os.path.exists(source) else None
+        volume = open_volume(source, channels, names) if os.path.exists(source) else None
         volumes.append(open_npy_volume((pair[0], pair[1]), keys, source, channels, volume, names))
-    _checked(config, split, [npy.volume() for npy in volumes])
+    _check_shapes(config, split, [npy.volume() for npy in volumes])
     return volumes
 
 
@@ -149,20 +157,13 @@ def open_boxes(config: Config, split: str, reads: str | None) -> list[Volume]:
     return open_split(config, split)
 
 
-def _checked(config: Config, split: str, volumes: list[Volume]) -> list[Volume]:
-    """The volumes; UserError if a crop does not fit into one, or if the config contradicts their sizes or names."""
-    values, shape = split_settings(config, split), volumes[0].shape
-    for key in (values.key, *values.npy_keys):
-        paths: dict[str, str] = {}
-        for path in config.paths(key):
-            same = paths.setdefault(os.path.realpath(path), path)
-            if same != path:  # it would be drawn twice as often
-                raise UserError(f"{key} lists {same} and {path}, which are the same file; remove one")
-    if len(volumes) == 1 and _is_cube(shape) and isinstance(values.box, int) and shape[0] != values.box:
-        place = list(SPLITS).index(split)
+def _check_shapes(config: Config, split: str, volumes: list[Volume]) -> None:
+    """Raises UserError if a crop does not fit into a volume, or if the size of a single cube contradicts the config."""
+    box, shape = split_settings(config, split).box, volumes[0].shape
+    if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
         raise UserError(
-            f"{volumes[0].path}: the volume has {shape[0]} cells per side, but box_size is {values.box}; set "
-            f"box_size[{place}] to {shape[0]}"
+            f"{volumes[0].path}: the volume has {shape[0]} cells per side, but box_size is {box}; set "
+            f"box_size[{list(SPLITS).index(split)}] to {shape[0]}"
         )
     for volume in volumes:
         if min(volume.shape) < config.data_size:
@@ -170,11 +171,6 @@ def _checked(config: Config, split: str, volumes: list[Volume]) -> list[Volume]:
                 f"{volume.path}: the volume has {cells_text(volume.shape)} cells, so crops of data_size "
                 f"{config.data_size} do not fit; lower data_size, or choose another file"
             )
-    return volumes
-
-
-def _is_cube(shape: Box) -> bool:
-    return len(set(shape)) == 1
 
 
 def check_data(config: Config, reads: str | None, world: World) -> None:
@@ -188,17 +184,9 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
                 volumes = {split: open_boxes(config, split, reads) for split in SPLITS}
             except UserError:
                 return
-            warnings = check_samples(of_both_splits(volumes), config.allow_physical_values)
-            if reads == "hdf5":
-                for line in conversions(of_both_splits(volumes)):
-                    log.info(line)
-            for line in [*files_without_transform(_attributes(config)), *check_distinct(volumes), *warnings]:
+            check_samples(of_both_splits(volumes), config.allow_physical_values)
+            for line in check_distinct(volumes):
                 log.warning(line)
-
-
-def conversions(volumes: Iterable[Volume]) -> list[str]:
-    """Lines for the log about volumes that are converted."""
-    return [f"{volume.path}: {volume.conversion} {CONVERSION_COST}" for volume in volumes if volume.conversion]
 
 
 # --- stage -----------------------------------------------------------------------------------------------------------
@@ -232,3 +220,24 @@ def _open_or_stage(
         copies = {key: [stage(path, config.use_cache) for path in config.paths(key)] for key in keys}
         staged = config.model_copy(update=copies)
         return {split: open_files(staged, split) for split in SPLITS}
+
+
+def stage(path: str, directory: str) -> str:
+    """Copies `path` into a node-local `directory` unless an up-to-date copy exists; returns the copy's path.
+
+    The copy is atomic.
+    """
+    source = Path(path)
+    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # distinguishes files of the same name
+    target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
+    with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
+        original = source.stat()
+        if target.exists():
+            copy = target.stat()
+            if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
+                return str(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write([target]) as (partial,):
+            copy_file(source, partial, f"staging {source.name} in {directory}")
+            os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
+    return str(target)

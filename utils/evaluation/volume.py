@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +16,7 @@ from torch import Tensor
 from utils.config import Config
 from utils.data.channels import INPUTS, TARGETS, VELOCITY
 from utils.data.files.attributes import file_transform
-from utils.data.files.fields import checked_field
-from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, slab_planes
+from utils.data.files.hdf5 import DATASETS, FieldReader, checked_dataset, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -88,7 +86,7 @@ def config_of_files(inputs: str, prediction: str | None) -> Config:
                 reading(path),
                 open_file(path) as file,
             ):  # raised when it is opened again
-                channels = checked_field(file, path, name).shape[0]
+                channels = checked_dataset(file, path, name).shape[0]
         if channels in known:
             keys[count] = channels
             keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
@@ -103,14 +101,13 @@ class VolumeFields:
     target: FieldReader
     prediction: FieldReader | None
     config: Config  # with the transform of the channels of all files
-    warnings: Sequence[str] = ()  # about unlikely values
 
     @classmethod
     def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
         """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ.
 
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
-        stored prediction, so that physical values only get a warning there.
+        stored prediction, so that physical values are allowed there.
         """
         if prediction is not None and not Path(prediction).exists():
             raise UserError(f"no such file: {prediction}; create it with predict.py")
@@ -126,9 +123,9 @@ class VolumeFields:
                 raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {inputs} {shape}")
         transform = file_transform(config.transform, {field.path: field.attributes for field in fields.all()})
         physical = config.allow_physical_values or prediction is not None
-        checked = (check_sample(field.path, field.name, field.values, physical) for field in fields.all())
-        config = config.model_copy(update={"transform": transform})
-        return replace(fields, config=config, warnings=list(itertools.chain.from_iterable(checked)))
+        for field in fields.all():
+            check_sample(field.path, field.name, field.values, physical)
+        return replace(fields, config=config.model_copy(update={"transform": transform}))
 
     def all(self) -> list[FieldReader]:
         return [self.inputs, self.target, *([self.prediction] if self.prediction else [])]
@@ -157,10 +154,9 @@ class VolumeFields:
             yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
 
     def log_warnings(self, is_periodic: bool, world: World) -> None:
-        """Logs the remarks on the volume on the first rank."""
-        if world.is_root:
-            for line in [*self.warnings, *([] if is_periodic else [f"Note: {NOT_PERIODIC}"])]:
-                log.warning(line)
+        """Logs on the first rank that the volume is not periodic."""
+        if world.is_root and not is_periodic:
+            log.warning("Note: %s", NOT_PERIODIC)
 
     def close(self) -> None:
         for fields in self.all():

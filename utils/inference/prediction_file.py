@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.hdf5 import FieldReader
-from utils.data.files.values import IMPORTER, LARGEST_LIKELY
+from utils.data.files.hdf5 import IMPORTER, FieldReader
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
-from utils.errors import Stopped, UserError
+from utils.errors import Stopped
 from utils.inference.layouts import Layout
 from utils.inference.options import InferenceOptions
 from utils.inference.sliding_window import Slab, SlidingWindowPredictor
@@ -27,6 +26,7 @@ from utils.training.checkpoint import digest
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
 PROBED_PLANES = 8
+LARGEST_LIKELY = 30.0  # of a channel; larger values are physical ones
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +48,10 @@ class PredictionFile:
         writer: ResumableHDF5Writer | None = None
         with world.raise_together():
             if world.is_root:
-                if self.source.conversion:
-                    log.info("%s is %s as it is read", self.source.path, self.source.conversion)
                 _warn_about_scale(self.source)
                 writer = self._open(predictor)
         try:
             self._write_slabs(predictor, writer, world, signals)
-        except UserError:
-            if writer is not None and self.source.has_nonfinite:  # the input will be fixed, and then differ
-                writer.discard()
-            raise
         finally:
             if writer is not None:
                 writer.close()

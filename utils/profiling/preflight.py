@@ -15,7 +15,7 @@ from utils import config as configs
 from utils.config import Config
 from utils.data import get_loader
 from utils.data.channels import volume_channels
-from utils.data.files.hdf5 import Volume, cells_text, check_cache
+from utils.data.files.hdf5 import Volume, cells_text
 from utils.data.files.page_cache import memory_limit
 from utils.data.files.shared_memory import check_fits, free_shared_memory
 from utils.data.files.values import check_all, check_distinct, check_samples
@@ -23,7 +23,7 @@ from utils.data.loaders import auto, gpu_resident
 from utils.data.loaders.build import meta_batch
 from utils.data.loaders.classification import open_splits, shuffle_plan
 from utils.data.plan import SPLITS
-from utils.data.volumes import conversions, of_both_splits, open_split, open_split_npy, with_file_values
+from utils.data.volumes import of_both_splits, open_split, open_split_npy, with_file_values
 from utils.distributed.devices import choose_device, uses_gpus
 from utils.distributed.launch import Launch, lasting_jobs, read_launch
 from utils.distributed.locks import is_locked
@@ -241,11 +241,6 @@ def _data(config: Config, memory: TrainingMemory, ranks: int) -> Iterator[str]:
             else open_split(config, split)
             for split in SPLITS
         }
-        if config.use_cache is not None:
-            try:
-                check_cache(config.use_cache)
-            except UserError as error:  # no failure: this may be a login node, which lacks the nodes' local disks
-                yield f"{WARNING}{error}, unless it exists on the nodes of the run"
         if config.data_loader_config in ("inmem", "resident"):
             _check_room(config, of_both_splits(volumes), memory, ranks)
         check_samples(of_both_splits(volumes), config.allow_physical_values)
@@ -267,14 +262,11 @@ def _check_room(config: Config, volumes: list[Volume], memory: TrainingMemory, r
 
 def _volume(volume: Volume, split: str) -> Iterator[str]:
     with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
-        warnings = check_all(volume, progress.advance)
-    access = "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
-    if volume.conversion:
-        access = "converted or reordered as it is read"
+        check_all(volume, progress.advance)
+    slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
+    access = "mapped" if volume.mapped else slow
     size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
     yield f"{split} data: {volume.path}, {size}, all finite, {access}"
-    yield from conversions([volume])
-    yield from (f"{WARNING}{line}" for line in warnings)
 
 
 def _differences(base: Config, config: Config, given: Collection[str]) -> Iterator[str]:

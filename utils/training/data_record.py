@@ -11,7 +11,7 @@ from typing import Any
 
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.datasets import cifar, get_dataset
+from utils.data.datasets import get_dataset
 from utils.data.plan import SPLITS
 from utils.data.volumes import split_settings
 from utils.files import MIB, open_regular
@@ -55,8 +55,6 @@ def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
         folder = Path(config.dataset.directory)
         published = get_dataset(config.dataset.name).checksums
         unpacked = [name.removesuffix(".gz") for name in published]
-        if config.dataset.name == "cifar10":
-            unpacked += [file for files in cifar.FILES.values() for file in files]
         yield from ((name, folder / name) for name in dict.fromkeys((*published, *unpacked)))
     elif reads is not None:
         for values in (split_settings(config, split) for split in SPLITS):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,7 @@ from trainings import YAML
 
 from utils import config as configs
 from utils.config.sections import TransformConfig
-from utils.data.files.attributes import (
-    cell_size,
-    common_simulation,
-    file_transform,
-    files_without_transform,
-    simulation_of,
-)
+from utils.data.files.attributes import attributes_of, cell_size, common_simulation, file_transform, simulation_of
 from utils.data.files.hdf5 import FieldReader
 from utils.data.volumes import with_file_values
 from utils.errors import UserError
@@ -43,9 +36,6 @@ def test_attributes_of_a_file_win_over_the_defaults() -> None:
     assert found.velocity_scale_km_s == 1000.0 != DEFAULT.velocity_scale_km_s
     assert from_files(OTHER).model_dump() == {**DEFAULT.model_dump(), **OTHER}, "each key on its own"
     assert from_files(OTHER, {"redshift": 2.0}) == from_files({}, OTHER) == from_files(OTHER)
-
-
-def test_files_without_attributes_have_the_default_or_configured_transform() -> None:
     assert from_files() == from_files({"redshift": 2.0}) == DEFAULT
     assert from_files({}, density_log_scale=10.0) == TransformConfig(density_log_scale=10.0)
 
@@ -57,10 +47,7 @@ def test_a_file_must_agree_with_the_keys_that_the_config_sets() -> None:
     )
     unknown = from_files(OTHER, velocity_scale_km_s=None)
     assert (unknown.velocity_scale_km_s, unknown.temperature_log10_center) == (None, 4.0)
-    says = (
-        r"^the channels of a\.h5 were computed with velocity_scale_km_s 500, the config has 900; rescale the file's "
-        r"channels, or remove transform\.velocity_scale_km_s from the config of a run on such files$"
-    )
+    says = r"a\.h5 were computed with velocity_scale_km_s 500, the config has 900; .* transform\.velocity_scale_km_s"
     with pytest.raises(UserError, match=says):
         from_files(OTHER, velocity_scale_km_s=900.0)
 
@@ -69,23 +56,19 @@ def test_files_that_contradict_each_other_or_state_nonsense_are_refused() -> Non
     says = "the channels of b.h5 were computed with velocity_scale_km_s 1000, those of a.h5 with 500; rescale the"
     with pytest.raises(UserError, match=says):
         from_files(OTHER, gas.attributes())
-    for value, words in ((0.0, "attributes of a.h5: velocity_scale_km_s .*0"), ("fast", "make it a num")):
-        with pytest.raises(UserError, match=words):
+    for value in (0.0, "fast"):
+        with pytest.raises(UserError, match=f"attributes of a.h5: velocity_scale_km_s .*{value}"):
             from_files({"velocity_scale_km_s": value})
 
 
-def test_a_file_without_attributes_next_to_one_that_has_them_gets_a_warning() -> None:
-    line = "b.h5 has no attributes that state how its channels were computed; those of a.h5 are used"
-    assert files_without_transform({"a.h5": OTHER, "b.h5": {"redshift": 2.0}}) == [line]
-    for files in ({"a.h5": OTHER, "b.h5": OTHER}, {"a.h5": {}, "b.h5": {}}):
-        assert files_without_transform(files) == []
-
-
-def test_arrays_of_one_element_and_bytes_are_read_as_their_value() -> None:
+def test_arrays_of_one_element_and_bytes_are_read_as_their_value(tmp_path: Path) -> None:
     """Some programs write such attributes."""
-    assert from_files({"velocity_scale_km_s": np.array([500.0])}).velocity_scale_km_s == 500.0
-    attributes = {"redshift": np.array([2.0], np.float32), "cosmology": b"planck18"}
-    assert simulation_of(attributes, None) == {"redshift": 2.0, "cosmology": "planck18"}
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.attrs["velocity_scale_km_s"] = np.array([500.0], np.float32)
+        file.attrs["cosmology"] = np.bytes_("planck18")
+        attributes = attributes_of(file, (8, 8, 8))
+    assert from_files(attributes).velocity_scale_km_s == 500.0
+    assert simulation_of(attributes, None) == {"cosmology": "planck18"}
 
 
 def test_a_training_on_several_simulations_has_what_they_share() -> None:
@@ -110,10 +93,8 @@ def test_a_box_size_that_cannot_be_one_is_refused() -> None:
     """It would make spectra and flux infinite."""
     assert cell_size({"box_size_mpc_h": 12.0}, 24, "a.h5") == 0.5
     assert cell_size({}, 24, "a.h5") is None
-    for length in (0.0, -1.0, math.nan, math.inf, 1e-200, 1e200):
-        stated = re.escape(f"{length:g}")
-        says = rf"^a\.h5: its attribute box_size_mpc_h is {stated}; make it a length from 1e-06 to 1e\+06"
-        with pytest.raises(UserError, match=says):
+    for length in (0.0, math.nan, math.inf, 1e200):
+        with pytest.raises(UserError, match=r"^a\.h5: its attribute box_size_mpc_h is .* make it a length"):
             cell_size({"box_size_mpc_h": length}, 24, "a.h5")
 
 

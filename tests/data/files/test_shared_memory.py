@@ -56,12 +56,6 @@ def test_too_little_memory_is_reported_before_anything_is_read(volume: Volume, m
         share_volume(volume, ALONE)
 
 
-def test_a_failure_is_reported_in_one_line(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_fill", fail)
-    with pytest.raises(UserError, match=r"cannot read .*filter returned failure; use --data_loader_config=lowmem$"):
-        share_volume(volume, ALONE)
-
-
 def fail_on_two_ranks(world: World, path: str, directory: str) -> list[str]:
     """Runs on each rank; returns the errors if the memory is too small, cannot be reserved, or cannot be filled."""
     shared.SHARED_MEMORY, errors = directory, []

@@ -5,10 +5,14 @@ Nothing in a file is executed: the pickle in Keras's `reuters.npz` is read as da
 
 from __future__ import annotations
 
+import hashlib
+import tarfile
+import zipfile
+import zlib
 from pathlib import Path
 
 from utils.data.datasets.cifar import CIFAR10
-from utils.data.datasets.common import SKIP_VERIFICATION, ClassificationData, Dataset, verify
+from utils.data.datasets.common import ClassificationData, Dataset
 from utils.data.datasets.digits import DIGITS
 from utils.data.datasets.idx import FASHION_MNIST, MNIST
 from utils.data.datasets.reuters import REUTERS
@@ -23,6 +27,8 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": CIFAR10,
     "reuters": REUTERS,
 }
+DAMAGED = (OSError, EOFError, KeyError, ValueError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+SKIP_VERIFICATION = "dataset.verify=false accepts other files of the same format"
 
 
 def get_dataset(name: str) -> Dataset:
@@ -41,15 +47,39 @@ def open_dataset(name: str, directory: str, verified: bool) -> dict[str, Classif
     if verified:
         for file, checksum in dataset.checksums.items():
             if (folder / file).is_file():
-                verify(folder / file, checksum)
-    splits = dataset.read(folder)
+                _verify(folder / file, checksum)
+    try:
+        splits = dataset.read(folder)
+    except UserError:
+        raise
+    except DAMAGED as error:  # libraries raise many types for a damaged file
+        raise UserError(f"{directory}: cannot read {name}: {error!r}; download its files again") from None
     for split, data in splits.items():
-        assert data.inputs.shape == (len(data.labels), *dataset.shape)
+        _check(data, dataset, f"{directory}: {split} samples of {name}")
         if verified and len(data.labels) != dataset.samples[split]:
             raise UserError(
                 f"{directory}: {len(data.labels)} {split} samples, {name} has {dataset.samples[split]}; "
                 f"{SKIP_VERIFICATION}"
             )
-        if len(data.labels) == 0:
-            raise UserError(f"{directory}: no {split} samples; set dataset.directory to the directory of {name}")
     return splits
+
+
+def _verify(path: Path, checksum: str) -> None:
+    """Raises UserError unless the file has the digest in 'algorithm:digest'."""
+    algorithm, _, expected = checksum.partition(":")
+    digest = hashlib.new(algorithm, path.read_bytes(), usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise UserError(
+            f"{path} has {algorithm} {digest}, the published file has {expected}; download it again; "
+            f"{SKIP_VERIFICATION}"
+        )
+
+
+def _check(data: ClassificationData, dataset: Dataset, samples: str) -> None:
+    """Raises UserError for labels and words that the data set does not have."""
+    if data.inputs.shape != (len(data.labels), *dataset.shape) or not len(data.labels):
+        raise UserError(f"{samples}: inputs are {data.inputs.shape}, with {len(data.labels)} labels")
+    for name, values, limit in (("label", data.labels, dataset.classes), ("word", data.inputs, dataset.vocabulary)):
+        if limit is not None and not 0 <= values.min() <= values.max() < limit:
+            wrong = values.max() if values.max() >= limit else values.min()
+            raise UserError(f"{samples}: {name} {wrong}; {name}s are 0 to {limit - 1}")

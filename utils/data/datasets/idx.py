@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import struct
+import gzip
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from utils.data.datasets.common import DOWNLOAD_AGAIN, ClassificationData, Dataset, check_labels, find, read_file
-from utils.errors import UserError
+from utils.data.datasets.common import ClassificationData, Dataset, find
 
 IMAGE_SIDE = 28
-CLASSES = 10
 UNSIGNED_BYTES = 0x0800  # plus the number of axes: the first word of an IDX file
 PREFIXES = {"train": "train", "valid": "t10k"}
 # Source: torchvision/datasets/mnist.py, MNIST.resources and FashionMNIST.resources.
@@ -35,28 +32,26 @@ def read(directory: Path) -> dict[str, ClassificationData]:
     """Reads images and labels of both splits."""
     splits = {}
     for split, prefix in PREFIXES.items():
-        image_path, images = _read_file(directory, f"{prefix}-images-idx3-ubyte", (IMAGE_SIDE, IMAGE_SIDE))
-        label_path, labels = _read_file(directory, f"{prefix}-labels-idx1-ubyte", ())
-        check_labels(labels, len(images), CLASSES, str(label_path), str(image_path))
-        splits[split] = ClassificationData(images[:, None].copy(), labels.astype(np.int64))
+        images = _read_file(directory, f"{prefix}-images-idx3-ubyte", axes=3)
+        labels = _read_file(directory, f"{prefix}-labels-idx1-ubyte", axes=1)
+        splits[split] = ClassificationData(images[:, None], labels.astype(np.int64))
     return splits
 
 
-def _read_file(directory: Path, name: str, shape: tuple[int, ...]) -> tuple[Path, np.ndarray]:
-    """The file's path, and its bytes [N, *shape]."""
+def _read_file(directory: Path, name: str, axes: int) -> np.ndarray:
+    """The bytes of a file as an array of its shape; raises ValueError if the file has another format or length."""
     path = find(directory, f"{name}.gz", name)
-    data = read_file(path)
-    axes, count = 1 + len(shape), int.from_bytes(data[4:8], "big")
-    header = struct.pack(f">{1 + axes}I", UNSIGNED_BYTES + axes, count, *shape)
-    if not data.startswith(header) or len(data) != len(header) + count * math.prod(shape):
-        expected = " × ".join(map(str, ("N", *shape)))
-        raise UserError(f"{path} is not a complete IDX file of {expected} bytes; {DOWNLOAD_AGAIN}")
-    return path, np.frombuffer(data, np.uint8, offset=len(header)).reshape(count, *shape)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        data = file.read()
+    word, *shape = np.frombuffer(data, ">u4", count=1 + axes).tolist()
+    if word != UNSIGNED_BYTES + axes:
+        raise ValueError(f"{path} is not an IDX file of bytes with {axes} axes")
+    return np.frombuffer(bytearray(data), np.uint8, offset=4 * (1 + axes)).reshape(shape)
 
 
 def _dataset(checksums: Mapping[str, str]) -> Dataset:
     counts = {"train": 60000, "valid": 10000}
-    return Dataset((1, IMAGE_SIDE, IMAGE_SIDE), CLASSES, counts, read, checksums, scale=1 / 255)
+    return Dataset((1, IMAGE_SIDE, IMAGE_SIDE), 10, counts, read, checksums, scale=1 / 255)
 
 
 MNIST, FASHION_MNIST = _dataset(MNIST_CHECKSUMS), _dataset(FASHION_MNIST_CHECKSUMS)

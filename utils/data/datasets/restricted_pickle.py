@@ -15,9 +15,8 @@ from typing import Any
 class _ObjectDtype:
     """Stands for numpy.dtype."""
 
-    def __init__(self, code: str, *_: Any) -> None:
-        if code not in ("O", "O8"):
-            raise pickle.UnpicklingError(f"its elements are of type {code}")
+    def __init__(self, *_: Any) -> None:
+        """Ignores the type: the elements are what the pickle holds."""
 
     def __setstate__(self, state: Any) -> None:
         """Ignores the byte order, which objects do not have."""
@@ -26,22 +25,14 @@ class _ObjectDtype:
 class _ObjectArray:
     """Stands for numpy.ndarray; keeps the elements as a list."""
 
-    items: list[Any]
+    items: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        _, (count,), dtype, _, items = state
-        if type(dtype) is not _ObjectDtype or type(items) is not list or len(items) != count:
-            raise pickle.UnpicklingError("its array is not one of objects [N]")
-        self.items = items
+        *_, self.items = state
 
 
 def _reconstruct(subtype: Any, shape: Any, typecode: Any) -> _ObjectArray:
     return _ObjectArray()
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Protocol 2 has no opcode for bytes; Python 3 writes them as a call of _codecs.encode."""
-    return text.encode("latin1")
 
 
 ALLOWED = {
@@ -49,7 +40,6 @@ ALLOWED = {
     ("numpy", "dtype"): _ObjectDtype,
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("_codecs", "encode"): _encode,
 }
 
 
@@ -64,10 +54,8 @@ def unpickle_object_array(data: bytes) -> list[Any]:
     """Returns the elements of a pickled array of objects [N]; raises ValueError for any other pickle."""
     try:
         result = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-    except pickle.UnpicklingError as error:
-        raise ValueError(str(error)) from None
-    except Exception:  # a damaged pickle may raise anything, says the documentation of UnpicklingError
-        raise ValueError("its pickle is damaged") from None
-    if not isinstance(result, _ObjectArray):
-        raise ValueError(f"its pickle holds a {type(result).__name__}")
+    except Exception as error:  # a damaged pickle may raise anything, says the documentation of UnpicklingError
+        raise ValueError(f"its pickle cannot be read: {error}") from None
+    if not isinstance(result, _ObjectArray) or not isinstance(result.items, list):
+        raise ValueError("its pickle is not one of an array of objects")
     return result.items

@@ -38,6 +38,30 @@ Simulation = dict[str, float | str]
 log = logging.getLogger(__name__)
 
 
+def plain_attributes(owner: h5py.HLObject) -> dict[str, Any]:
+    """The attributes as Python values; some programs write arrays of one element, and texts as bytes."""
+    attributes = {}
+    for name, value in owner.attrs.items():
+        plain = value.item() if isinstance(value, np.ndarray | np.generic) and value.size == 1 else value
+        attributes[name] = plain.decode(errors="replace") if isinstance(plain, bytes) else plain
+    return attributes
+
+
+def attributes_of(file: h5py.File, cells: Sequence[int]) -> dict[str, Any]:
+    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
+    domain = dict(file["domain"].attrs) if "domain" in file else {}
+    attributes: dict[str, Any] = {**universe_of(file)}
+    if "size" in domain and tuple(np.ravel(domain.get("shape", cells))) == tuple(cells):
+        attributes["box_size_mpc_h"] = float(np.max(domain["size"]))
+    return {**attributes, **plain_attributes(file)}
+
+
+def universe_of(file: h5py.File) -> dict[str, float]:
+    """This project's attributes for those of the group `universe` of a file."""
+    universe = plain_attributes(file["universe"]) if "universe" in file else {}
+    return {key: factor * universe[name] for name, (key, factor) in UNIVERSE.items() if name in universe}
+
+
 def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> TransformConfig:
     """The transform of the channels in `files`, which maps paths to attributes.
 
@@ -48,8 +72,7 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     known: dict[str, tuple[float | None, str | None]]  # value, and the file that states it; None: the config
     known = {key: (getattr(config, key), None) for key in config.model_fields_set}
     for path, attributes in files.items():
-        numbers = {key: number_of(attributes, key, path) for key in TransformConfig.model_fields}
-        stated = {key: number for key, number in numbers.items() if number is not None}
+        stated = {key: attributes[key] for key in TransformConfig.model_fields if key in attributes}
         validate_section(TransformConfig, stated, f"attributes of {path}")
         for key, number in stated.items():
             expected, source = known.setdefault(key, (number, path))
@@ -65,45 +88,24 @@ def file_transform(config: TransformConfig, files: Mapping[str, Attributes]) -> 
     return TransformConfig.model_validate({key: value for key, (value, _) in known.items()})
 
 
-def files_without_transform(files: Mapping[str, Attributes]) -> list[str]:
-    """A line for each file that states no transform although another one does."""
-    stating = {path for path, attributes in files.items() if TransformConfig.model_fields.keys() & set(attributes)}
-    return [
-        f"{path} has no attributes that state how its channels were computed; those of {min(stating)} are used"
-        for path in files
-        if stating and path not in stating
-    ]
-
-
 def cell_size(attributes: Attributes, side: int, path: str) -> float | None:
     """Side of a cell in comoving Mpc/h, or None if the file does not state the box size; `side` is in cells."""
-    length = number_of(attributes, "box_size_mpc_h", path)
+    length = attributes.get("box_size_mpc_h")
     if length is not None and not SMALLEST_BOX <= length <= LARGEST_BOX:  # spectra and flux would not be finite
         limits = f"from {SMALLEST_BOX:g} to {LARGEST_BOX:g}"
         raise UserError(f"{path}: its attribute box_size_mpc_h is {length:g}; make it a length {limits}, or remove it")
     return None if length is None else length / side
 
 
-def attributes_of(file: h5py.File, cells: Sequence[int], path: str) -> dict[str, Any]:
-    """The attributes of a volume's file. Those of the groups `universe` and `domain` (see nyx.py) stand in for them."""
-    universe, domain = (dict(file[name].attrs) if name in file else {} for name in ("universe", "domain"))
-    attributes: dict[str, Any] = universe_of(universe, path)
-    if "size" in domain and tuple(np.ravel(domain.get("shape", cells))) == tuple(cells):
-        attributes["box_size_mpc_h"] = float(np.max(domain["size"]))
-    return {**attributes, **file.attrs}
-
-
-def universe_of(universe: Attributes, path: str) -> dict[str, float]:
-    """This project's attributes for those of the group `universe` of a file."""
-    numbers = {key: (number_of(universe, name, path), factor) for name, (key, factor) in UNIVERSE.items()}
-    return {key: factor * number for key, (number, factor) in numbers.items() if number is not None}
-
-
 def simulation_of(attributes: Attributes, cell: float | None) -> Simulation:
     """Redshift, cosmology, density floor and size of a cell, as far as the file states them."""
     names = ("redshift", FLOOR, *sorted(name for name in attributes if name.startswith("cosmology")))
-    stated = {name: _plain(attributes.get(name)) for name in names} | {CELL: cell}
-    return {name: value for name, value in stated.items() if value is not None}
+    stated = {name: attributes[name] for name in names if name in attributes} | {CELL: cell}
+    return {
+        name: value if isinstance(value, str) else float(value)
+        for name, value in stated.items()
+        if isinstance(value, str | Real)
+    }
 
 
 def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
@@ -119,7 +121,7 @@ def common_simulation(simulations: Sequence[Simulation]) -> Simulation:
 def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulation) -> None:
     """Logs a warning if the input of a prediction comes from another simulation than the training data."""
     differences = [
-        f"{name} {_shown(value)} instead of {_shown(trained[name])}"
+        f"{name} {value} instead of {trained[name]}"
         for name, value in simulation.items()
         if name in trained and not _is_close(value, trained[name])
     ]
@@ -127,33 +129,7 @@ def warn_of_other_simulation(path: str, simulation: Simulation, trained: Simulat
         log.warning("%s differs from the training data: %s; check the prediction", path, ", ".join(differences))
 
 
-def number_of(attributes: Attributes, key: str, path: str) -> float | None:
-    """An attribute as a float, or None if it is missing; raises UserError if it is not a number."""
-    value = scalar(attributes.get(key))
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{path}: its attribute {key} is {value!r}; make it a number, or remove it") from None
-
-
-def scalar(value: Any) -> Any:
-    """The value of an attribute; some programs write arrays of one element, and texts as bytes."""
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.item()
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _plain(value: Any) -> float | str | None:
-    """The value of an attribute that is a number or a text, None for others."""
-    value = scalar(value)
-    return float(value) if isinstance(value, Real) else value if isinstance(value, str) else None
-
-
 def _is_close(first: float | str, second: float | str) -> bool:
     if isinstance(first, str) or isinstance(second, str):
         return first == second
     return math.isclose(first, second, rel_tol=SIMULATION_TOLERANCE, abs_tol=SIMULATION_TOLERANCE / 10)
-
-
-def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"

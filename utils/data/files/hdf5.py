@@ -1,19 +1,15 @@
 """Simulation volumes on disk: HDF5 with `Nbody` [4, X, Y, Z] and `Hydro` [5, X, Y, Z], float32.
 
 Contiguous datasets are mapped into memory: a crop reads only its own bytes, and all ranks of a node share the page
-cache. Chunked or compressed datasets are read through h5py. Other types of numbers and datasets with the channels last
-are converted as they are read.
+cache. Chunked or compressed datasets, and those of other types of numbers, are read through h5py and converted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -21,14 +17,13 @@ import numpy as np
 
 from utils.config.sections import TransformConfig
 from utils.data.files.attributes import Simulation, attributes_of, cell_size, file_transform, simulation_of
-from utils.data.files.fields import checked_field
 from utils.data.files.page_cache import read_ahead
-from utils.errors import UserError, os_errors_for_users, os_reason
-from utils.files import atomic_write, copy_file
+from utils.errors import UserError, os_reason
 
 DATASETS = ("Nbody", "Hydro")
-RECREATE, GIVE_ANOTHER = "copy or recreate it", "give another path"
-SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent and checked in slabs
+NATIVE = "native_fields"  # the group of the fields in Nyx's snapshots
+IMPORTER = "python -m utils.data.import_volume"  # makes channels of physical values
+SLAB_VALUES = 2**22  # values of a slab, 16 MiB as float32: volumes are read, sent, checked and converted in slabs
 SLABS_AHEAD = 4  # slabs that the kernel reads from disk while one is processed
 
 
@@ -45,7 +40,6 @@ class Volume:
     files: tuple[str, ...] = ()
     cell: float | None = None  # side of a cell in comoving Mpc/h, if known
     names: tuple[str, str] = DATASETS
-    conversion: str = ""  # datasets that are converted as they are read, and how, for the log
     simulation: Simulation = field(default_factory=dict)  # redshift, cosmology, cell size, as far as the file has them
     periodic: bool = True  # false for a part of a box, as the file states
 
@@ -87,9 +81,13 @@ def cells_text(shape: Sequence[int]) -> str:
     return f"{shape[0]}³" if len(set(shape)) == 1 else " × ".join(map(str, shape))
 
 
-def slab_planes(shape: Sequence[int]) -> list[slice]:
-    """Slices along x that divide a grid [X, Y, Z] into slabs of at most SLAB_VALUES values, or of one plane."""
-    thickness = max(1, SLAB_VALUES // (shape[1] * shape[2]))
+def slab_planes(shape: Sequence[int], chunk: Sequence[int] | None = None) -> list[slice]:
+    """Slices along x that divide a grid [X, Y, Z] into slabs of at most SLAB_VALUES values, or of one plane.
+
+    `chunk` is the shape of the chunks, which HDF5 unpacks as a whole: slabs are then a multiple of it.
+    """
+    depth = chunk[0] if chunk else 1
+    thickness = max(1, SLAB_VALUES // (shape[1] * shape[2]) // depth) * depth
     return [slice(start, min(start + thickness, shape[0])) for start in range(0, shape[0], thickness)]
 
 
@@ -102,22 +100,29 @@ def request_read_ahead(field: Any, channel: int, planes: slice) -> None:
 class FieldReader:
     """Reads one dataset [C, X, Y, Z] of a file in planes along x."""
 
-    def __init__(self, path: str, name: str, channels: int, transform: TransformConfig) -> None:
-        """Raises UserError if the file does not match the config."""
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        channels: int,
+        transform: TransformConfig | None = None,
+        remedy: str = "link it, in Python: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
+    ) -> None:
+        """Raises UserError if the file does not match the config, with this remedy if it lacks the dataset."""
+        self.path, self.name = path, name
         with reading(path):
             file = open_file(path)
-            linked = f"link it, in Python: h5py.File('{path}', 'a')['{name}'] = h5py.SoftLink('/NAME')"
-            field = checked_field(file, path, name, channels, linked)
-            self.attributes = attributes_of(file, field.shape[1:], path)
+            dataset = checked_dataset(file, path, name, channels, remedy)
+            self.shape: tuple[int, int, int] = dataset.shape[1:]
+            self.attributes = attributes_of(file, self.shape)
+            self.file = str(dataset.file.filename)  # the dataset may be a link into another file
+            self.values = float32_field(dataset)
+        if transform is not None:
             file_transform(transform, {path: self.attributes})
-            self.values = field.mapped()
-        self.path, self.name = path, name
-        self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
-        self.shape: tuple[int, int, int] = field.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
         self.simulation = simulation_of(self.attributes, self.cell)
-        self.conversion = f"{field.conversion}: converted" if field.conversion else ""
+        self.periodic = bool(self.attributes.get("periodic", True))
 
     def planes(self, start: int, stop: int) -> np.ndarray:
         """Values [C, stop - start, Y, Z]; raises UserError if they cannot be read or are not all finite."""
@@ -126,7 +131,6 @@ class FieldReader:
         place = nonfinite_place(values)
         if place is None:
             return values
-        self.has_nonfinite = True
         c, x, y, z = place
         raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
 
@@ -135,43 +139,71 @@ class FieldReader:
         self.values = None
 
 
-def open_volume(
-    path: str | os.PathLike[str],
-    channels: tuple[int, int],
-    transform: TransformConfig | None = None,
-    names: tuple[str, str] = DATASETS,
-    remedy: str = GIVE_ANOTHER,
-) -> Volume:
-    """Opens a volume; raises UserError if it does not match the arguments, with this remedy if there is no file."""
-    path = str(path)
-    with reading(path):
-        file = open_file(path, remedy)
-        remedies = (f"set dataset_names or {key}" for key in ("N_in_channels", "N_out_channels"))
-        stored = [checked_field(file, path, *expected) for expected in zip(names, channels, remedies, strict=True)]
-        if transform is not None:
-            file_transform(transform, {path: file.attrs})
-        attributes = attributes_of(file, stored[0].shape[1:], path)
-        cell = cell_size(attributes, max(stored[0].shape[1:]), path)
-        simulation = simulation_of(attributes, cell)
-        periodic = bool(attributes.get("periodic", True))
-        fields = [field.mapped() for field in stored]
-    shapes = [field.shape for field in stored]
-    if shapes[0][1:] != shapes[1][1:]:
-        raise UserError(f"{path}: {names[0]} is {shapes[0]}, {names[1]} is {shapes[1]}; their grids must be equal")
-    files = tuple(dict.fromkeys(field.path for field in stored))
-    conversions = [
-        f"{name} is {field.conversion}" for name, field in zip(names, stored, strict=True) if field.conversion
-    ]
-    conversion = f"{' and '.join(conversions)}: converted" if conversions else ""
-    return Volume(path, fields[0], fields[1], files, cell, names, conversion, simulation, periodic)
+def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], names: tuple[str, str] = DATASETS) -> Volume:
+    """Opens a volume; raises UserError if it does not match the arguments."""
+    keys = ("N_in_channels", "N_out_channels")
+    inputs, targets = (
+        FieldReader(str(path), name, count, remedy=f"set dataset_names or {key}")
+        for name, count, key in zip(names, channels, keys, strict=True)
+    )
+    if inputs.shape != targets.shape:
+        raise UserError(f"{path}: {names[0]} has {inputs.shape} cells, {names[1]} {targets.shape}; make them equal")
+    files = tuple(dict.fromkeys((inputs.file, targets.file)))
+    fields = inputs.values, targets.values
+    return Volume(str(path), *fields, files, inputs.cell, names, inputs.simulation, inputs.periodic)
 
 
-def open_file(path: str, remedy: str = GIVE_ANOTHER) -> h5py.File:
-    """Opens an HDF5 file for reading; raises UserError if that fails, with this remedy if there is no such file."""
-    if not os.path.exists(path):
-        raise UserError(f"no such file: {path}; {remedy}")
+# --- datasets --------------------------------------------------------------------------------------------------------
+
+
+class ConvertedField:
+    """A dataset [C, X, Y, Z] that cannot be mapped; field[channels, x, y, z] is read through h5py, as float32."""
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self._dataset = dataset
+        self.shape: tuple[int, ...] = dataset.shape
+
+    def __getitem__(self, key: Any) -> np.ndarray:
+        return as_float32(self._dataset[key])
+
+
+def as_float32(values: Any) -> np.ndarray:
+    """The values as float32, without a copy if they are; values beyond its range become infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float32)
+
+
+def float32_field(dataset: h5py.Dataset) -> Any:
+    """A mapped array of a contiguous float32 dataset, a ConvertedField of others."""
+    offset = dataset.id.get_offset()
+    if dataset.dtype != np.dtype("<f4") or dataset.chunks or offset is None or dataset.is_virtual or dataset.external:
+        return ConvertedField(dataset)
+    mapped = np.memmap(dataset.file.filename, "<f4", "r", offset, dataset.shape)
+    return np.asarray(mapped)  # a plain array: slicing a memmap object is slower
+
+
+def checked_dataset(
+    file: h5py.File, path: str, name: str, channels: int | None = None, remedy: str = "choose another file or dataset"
+) -> h5py.Dataset:
+    """A dataset [C, X, Y, Z]; `channels` None accepts any number."""
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        if NATIVE in file:
+            command = f"{IMPORTER} --input {path} --output VOLUME.h5"
+            raise UserError(f"{path} is a snapshot of Nyx; import it with {command}, and give VOLUME.h5")
+        names = [f"group {key}" if file.get(key, getclass=True) is h5py.Group else key for key in file]
+        raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
+    shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
+    if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]):
+        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {remedy}")
+    return dataset
+
+
+def open_file(path: str) -> h5py.File:
+    """Opens an HDF5 file for reading; raises UserError if that fails."""
     if not os.path.isfile(path):
-        raise UserError(f"cannot read {path}: it is not a regular file; {remedy}")
+        fault = f"cannot read {path}: it is not a regular file" if os.path.exists(path) else f"no such file: {path}"
+        raise UserError(f"{fault}; give another path")
     with reading(path):
         return h5py.File(path, "r")
 
@@ -183,25 +215,13 @@ def reading(path: str) -> Iterator[None]:
         yield
     except (UserError, MemoryError):
         raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from None
     except Exception as error:
-        raise UserError(
-            f"cannot read {path}: the file is damaged ({' '.join(str(error).split())}); {RECREATE}"
-        ) from None
-
-
-def _reason(error: OSError) -> str:
-    text = " ".join(str(error).split())
-    if "truncated" in text:
-        return f"the file is truncated; {RECREATE}"
-    if "signature" in text:
-        return "it is not an HDF5 file; give another file"
-    if "unable to lock" in text:
-        return "it cannot be locked; stop the process that writes to it, or set HDF5_USE_FILE_LOCKING=FALSE"
-    if not error.errno:
-        return f"{text}; the file is damaged, or compressed with a filter that h5py lacks: {RECREATE}"
-    return os_reason(error)
+        text = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split())
+        if "truncated" in text:
+            text = "the file is truncated"
+        if "signature" in text:
+            text = "it is not an HDF5 file"
+        raise UserError(f"cannot read {path}: {text}; copy or recreate it") from None
 
 
 def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
@@ -210,33 +230,3 @@ def nonfinite_place(values: np.ndarray) -> tuple[int, ...] | None:
         if np.isfinite(np.sum(values, dtype=np.float64)):  # one pass, no temporary array
             return None
     return tuple(np.argwhere(~np.isfinite(values))[0].tolist())
-
-
-def check_cache(directory: str) -> None:
-    """Raises UserError if `stage` could not create a file in the directory, which need not exist; leaves nothing."""
-    parent = Path(directory).absolute()
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    with os_errors_for_users(f"cannot stage data in use_cache={directory}", "choose another use_cache"):
-        tempfile.TemporaryFile(dir=parent).close()
-
-
-def stage(path: str, directory: str) -> str:
-    """Copies `path` into a node-local `directory` unless an up-to-date copy exists; returns the copy's path.
-
-    The copy is atomic.
-    """
-    source = Path(path)
-    digest = hashlib.sha256(str(source.resolve()).encode()).hexdigest()[:16]  # distinguishes files of the same name
-    target = Path(directory) / f"{source.stem}-{digest}{source.suffix}"
-    with os_errors_for_users(f"cannot stage {path} in use_cache={directory}", "choose another use_cache"):
-        original = source.stat()
-        if target.exists():
-            copy = target.stat()
-            if (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns):
-                return str(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write([target]) as (partial,):
-            copy_file(source, partial, f"staging {source.name} in {directory}")
-            os.utime(partial, ns=(original.st_atime_ns, original.st_mtime_ns))
-    return str(target)

@@ -22,7 +22,7 @@ import numpy as np
 from utils.distributed.threads import control_groups
 from utils.distributed.world import World
 from utils.errors import os_errors_for_users
-from utils.files import GIB, MIB, copy_file
+from utils.files import GIB, copy_file
 
 log = logging.getLogger(__name__)
 
@@ -36,20 +36,17 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
     """
     paths = list(dict.fromkeys(paths))  # training and validation may read the same file
+    names = ", ".join(map(os.path.basename, paths))
     with world.raise_together(), os_errors_for_users(f"cannot read {', '.join(paths)}"):
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
-        if world.is_node_leader:
-            names = f"{', '.join(os.path.basename(path) for path in paths)}: {_text(size)}"
-            if size > available:
-                room = f"{_text(available)} of available memory"
-                log.info("%s do not fit in the %s; crops are read from disk", names, room)
-            else:
-                started = time.perf_counter()
-                for path in paths:
-                    copy_file(path, os.devnull, f"reading {os.path.basename(path)} into the page cache")
-                seconds = time.perf_counter() - started
-                speed = f"{size / 1e9 / seconds:.1f} GB/s"
-                log.info("%s read into the page cache in %.2f s (%s)", names, seconds, speed)
+        text = f"{names}: {size / GIB:.2f} GiB"
+        if world.is_node_leader and size > available:
+            log.info("%s do not fit in the %.2f GiB of free memory; crops are read from disk", text, available / GIB)
+        elif world.is_node_leader:
+            started = time.perf_counter()
+            for path in paths:
+                copy_file(path, os.devnull, f"reading {os.path.basename(path)} into the page cache")
+            log.info("%s read into the page cache in %.2f s", text, time.perf_counter() - started)
     if size <= available:
         for array in arrays:  # otherwise the first epoch would take a page fault for every few pages
             _advise(array, MADV_POPULATE_READ)
@@ -75,13 +72,10 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     """
     available = _meminfo(proc, "MemAvailable")
     for group in control_groups(proc, cgroups):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not visible in this container
             limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = int(statistics["active_file"]) + int(statistics["inactive_file"])
-        except (OSError, KeyError, ValueError):
-            continue  # no limit ("max"), or a group that is not visible in this container
-        available = min(available, max(0, limit - used + cached))
+            files = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+            available = min(available, max(0, limit - used + sum(map(int, files))))
     return available
 
 
@@ -89,7 +83,7 @@ def memory_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
     """Bytes that a process on this machine and in this process's control groups can have, if no other uses any."""
     limit = _meminfo(proc, "MemTotal")
     for group in control_groups(proc, cgroups):
-        with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or not visible in this container
+        with contextlib.suppress(OSError, ValueError):
             limit = min(limit, int((group / "memory.max").read_text()))
     return limit
 
@@ -98,7 +92,3 @@ def _meminfo(proc: Path, name: str) -> int:
     meminfo = proc / "meminfo"
     match = re.search(rf"^{name}: *(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
     return 1024 * int(match[1]) if match else sys.maxsize
-
-
-def _text(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.1f} MiB"

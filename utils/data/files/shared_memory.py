@@ -38,9 +38,8 @@ def free_shared_memory(world: World) -> int:
 def check_room(volumes: Sequence[Volume], world: World) -> None:
     """Raises UserError if a node lacks the memory for all volumes together; every rank calls it."""
     with world.raise_together():
-        free = free_shared_memory(world)
         if world.is_node_leader:
-            check_fits(volumes, free)
+            check_fits(volumes, free_shared_memory(world))
 
 
 def share_volume(volume: Volume, world: World) -> Volume:

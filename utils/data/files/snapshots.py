@@ -1,4 +1,4 @@
-"""Fields of simulations in the layouts that other programs write, read in blocks.
+"""Fields of simulations in the layouts that other programs write.
 
 Raw files are a directory of little-endian float32 values, one `NAME.f32` per field, as in SDRBench's Nyx data. NumPy
 grids are a directory with one `.npy` file per field, [X, Y, Z] or, as in CAMELS, [N, X, Y, Z]. `nyx.py` reads HDF5.
@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from utils.data.files.blocks import Block, blocks
-from utils.data.files.hdf5 import reading
+from utils.data.files.hdf5 import as_float32, reading, slab_planes
 from utils.errors import UserError
 
 Shape = tuple[int, int, int]
-BLOCK_VALUES = 2**20  # values of a block, 4 MiB as float32, which caches hold
 
 # The names of Nyx; those of the dark-matter velocity, which Nyx does not write, are this project's.
 DARK_MATTER_DENSITY, GAS_DENSITY, TEMPERATURE = "dark_matter_density", "baryon_density", "temperature"
@@ -54,83 +52,74 @@ class GridField:
         x, y, z = self.stored.shape
         return x, y, z
 
-    def read(self, block: Block) -> np.ndarray:
-        """A copy of the values [x, y, Z] as float32; raises UserError if they cannot be read."""
-        with reading(self.name), np.errstate(over="ignore"):  # values beyond float32 become infinite, and are refused
-            return np.array(self.stored[block], np.float32)
-
-    def blocks(self, planes: range) -> Iterator[Block]:
-        """Divides a range of planes into blocks."""
-        chunks = getattr(self.stored, "chunks", None)
-        return blocks(planes, self.shape[1], self.shape[2], chunks and chunks[:2], BLOCK_VALUES)
+    def slabs(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """The field in slabs: planes along x, and a float32 copy of their values."""
+        for planes in slab_planes(self.shape, getattr(self.stored, "chunks", None)):
+            with reading(self.name):
+                values = np.array(as_float32(self.stored[planes]))
+            yield planes, values
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The fields of one simulation, by names of FIELDS, as far as the files have them."""
+    """The fields of one simulation, by names of FIELDS, as far as the files have them.
+
+    `simulation` has this project's attributes of redshift and cosmology, and the size of a cell, as far as known.
+    """
 
     path: str
     fields: Mapping[str, GridField]
-    cell: float | None = None  # side of a cell in comoving Mpc/h
+    simulation: Mapping[str, float] = field(default_factory=dict)
     periodic: bool = True
-    simulation: Mapping[str, float] = field(default_factory=dict)  # attributes that state redshift and cosmology
 
     @property
     def shape(self) -> Shape:
-        """Cells along x, y and z; raises UserError if they differ between fields."""
+        """Cells along x, y and z; raises UserError if they differ between fields, or if there are none."""
+        if not self.fields:
+            raise UserError(f"{self.path} has none of the fields {', '.join(FIELDS)}; give another --input")
         first, *remaining = self.fields.values()
-        for grid_field in remaining:
-            if grid_field.shape != first.shape:
-                raise UserError(
-                    f"{first.name} has {first.shape} cells, {grid_field.name} has {grid_field.shape}; give fields of "
-                    f"one grid"
-                )
+        for grid in remaining:
+            if grid.shape != first.shape:
+                raise UserError(f"{first.name} has {first.shape} cells, {grid.name} {grid.shape}; give one grid")
         return first.shape
 
 
-def open_raw(path: str, shape: Shape) -> Snapshot:
+def open_raw(path: Path, shape: Shape) -> Snapshot:
     """The files `NAME.f32` of a directory, all with `shape` cells."""
     fields = {}
-    for name, file in _files(path, {name: f"{name}.f32" for name in FIELDS}).items():
+    for name, file in _files(path, "f32").items():
         size, expected = file.stat().st_size, 4 * int(np.prod(shape))
         if size != expected:
-            raise UserError(
-                f"{file} has {size} bytes, but {' × '.join(map(str, shape))} float32 values have {expected}; give "
-                f"another --shape"
-            )
+            cells = " × ".join(map(str, shape))
+            raise UserError(f"{file} has {size} bytes, but {cells} float32 values have {expected}; correct --shape")
         fields[name] = GridField(str(file), quantity_of(name), np.memmap(file, "<f4", "r", shape=shape))
-    return Snapshot(path, fields)
+    return Snapshot(str(path), fields)
 
 
-def open_npy(path: str, index: int | None) -> Snapshot:
+def open_npy(path: Path, index: int | None) -> Snapshot:
     """The files `NAME.npy` or CAMELS's `Grids_…` of a directory; `index` chooses one box of [N, X, Y, Z]."""
     fields = {}
-    for name, file in _files(path, {name: f"{name}.npy" for name in FIELDS}, CAMELS).items():
+    for name, file in _files(path, "npy").items():
         with reading(str(file)):
             values = np.load(file, mmap_mode="r", allow_pickle=False)
-        if values.ndim not in (3, 4) or values.dtype.kind not in "fiu":
-            raise UserError(f"{file} is {values.dtype} {values.shape}, expected real numbers (X, Y, Z) or (N, X, Y, Z)")
-        if (values.ndim == 4) != (index is not None):
-            remedy = "remove --index" if values.ndim == 3 else "choose one box with --index"
-            raise UserError(f"{file} is {values.shape}; {remedy}")
-        if index is not None:
-            if not 0 <= index < len(values):
-                raise UserError(f"{file} has boxes 0 to {len(values) - 1}; give another --index")
-            values = values[index]
-        fields[name] = GridField(str(file), quantity_of(name), values)
-    return Snapshot(path, fields)
+        if values.ndim != (3 if index is None else 4) or (index or 0) not in range(len(values)):
+            raise UserError(f"{file} is {values.shape}; choose a box of (N, X, Y, Z) with --index, or remove --index")
+        fields[name] = GridField(str(file), quantity_of(name), values if index is None else values[index])
+    return Snapshot(str(path), fields)
 
 
-def _files(path: str, *patterns: Mapping[str, str]) -> dict[str, Path]:
-    """The file of each field in a directory, found by its patterns; raises UserError if several match."""
-    files: dict[str, Path] = {}
-    for name, pattern in (item for mapping in patterns for item in mapping.items()):
-        for file in sorted(Path(path).glob(pattern)):
-            if name in files:
-                raise UserError(f"{path} has {files[name].name} and {file.name}; leave one of them in the directory")
+def _files(path: Path, ending: str) -> dict[str, Path]:
+    """The file of each field in a directory; raises UserError if several match."""
+    files, suites = {}, set()
+    for name in FIELDS:
+        patterns = [f"{name}.{ending}", *([CAMELS[name]] if ending == "npy" and name in CAMELS else [])]
+        matches = [file for pattern in patterns for file in path.glob(pattern)]
+        if len(matches) > 1:
+            names = " and ".join(sorted(file.name for file in matches))
+            raise UserError(f"{path} has {names}; leave one of them in the directory")
+        for file in matches:
             files[name] = file
-    suites = {file.name.split("_", 2)[2]: file.name for file in files.values() if file.name.startswith("Grids_")}
+            suites.add(file.name.partition("_")[2].partition("_")[2] if file.name.startswith("Grids_") else "")
     if len(suites) > 1:
-        names = " and ".join(suites.values())
-        raise UserError(f"{path} has {names}, which are of different simulations; leave one of them")
+        raise UserError(f"{path} has fields of different simulations ({', '.join(sorted(suites))}); leave those of one")
     return files
