@@ -1,9 +1,8 @@
-"""The learning rate: warm-up, peak, decay, refused schedules, and its plot."""
+"""The learning rate: warm-up, peak, decay, and refused schedules."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 
 import train
-from utils import cli
-from utils import config as configs
 from utils.config import Config
 from utils.config.sections import LrScheduleConfig
 from utils.errors import UserError
@@ -139,9 +136,6 @@ def test_an_impossible_schedule_is_refused(settings: dict[str, Any], says: str) 
         (["--set=lr_schedule.shape=linear"], "lr_schedule.shape must be 'cosine', 'step' or 'constant', got "),
         (["--set=lr_schedule={shape: step, drop_epochs: [30, 60]}"], "epoch 60 must be less than num_epochs 2; "),
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
-        (["--plot"], "--plot needs --preflight; add --preflight"),
-        (["--preflight", "--plot=missing/rate.png"], "cannot write --plot=missing/rate.png: "),
-        (["--preflight", "--plot=."], "argument --plot: '.' does not end in .png; name it *.png"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tmp_path: Path) -> None:
@@ -151,61 +145,3 @@ def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tm
     assert line.startswith("error: ")
     assert says in line
     assert list(tmp_path.iterdir()) == []
-
-
-# --- the plot -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plot", "name", "settings"),
-    [
-        ("--plot", "learning_rate.png", ["base_batch_size=4", "lr_schedule.warmup_epochs=0.5"]),
-        ("--plot=rate.png", "rate.png", ["lr_schedule={shape: step, drop_epochs: [1]}"]),
-    ],
-)
-def test_the_preflight_plots_the_learning_rate_of_every_step(
-    plot: str, name: str, settings: list[str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A PNG, regardless of its name, without temporary files; also if a login node does not see the data."""
-    from matplotlib.figure import Figure
-
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **b: (drawn.append(self), save(self, *a, **b))[1])
-    flags = [f"--set={setting}" for setting in settings]
-    code, printed, errors = trained("--preflight", plot, *flags, "--set=train_path=/nowhere.h5")
-    assert code == 2
-    assert "no such file: /nowhere.h5" in errors
-    assert f"preflight: learning rate plotted in {name}\n" in printed
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    (axes,) = drawn[0].axes
-    options = cli.parse([f"--yaml_config={YAML}", "--config=test", *flags])
-    config = configs.load(options.yaml_config, options.config, options.overrides).for_world(1)
-    schedule = build_schedule(config)
-    (line,) = axes.get_lines()
-    assert list(line.get_ydata()) == [schedule(step) for step in range(config.total_steps)]
-
-
-def test_a_plot_without_matplotlib_is_refused_in_one_line(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    code, _, errors = trained("--preflight", "--plot")
-    assert (code, errors) == (2, "error: --plot needs matplotlib: pip install matplotlib, or remove --plot\n")
-
-
-def test_a_plot_that_cannot_be_completed_leaves_the_earlier_file(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib.figure import Figure
-
-    def half(_: Figure, file: Path, **__: Any) -> None:
-        file.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    (tmp_path / "rate.png").write_text("earlier")
-    code, _, errors = trained("--preflight", "--plot=rate.png")
-    assert (code, errors.count("\n")) == (2, 1)
-    assert errors.startswith("error: cannot write --plot=rate.png: No space left on device; ")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("rate.png", "earlier")]

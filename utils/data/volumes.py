@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from utils.config import Config
+from utils.data.channels import volume_channels
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, files_without_transform
-from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading, stage
+from utils.data.files.hdf5 import Volume, cells_text, check_cache, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
-from utils.data.files.values import check_distinct, check_samples
+from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.plan import SPLITS, Box
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.files import GIB
+from utils.progress import Progress
 
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
 CONVERSION_COST = "each time values are read; the loaders inmem and resident do so only once"
@@ -194,6 +197,34 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
                     log.info(line)
             for line in [*files_without_transform(_attributes(config)), *check_distinct(volumes), *warnings]:
                 log.warning(line)
+
+
+def check_all_values(config: Config, reads: str | None) -> None:
+    """Reads all values of the volumes of both splits; logs how they are stored and what is unlikely.
+
+    Raises UserError for non-finite values and for a dataset with the same value everywhere.
+    """
+    if reads not in VOLUME_FILES:
+        return
+    for split in SPLITS:
+        for volume in open_boxes(config, split, reads):
+            with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
+                warnings = check_all(volume, progress.advance)
+            access = (
+                "mapped" if volume.mapped else "chunked or compressed, read by h5py: rewrite it contiguously for speed"
+            )
+            if volume.conversion:
+                access = "converted or reordered as it is read"
+            size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
+            log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
+            for line in warnings:
+                log.warning(line)
+    log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in volume_channels(config)[1])))
+    if config.use_cache is not None:
+        try:
+            check_cache(config.use_cache)
+        except UserError as error:  # this may be a login node, which lacks the nodes' local disks
+            log.warning("%s, unless it exists on the nodes of the run", error)
 
 
 def conversions(volumes: Iterable[Volume]) -> list[str]:
