@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
-from reference_samples import cubes
+from reference_samples import cubes, loader_of
 
 from networks import build_loss, build_network, initialize
 from utils.config.sections import OptimizerConfig
 from utils.data.files.hdf5 import open_volume
-from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
@@ -55,10 +54,9 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
     """Trains twenty steps over more than one epoch; returns the rank's samples, losses and parameters."""
     step = build_step(world, optimizer, dtype, **options)
     volume = open_volume(path, (4, 5))
-    layout = {"rank": world.rank, "world_size": world.size, "vectors": VECTORS}
-    batch_size = GLOBAL_BATCH // world.size
+    part = {"rank": world.rank, "ranks": world.size, "local_batch_size": GLOBAL_BATCH // world.size}
     plan = SamplePlan(GLOBAL_BATCH * 12, cubes(16), 8, seed=5)
-    loader = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
+    loader = loader_of(ThreadedCropLoader, [volume], plan, **part)
     losses, crops = [], []
     lr = 0.02 if optimizer == "sgd" else 1e-3
     for number in range(STEPS):
@@ -70,7 +68,7 @@ def train(world: World, path: str, optimizer: str, dtype: torch.dtype, **options
         losses.append(float(world.sum(loss)) / world.size)
     batches.close()
     plan = SamplePlan(VALIDATION_SAMPLES, cubes(16), 8, split="valid")
-    valid = ThreadedCropLoader([volume], CropOptions(plan, batch_size, **layout))
+    valid = loader_of(ThreadedCropLoader, [volume], plan, **part)
     mean, samples = WeightedMean(world), 0
     for inputs, targets in valid.epoch(0):
         mean.add(step.evaluate(inputs.to(world.device, dtype), targets.to(world.device, dtype)), len(inputs))

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from utils.config import Config
-from utils.data import get_loader
 from utils.data.files.page_cache import memory_limit
-from utils.data.loaders.build import meta_batch
+from utils.data.loaders.base import meta_batch
 from utils.distributed.devices import uses_gpus
 from utils.distributed.world import World
 from utils.errors import UserError
@@ -46,9 +45,8 @@ class TrainingMemory:
 
 
 def reserved_bytes(config: Config, world: World) -> int:
-    """Device memory that a loader which keeps volumes there must leave free; 0 for other loaders and on a CPU."""
-    keeps_volumes = get_loader(config.data_loader_config).on_device and world.device.type == "cuda"
-    return training_memory(config).reserve if keeps_volumes else 0
+    """Device memory that a loader which keeps volumes there must leave free; 0 on a CPU."""
+    return training_memory(config).reserve if world.device.type == "cuda" else 0
 
 
 def training_memory(config: Config) -> TrainingMemory:

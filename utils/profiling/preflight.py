@@ -87,7 +87,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
         start = _find_start(options, config, directory, alone)
         if not lacks_gpu:
             build_profiler(config, alone, directory)
-    if lacks_gpu and get_loader(config.data_loader_config).on_device:
+    if lacks_gpu and get_loader(config.data_loader_config).reads == "hdf5":  # others may need its memory
         config = config.model_copy(update={"data_loader_config": "lowmem"})
     _train_one_step(config, alone, start)
     check_all_values(config, get_loader(config.data_loader_config).reads)

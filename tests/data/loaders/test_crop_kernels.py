@@ -5,7 +5,6 @@ The kernel runs in Triton's interpreter; the last test compiles it for GPUs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from triton_compile import compile_kernel
 from triton_interpreter import interpreted
 
 from utils.data import symmetry
-from utils.data.loader import memory_format
 from utils.data.loaders import crop_kernels
+from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.plan import EpochPlan
-from utils.errors import UserError
 
 BOX, CROP = 5, 3
 VECTORS = [(1, 2, 3)]
@@ -162,13 +160,6 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
 
 
 # --- compilation for GPUs ------------------------------------------------------------------------------------------
-
-
-def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    crop_kernels._kernel.cache_clear()
-    with pytest.raises(UserError, match=r"needs triton on a GPU: pip install triton, or use --data_loader_config=lowm"):
-        TritonGather([random_field(4)], CROP, VECTORS, "full")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.data.loader import Batch
 from utils.data.loaders import prefetcher as prefetching
+from utils.data.loaders.base import Batch
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
 
 SHAPE = (2, 3)

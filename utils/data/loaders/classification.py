@@ -13,8 +13,7 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
-from utils.data.loader import Batch, Loader, Loaders
-from utils.data.loaders.build import build_splits
+from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.data.volumes import split_settings
 from utils.distributed.world import World
@@ -23,7 +22,7 @@ from utils.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, world: World) -> Loaders:
+def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
     with world.raise_together():
         dataset, splits = open_splits(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
