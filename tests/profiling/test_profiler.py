@@ -6,9 +6,7 @@ import contextlib
 import gzip
 import json
 import logging
-import resource
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,26 +153,13 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
                 built(tmp_path, rank=rank, **settings)
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Limits the files of this process to 100 bytes. A full disk has the same effect, with another error code."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog) -> None:
-    profiler = window(tmp_path, 0, 3)
-    for step in range(3):
-        profiler.before_step(step)
-        torch.ones(8, 8) @ torch.ones(8, 8)
-    with full_disk():
-        profiler.before_step(3)
+def test_training_continues_without_a_profile_if_it_cannot_be_written(tmp_path, caplog) -> None:
+    (tmp_path / "file").touch()
+    profiler = window(tmp_path / "file", 0, 1)
+    profiler.before_step(0)
+    profiler.before_step(1)
     (line,) = caplog.messages
-    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: ")
+    assert line.startswith(f"Cannot write the profile {tmp_path}/file/trace.json.gz: ")
     assert line.endswith("; training continues without it")
 
 

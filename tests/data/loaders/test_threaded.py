@@ -74,24 +74,14 @@ def test_channels_last_strides_hold_for_a_single_channel_too(volume_file: Volume
             assert part.stride() == (count * CROP**3, 1, count * CROP**2, count * CROP, count)
 
 
-def test_arrays_in_memory_are_used_without_a_copy(fields: Fields) -> None:
-    """share_volume keeps one copy per node."""
-    field = fields[0].copy()
-    plan = training_plan(samples=8, augment=False)
-    with closing(threaded(Volume("box.h5", field, fields[1]), plan, local_batch_size=8)) as loader:
-        before = next(loader.epoch(0)).inputs.clone()
-        field += 1
-        assert torch.equal(next(loader.epoch(0)).inputs, before + 1)
-
-
 # --- buffers and threads -------------------------------------------------------------------------------------------
 
 
 class CountedField:
-    """A field that counts its reads, which take `seconds`; read number `fail` raises `error`."""
+    """A field that counts its reads, which take `seconds`; read number `fail` fails."""
 
-    def __init__(self, field: Any, seconds: float = 0.0, fail: int = -1, error: Exception | None = None) -> None:
-        self._field, self._seconds, self._fail, self._error = field, seconds, fail, error
+    def __init__(self, field: Any, seconds: float = 0.0, fail: int = -1) -> None:
+        self._field, self._seconds, self._fail = field, seconds, fail
         self._lock = threading.Lock()
         self.shape = field.shape
         self.started = self.ended = 0
@@ -106,8 +96,7 @@ class CountedField:
             self.started += 1
         try:
             if number == self._fail:
-                assert self._error is not None
-                raise self._error
+                raise OSError("filter returned failure")
             time.sleep(self._seconds)
             return self._field[selection]
         finally:
@@ -158,7 +147,7 @@ def test_an_epoch_that_ends_early_does_not_disturb_the_next(fields: Fields, leav
 def test_after_a_read_error_no_thread_writes_and_the_loader_works_again(fields: Fields, threads: int) -> None:
     """The loader once did not wait for the other tasks of the failed batch. The error is one line."""
     plan = training_plan(samples=32)
-    volume, field = counted_volume(fields, seconds=0.01, fail=1, error=OSError("filter returned failure"))
+    volume, field = counted_volume(fields, seconds=0.01, fail=1)
     with closing(threaded(volume, plan, local_batch_size=16, num_data_workers=threads)) as loader:
         with pytest.raises(UserError, match=r"cannot read slow\.h5: filter returned failure"):
             next(loader.epoch(0))
