@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import pickle
@@ -97,6 +98,24 @@ def test_code_that_a_stranger_sends_in_the_place_of_a_rank_is_not_executed(tmp_p
     """Rank 1 is any process that reaches the port."""
     assert run_ranks(send_a_pickle, 2, tmp_path / "created")[0] in ("JSONDecodeError", "UnicodeDecodeError")
     assert os.listdir(tmp_path) == []
+
+
+def test_the_frames_of_a_joint_error_are_freed_with_it() -> None:
+    """They may hold device memory. They once were in a reference cycle."""
+    freed: list[weakref.ref] = []
+
+    def load() -> None:
+        values = torch.zeros(1)
+        freed.append(weakref.ref(values))
+        raise UserError("no room")
+
+    gc.disable()
+    try:
+        with pytest.raises(UserError), World(Launch("test"), torch.device("cpu")).raise_together():
+            load()
+        assert freed[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_value_that_json_cannot_carry_is_refused_before_it_is_sent() -> None:

@@ -107,6 +107,7 @@ class World:
         failed = [rank for rank, line in enumerate(lines) if line is not None]
         if error is not None and not isinstance(error, UserError):
             raise error
+        error = None  # its frames hold this one, and perhaps device memory, for the time of a reference cycle
         if failed:
             where = "" if len(failed) == self.size else f"rank {failed[0]}: "
             raise UserError(where + lines[failed[0]])
