@@ -87,7 +87,7 @@ def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
 
 
 def check_memory(config: Config, ranks: int) -> None:
-    """Logs the size of the network and the memory that training needs; UserError if a rank lacks that memory here."""
+    """Logs the size of the network and its memory in training; UserError if one rank would not fit on this machine."""
     memory, shape = training_memory(config), " × ".join(map(str, meta_batch(config, 1)[0].shape[1:]))
     name = config.network.name
     log.info(f"network: {name}, {memory.parameters:,} parameters, accepts samples of shape {shape}")

@@ -1,4 +1,4 @@
-"""What loaders have in common: their contract, the part of a rank, and how the loaders of both splits are built."""
+"""The contract of loaders, the base class of those that read crops, and the building of a loader for each split."""
 
 from __future__ import annotations
 
