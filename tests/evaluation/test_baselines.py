@@ -36,7 +36,7 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
     volume = open_volume(path, (4, 5))
-    keys = {"local_batch_size": 2, "num_data_workers": 0}
+    keys = {"local_batch_size": 2, "num_data_workers": 1}
     loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
     # Channel weights have no effect on a validation.
     loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])

@@ -75,10 +75,10 @@ class CropReader:
 
     def __init__(self, loader: CropLoader, paths: Sequence[str], buffers: Sequence[Batch], copy: Copy) -> None:
         """`paths` of the volumes. There are more `buffers` than BATCHES_AHEAD: the consumer holds at least one."""
-        self._plan, self._batches, threads = loader.plan, loader.batches, loader.config.num_data_workers
+        self._plan, self._batches, threads = loader.plan, loader.batches, max(1, loader.config.num_data_workers)
         self._paths, self._buffers, self._copy = paths, buffers, copy
         self._arrays = [[part.numpy() for part in buffer] for buffer in buffers]
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader") if threads > 0 else None
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
 
     def read(self, epoch: int, first_batch: int) -> Generator[tuple[EpochPlan, Batch], None, None]:
         """Yields the samples of each batch, and the buffer that begins with them."""
@@ -103,19 +103,16 @@ class CropReader:
                     task.cancel() or task.exception()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
-        """Starts to read a batch into buffer `number`; without threads, reads it."""
-        tasks = []
-        samples = zip(rows.volumes, rows.origins, rows.symmetries, strict=True)
-        for slot, (volume, origin, symmetry_index) in enumerate(samples):
-            task = (int(volume), origin, int(symmetry_index), [array[slot] for array in self._arrays[number]])
-            if self._pool is None:
-                self._read(*task)
-            else:
-                tasks.append(self._pool.submit(self._read, *task))
+        """Starts to read a batch into buffer `number`."""
+        tasks = [
+            self._pool.submit(self._read, int(volume), origin, int(index), sample)
+            for volume, origin, index, *sample in zip(
+                rows.volumes, rows.origins, rows.symmetries, *self._arrays[number], strict=False
+            )
+        ]
         return rows, self._buffers[number], tasks
 
     def _read(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
