@@ -34,7 +34,7 @@ from benchmarks.loaders import make_file, make_npy, volume_keys
 from benchmarks.rungs import CPU_RUNGS, Changes, Entry, Rung, predicted, state_of
 from utils import config as configs
 from utils.config import Config
-from utils.data import Batch, Loaders, get_loader
+from utils.data import Batch, DataSplits, get_loader
 from utils.data.loaders.prefetcher import DEVICE_SLOTS
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
@@ -56,7 +56,7 @@ class Machine:
     def __init__(self, options: argparse.Namespace, world: World) -> None:
         self.options, self.world = options, world
         self._loaders = ExitStack()
-        self._current: tuple[tuple[Any, ...], Loaders] | None = None
+        self._current: tuple[tuple[Any, ...], DataSplits] | None = None
 
     def config(self, changes: Changes) -> Config:
         options = self.options
@@ -71,7 +71,7 @@ class Machine:
         }
         return configs.load(common.YAML, "base", {**base, **changes}).for_world(self.world.size)
 
-    def loaders(self, config: Config) -> Loaders:
+    def loaders(self, config: Config) -> DataSplits:
         names = ("data_loader_config", "num_data_workers", "channels_last", "local_batch_size")
         key = tuple(getattr(config, name) for name in names)
         if self._current is None or self._current[0] != key:

@@ -31,11 +31,10 @@ from benchmarks import common
 from utils import config as configs
 from utils.cli import positive
 from utils.config import Config
-from utils.data import LOADERS, Loaders, get_loader, symmetry
+from utils.data import LOADERS, DataSplits, get_loader, symmetry
 from utils.data.convert_to_npy import convert
 from utils.data.loaders import dali
-from utils.data.loaders.build import crop_options
-from utils.data.loaders.crops import CropOptions
+from utils.data.loaders.base import sample_plan
 from utils.data.plan import EpochPlan
 from utils.errors import UserError, one_line_errors
 
@@ -98,8 +97,8 @@ def available(device: torch.device) -> list[str]:
         if spec.reads not in ("hdf5", "npy") or name == "auto" or (name == "resident" and device.type != "cuda"):
             continue
         try:
-            if spec.requires is not None:
-                spec.requires()
+            if name == "dali-lowmem":
+                dali.import_dali()
             names.append(name)
         except UserError as error:
             sys.stderr.write(f"{name} is skipped: {error}\n")
@@ -121,14 +120,15 @@ def loader_config(options: argparse.Namespace, name: str) -> Config:
     return configs.load(common.YAML, "base", keys).for_world(1)
 
 
-def build_loader(options: argparse.Namespace, name: str) -> Loaders:
+def build_loader(options: argparse.Namespace, name: str) -> DataSplits:
     return get_loader(name).build(loader_config(options, name), common.this_machine())
 
 
-def train_crops(options: argparse.Namespace) -> CropOptions:
+def train_plan(options: argparse.Namespace) -> EpochPlan:
+    """The plan of the first epoch."""
     with h5py.File(options.data) as file:
         boxes = [file["Nbody"].shape[1:]]
-    return crop_options(loader_config(options, "lowmem"), common.this_machine(), "train", boxes)
+    return sample_plan(loader_config(options, "lowmem"), "train", boxes).epoch(0)
 
 
 class PlainDataset(Dataset):
@@ -156,8 +156,8 @@ class PlainDataset(Dataset):
 
 def endless_plain(options: argparse.Namespace) -> Generator[Any, None, None]:
     """Batches of a PyTorch DataLoader."""
-    crops = train_crops(options)
-    dataset = PlainDataset(options.data, crops.plan.epoch(0), options.crop, crops.vectors)
+    vectors = loader_config(options, "lowmem").vector_channels
+    dataset = PlainDataset(options.data, train_plan(options), options.crop, (vectors.inputs, vectors.targets))
     workers = options.workers
     loader = DataLoader(dataset, options.batch, num_workers=workers, persistent_workers=workers > 0)
     while True:
@@ -183,7 +183,7 @@ def endless_tutorial(options: argparse.Namespace, device: torch.device) -> Gener
             outputs.append(fn.transpose(crop, perm=[3, 0, 1, 2]))
         pipeline.set_outputs(*outputs)
     pipeline.build()
-    plan = train_crops(options).plan.epoch(0)
+    plan = train_plan(options)
     inputs = {"origin": plan.origins.astype(np.int32), **rotations(len(plan))}
     for number in range(sys.maxsize):
         rows = np.arange(number * options.batch, (number + 1) * options.batch) % len(plan)

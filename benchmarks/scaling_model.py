@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.common import RESULTS, Parser, publish, read_json, settings, table
 from networks import build_network
 from utils import config as configs
-from utils.data.loaders.build import meta_batch
+from utils.data.loaders.base import meta_batch
 from utils.errors import UserError, one_line_errors, value_errors_for_users
 from utils.steps import build
 

@@ -32,7 +32,7 @@ from benchmarks.traffic_trace import PHASES, Count, Trace, size
 from utils import config as configs
 from utils.cli import read_changes
 from utils.config import Config
-from utils.data.loader import Batch, memory_format
+from utils.data.loaders.base import Batch, memory_format
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors

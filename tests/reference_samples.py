@@ -9,13 +9,25 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
 
+from utils.config import Config
 from utils.data import Batch, symmetry
 from utils.data.plan import Box, SamplePlan
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
 
 VolumeFile = Callable[..., Path]
 Fields = Sequence[np.ndarray]
 VECTORS = ([(1, 2, 3)], [(1, 2, 3)])
+
+
+def loader_of(
+    kind: Callable[..., Any], volumes: Any, plan: Any, rank: int = 0, ranks: int = 1, device: Any = "cpu", **keys: Any
+) -> Any:
+    """A loader of class `kind` for a rank; `keys` of its config."""
+    config = Config().model_copy(update={"local_batch_size": 4} | keys)
+    return kind(volumes, plan, config, World(Launch("test", rank, rank, ranks), torch.device(device)))
 
 
 def cubes(*sides: int) -> tuple[Box, ...]:

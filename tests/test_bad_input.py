@@ -28,7 +28,7 @@ from networks import build_network
 from utils import cli, data, errors
 from utils.config import Config, load
 from utils.data.files.values import _places
-from utils.data.loaders.build import sample_plan
+from utils.data.loaders.base import sample_plan
 from utils.optim.schedules import build_schedule
 from utils.steps import build
 from utils.training.checkpoint import load_newest, read_weights

@@ -63,7 +63,8 @@ def test_config_passes_the_preflight_and_trains_on_files_in_the_published_format
     flags += [f"--yaml_config={YAML}", "--set=device=cpu", "--set=dataset.verify=false"]
     train.main([*flags, "--preflight=2"])
     printed = capsys.readouterr().out
-    assert f"preflight: train data: {dataset}, 12 of " in printed
+    assert f"preflight: {dataset}: " in printed
+    assert "preflight: one step with " in printed
     assert printed.endswith("preflight: all checks passed\n")
     train.main(flags)
     directory = tmp_path / name / "1ranks" / "00"

@@ -125,7 +125,6 @@ def test_quoted_paths_keep_every_character_and_survive_config_yaml(config_of: An
         (["--network.width", "3"], "config keys are set with --set network.width=VALUE"),
         (["--run_num", "../01"], "--run_num '../01' must be a plain name"),
         (["--run_num", "0\n1"], r"--run_num '0\\n1' must be a plain name"),
-        (["--preflight", "--plot=README.md"], "argument --plot: 'README.md' does not end in .png; name it"),
         (["--config="], "--config is empty"),
         (["--preflight", "few"], "argument --preflight: 'few' is not a positive integer; see --help"),
     ],

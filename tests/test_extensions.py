@@ -18,7 +18,7 @@ import networks
 import train
 from utils import cli, data
 from utils import config as configs
-from utils.data.loaders.build import sample_plan
+from utils.data.loaders.base import sample_plan
 from utils.data.volumes import split_settings
 from utils.distributed.launch import Launch
 from utils.distributed.world import World

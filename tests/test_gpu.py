@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from reference_samples import cubes
+from reference_samples import cubes, loader_of
 from trainings import assert_same_training
 
 import train
@@ -23,16 +22,13 @@ from utils.data import Loader, symmetry
 from utils.data.convert_to_npy import convert
 from utils.data.files.hdf5 import Volume, open_volume
 from utils.data.files.npy import open_npy_volume
-from utils.data.loader import memory_format
+from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
-from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.dali import DaliLoader
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
-from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
@@ -78,9 +74,10 @@ def test_batches_on_the_device_equal_those_on_the_host_bit_for_bit(tmp_path, vol
     """Even while kernels that use a batch still run when the next ones are copied."""
     volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
     plan = SamplePlan(48, cubes(16), 8, seed=1)
-    options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
-    host = ThreadedCropLoader([volume], options)
-    device = ThreadedCropLoader([volume], dataclasses.replace(options, device=torch.device("cuda")))
+    host, device = (
+        loader_of(ThreadedCropLoader, [volume], plan, device=name, channels_last=channels_last)
+        for name in ("cpu", "cuda")
+    )
     assert_same_batches(device, host, unfinished=False)
 
 
@@ -97,10 +94,9 @@ def test_dali_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_file,
             file[name][...] = values
     paths = tuple(str(copy) for copy in convert(path))
     plan = SamplePlan(203, cubes(16), 8, seed=1, split=split)
-    options = CropOptions(plan, batch_size=4, vectors=VECTORS, channels_last=channels_last)
     copies = open_npy_volume((paths[0], paths[1]), ("data", "label"), str(path), (4, 5))
-    host = ThreadedCropLoader([open_volume(path, (4, 5))], options)
-    assert_same_batches(DaliLoader([copies], dataclasses.replace(options, device=torch.device("cuda", 0))), host)
+    host = loader_of(ThreadedCropLoader, [open_volume(path, (4, 5))], plan, channels_last=channels_last)
+    assert_same_batches(loader_of(DaliLoader, [copies], plan, device="cuda:0", channels_last=channels_last), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -110,15 +106,14 @@ def test_resident_batches_equal_those_of_the_host_bit_for_bit(tmp_path, volume_f
     boxes = ((16, 16, 16), (9, 20, 12))
     volumes = [open_volume(volume_file(tmp_path / f"{box[0]}.h5", box=box), (4, 5)) for box in boxes]
     plan = SamplePlan(46, boxes, 9, seed=1, split="train")
-    layout = {"batch_size": 4, "rank": 1, "world_size": 2, "vectors": VECTORS, "channels_last": channels_last}
+    layout = {"rank": 1, "ranks": 2, "channels_last": channels_last}
     stored = [
         Volume("in memory", *(torch.from_numpy(field[...]).to(dtype).float().numpy() for field in fields))
         for fields in ((volume.inputs, volume.targets) for volume in volumes)
     ]
-    host = ThreadedCropLoader(stored, CropOptions(plan, **layout))
-    cuda = torch.device("cuda")
-    loaded = load_resident(volumes, World(Launch("single process"), cuda), dtype)
-    assert_same_batches(GpuResidentLoader(loaded, CropOptions(plan, device=cuda, **layout)), host)
+    host = loader_of(ThreadedCropLoader, stored, plan, **layout)
+    loaded = load_resident(volumes, torch.device("cuda"), dtype)
+    assert_same_batches(loader_of(GpuResidentLoader, loaded, plan, device="cuda", **layout), host)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -175,10 +170,9 @@ def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) 
     path = volume_file(tmp_path / "box.h5")
     with h5py.File(path, "r+") as file:
         file["Hydro"][4, 15, 15, 15] = -1e5
-    world = World(Launch("single process"), torch.device("cuda"))
     with pytest.raises(UserError, match=r"Hydro\[4\] has values beyond ±65504, .*resident_dtype=float32$"):
-        load_resident([open_volume(path, (4, 5))], world, torch.float16)
-    assert load_resident([open_volume(path, (4, 5))], world, torch.float32)[0].targets.min() == -1e5
+        load_resident([open_volume(path, (4, 5))], torch.device("cuda"), torch.float16)
+    assert load_resident([open_volume(path, (4, 5))], torch.device("cuda"), torch.float32)[0].targets.min() == -1e5
 
 
 @pytest.fixture

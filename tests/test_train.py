@@ -13,7 +13,7 @@ import torch
 import train
 from utils import cli
 from utils import config as configs
-from utils.data import Loaders
+from utils.data import DataSplits
 from utils.distributed import world as worlds
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
@@ -63,7 +63,7 @@ def test_benchmark_measures_the_step_that_training_makes(flags: list[str], monke
 def test_loaders_are_closed_when_a_run_fails(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     monkeypatch.setattr(Trainer, "fit", refuse)
-    monkeypatch.setattr(Loaders, "__exit__", lambda loaders, *_: closed.append(loaders))
+    monkeypatch.setattr(DataSplits, "__exit__", lambda loaders, *_: closed.append(loaders))
     with pytest.raises(Ended):
         train.main(flags)
     assert len(closed) == 1
@@ -81,7 +81,7 @@ def test_both_loaders_are_closed_if_the_first_fails_to_close() -> None:
             if self.name == "train":
                 raise Ended
 
-    with pytest.raises(Ended), Loaders(Loader("train"), Loader("valid")):  # type: ignore[arg-type]
+    with pytest.raises(Ended), DataSplits(Loader("train"), Loader("valid")):  # type: ignore[arg-type]
         pass
     assert closed == ["train", "valid"]
 

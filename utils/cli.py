@@ -34,7 +34,6 @@ class Options:
     preflight: int | None
     resume: str | None
     init_from: str | None
-    plot: str | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,13 +84,6 @@ def hdf5_output(text: str) -> str:
     """Converts the name of an HDF5 file to write, for argparse; refuses names of numpy's files."""
     if text.endswith((".npy", ".npz")):
         raise argparse.ArgumentTypeError(f"{text!r} would be an HDF5 file, not a file of numpy; name it *.h5")
-    return os.path.expanduser(text)
-
-
-def png_output(text: str) -> str:
-    """Converts the name of a PNG file to write, for argparse; refuses others, since an existing file is replaced."""
-    if not text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png; name it *.png")
     return os.path.expanduser(text)
 
 
@@ -158,14 +150,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RANKS",
         help="check the config, the data and the run directory for this number of ranks, then exit",
     )
-    parser.add_argument(
-        "--plot",
-        nargs="?",
-        const="learning_rate.png",
-        type=png_output,
-        metavar="FILE",
-        help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
-    )
     text = "print the resolved config, with all keys, as a YAML file, then exit"
     parser.add_argument("--print_config", action="store_true", help=text)
     return parser
@@ -204,15 +188,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
     flags, changes = (translate(values, "command line", on_command_line=True) for values in (flags, changes))
     _check_run_num(arguments.run_num)
-    if arguments.plot is not None and arguments.preflight is None:
-        raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     if arguments.config == "":
         raise UserError("--config is empty; give the name of a config, or omit --config")
     options = Options(
         yaml_config=arguments.yaml_config,
         config=arguments.config or default_name(arguments.yaml_config),
         overrides=flags | changes,
-        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
+        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from")},
     )
     if arguments.print_config:
         _print_config(options)

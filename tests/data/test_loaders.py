@@ -17,13 +17,11 @@ from processes import run_ranks
 from reference_samples import VolumeFile, digest, rank_batches, read_fields, reference, write_signed_zeros
 
 from utils.config import Config, load, result_changes, to_yaml
-from utils.data import LOADERS, Loader, Loaders, get_loader
+from utils.data import LOADERS, DataSplits, Loader, get_loader
 from utils.data.convert_to_npy import convert
 from utils.data.files import shared_memory
-from utils.data.loader import memory_format
-from utils.data.loaders import auto, dali, gpu_resident
-from utils.data.loaders.auto import choose
-from utils.data.loaders.build import build_splits, sample_plan
+from utils.data.loaders import auto, dali, gpu_resident, threaded
+from utils.data.loaders.base import build_splits, memory_format, sample_plan
 from utils.data.volumes import open_split, open_split_npy, with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
@@ -38,27 +36,16 @@ SIZE = sum(9 * math.prod(box) * 4 for box in BOXES.values())  # bytes of all vol
 Paths = dict[str, Any]  # keys of the config; those of the training data have lists
 
 
-def missing_requirement(name: str) -> str:
-    """The error that names the package which the loader needs; empty if nothing is missing."""
+def has_dali() -> bool:
     try:
-        if (requires := LOADERS[name].requires) is not None:
-            requires()
-    except UserError as error:
-        return str(error)
-    return ""
+        dali.import_dali()
+    except UserError:
+        return False
+    return True
 
 
-def parameter(name: str) -> Any:
-    missing = missing_requirement(name)
-    return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=missing))
-
-
-NAMES = [name for name, spec in LOADERS.items() if spec.reads in ("hdf5", "npy")]
-EVERY_LOADER = pytest.mark.parametrize("name", [parameter(name) for name in NAMES])
-# The place that the last log line names after the files. Other loaders need not log any.
-PLACES = dict.fromkeys(("lowmem", "dali-lowmem", "auto"), "the page cache") | dict.fromkeys(
-    ("inmem", "resident"), "memory"
-)
+NAMES = [name for name, spec in LOADERS.items() if spec.reads == "hdf5" or (spec.reads == "npy" and has_dali())]
+EVERY_LOADER = pytest.mark.parametrize("name", NAMES)
 
 
 class Reading(NamedTuple):
@@ -95,14 +82,14 @@ def config_for(paths: Paths, name: str, **changed: Any) -> Config:
     return load(str(TOP / "config" / "UNet.yaml"), "test", {**paths, **samples, "data_loader_config": name, **changed})
 
 
-def build_loaders(config: Config, world: World = ALONE) -> Loaders:
+def build_loaders(config: Config, world: World = ALONE) -> DataSplits:
     return get_loader(config.data_loader_config).build(config.for_world(world.size), world)
 
 
-def read(loaders: Loaders, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
+def read(loaders: DataSplits, readings: list[Reading], channels_last: bool = False) -> list[list[list[str]]]:
     """The digests of each reading's batches; closes the loaders."""
     found = []
-    with closing(loaders.train), closing(loaders.valid):
+    with loaders:
         for split, epoch, first, taken in readings:
             loader = loaders.train if split == "train" else loaders.valid
             found.append([])
@@ -140,24 +127,22 @@ def test_one_rank_gets_the_samples_of_the_plan(paths: Paths, name: str, caplog: 
     config = config_for(paths, name)
     drawn = sample_plan(config, "train", [box for (key, _), box in BOXES.items() if key == "train"]).epoch(0)
     assert (set(drawn.volumes), set(drawn.symmetries)) == ({0, 1}, set(range(48)))
-    loaders = build_loaders(config)
-    files = tuple(f"{name}.h5" for _, name in BOXES)
-    if LOADERS[name].reads == "npy":
-        files = ("train_data.npy", "more_data.npy", "valid_label.npy")
-    if name in PLACES:
-        assert all(text in caplog.messages[-1] for text in (*files, PLACES[name]))
-    first = "".join(caplog.messages[:1])
-    assert (name == "auto") == first.startswith("data_loader_config auto: lowmem, ")
-    assert (name == "resident") == first.startswith("data_loader_config resident: without a GPU it is inmem")
+    loaders, log = build_loaders(config), "\n".join(caplog.messages)
+    files = (
+        ("train_data.npy", "more_data.npy", "valid_label.npy")
+        if name == "dali-lowmem"
+        else ("train.h5", "more.h5", "valid.h5")
+    )
+    assert all(file in log for file in files)
+    assert (name == "auto") == ("data_loader_config auto: lowmem" in log)
+    assert (name == "resident") == ("data_loader_config resident: without a GPU it is inmem" in log)
     assert read(loaders, READINGS) == expected(config, READINGS)
     few = config_for(paths, name, Nsamples_val=3)
     assert read(build_loaders(few), FEW) == expected(few, FEW)
 
 
 @EVERY_LOADER
-@pytest.mark.parametrize(
-    ("symmetries", "channels_last"), [("full", True), ("grid", False), ("grid", True), ("none", False), ("none", True)]
-)
+@pytest.mark.parametrize(("symmetries", "channels_last"), [("full", True), ("grid", False), ("none", True)])
 def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_last: bool) -> None:
     """Each mode of the symmetries and each memory format gives the plan's samples, also in shorter last batches."""
     config = config_for(paths, name, symmetries=symmetries, channels_last=channels_last)
@@ -166,18 +151,17 @@ def test_modes_and_layouts(paths: Paths, name: str, symmetries: str, channels_la
     assert found == expected(config, readings, mode=symmetries)
 
 
-def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], str]:
-    """The loaders' batches on this rank; and the choice of `auto` if only the first rank has room in memory."""
-    found = {}
+def read_on_ranks(world: World, paths: Paths, names: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The loaders' batches on this rank; and what `auto` has built if the first rank has no room in memory."""
+    found, built = {}, []
     for name in names:
-        if missing_requirement(name):
-            continue
         config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
         found[name] = read(build_loaders(config, world), READINGS)
         found[name] += read(build_loaders(few, world), FEW)
-    auto.free_shared_memory = lambda _: SIZE if world.is_root else 0  # type: ignore[assignment]
-    chunked = config_for(paths, "auto", train_path=paths["train_path"][0].replace("train.h5", "chunked.h5"))
-    return found, choose(chunked, world, 0)[0]
+    shared_memory.free_shared_memory = lambda _: 0 if world.is_root else SIZE
+    threaded.build_lowmem = lambda *_: built.append("lowmem")  # type: ignore[assignment,func-returns-value]
+    auto.build(config_for(paths, "auto", train_path=str(Path(paths["train_path"][0]).with_name("chunked.h5"))), world)
+    return found, built
 
 
 @pytest.mark.parametrize(
@@ -188,12 +172,12 @@ def test_ranks_together_get_the_samples_of_the_plan(
 ) -> None:
     """Each step has the global batch of one rank; with three validation samples, one of four ranks gets none."""
     volume_file(paths["train_path"][0].replace("train.h5", "chunked.h5"), chunks=(1, 8, 8, 8))
-    for rank, (found, choice) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
+    for rank, (found, built) in enumerate(run_ranks(read_on_ranks, size, paths, names)):
         for name, batches in found.items():
             config, few = config_for(paths, name), config_for(paths, name, Nsamples_val=3)
             wanted = expected(config, READINGS, rank, size) + expected(few, FEW, rank, size)
             assert batches == wanted, f"{name} on rank {rank} of {size}"
-        assert choice == "lowmem", "all ranks must choose the same loader"
+        assert built == ["lowmem"], "all ranks must choose the same loader"
 
 
 @EVERY_LOADER
@@ -212,9 +196,7 @@ def test_use_cache_reads_the_copies_of_the_node(paths: Paths, tmp_path: Path, na
 
 
 @pytest.mark.parametrize("reads", ["hdf5", "npy"])
-def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(
-    paths: Paths, volume_file: VolumeFile, tmp_path: Path, reads: str
-) -> None:
+def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(paths: Paths, tmp_path: Path, reads: str) -> None:
     """In its box_size, which config.yaml keeps and which decides whether a training run can resume."""
     config = config_for(paths, "lowmem", box_size=[1024, 512])
     if reads == "npy":  # without the HDF5 files, but with their names
@@ -228,9 +210,6 @@ def test_a_run_records_the_shapes_of_volumes_that_are_not_one_cube(
     assert with_file_values(again, reads) == again == found
     swapped = found.model_copy(update={key: config.paths(key)[::-1] for key in paths if key.startswith("train")})
     assert result_changes(found, with_file_values(swapped, reads)) == ["box_size"]
-    if reads == "hdf5":
-        cube = again.model_copy(update={"train_path": str(volume_file(tmp_path / "cube.h5", box=12))})
-        assert with_file_values(cube, reads).box_size == [12, shapes["val"]]
 
 
 def test_volumes_that_do_not_fit_the_config_are_refused_by_name(paths: Paths) -> None:
@@ -277,78 +256,76 @@ def test_if_the_second_loader_fails_the_first_is_closed() -> None:
 # --- auto ----------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A world on a GPU with 1 MiB of free memory, and DALI installed."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**20, 2**20))
-    monkeypatch.setattr(dali, "import_dali", lambda: None)
-    return World(Launch("test"), torch.device("cuda", 0))
+def chosen(config: Config, world: World, monkeypatch: pytest.MonkeyPatch, reserve: int = 0, fails: str = "") -> str:
+    """The loader that `auto` builds, and the type in which it would store values; loader `fails` cannot be built."""
+    built: list[str] = []
+
+    def build(name: str, config: Config) -> None:
+        if name in fails.split():
+            raise UserError(f"{name} fails")
+        built.append(f"{name} {config.resident_dtype}")
+
+    for module, function, name in (
+        (gpu_resident, "build", "resident"),
+        (dali, "build", "dali-lowmem"),
+        (threaded, "build_inmem", "inmem"),
+        (threaded, "build_lowmem", "lowmem"),
+    ):
+        monkeypatch.setattr(module, function, lambda config, *_, name=name: build(name, config))
+    auto.build(config, world, reserve)
+    return built[0]
 
 
 @pytest.mark.parametrize(
-    ("lacks", "wanted", "reasons"),
+    ("fails", "changes", "wanted"),
     [
-        ("nothing", "resident float32", ["fit into device memory as float32"]),
-        ("room", "resident float16", ["as float32; the device has", "fit into device memory as float16"]),
-        ("room and rounding", "dali-lowmem float32", ["as float32; the device has"]),
-        ("room and determinism", "dali-lowmem float32", ["as float32; the device has"]),
-        ("half the room", "dali-lowmem float32", ["as float32; the device has", "as float16; the device has"]),
-        ("half the room and DALI", "lowmem float32", ["GiB", "NVIDIA DALI is not installed", "mapped"]),
-        ("half the room and npy", "lowmem float32", ["GiB", "val_path_npy_label is not set", "mapped"]),
+        ("", {}, "resident float32"),
+        ("resident", {}, "dali-lowmem float32"),
+        ("resident", {"enable_amp": True}, "dali-lowmem float32"),
+        ("resident dali-lowmem", {}, "lowmem float32"),
     ],
 )
 def test_auto_on_a_gpu(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch, lacks: str, wanted: str, reasons: list[str]
+    paths: Paths,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: str,
+    changes: Any,
+    wanted: str,
 ) -> None:
-    """Device memory if the volumes fit in addition to the training state, to the byte; float16 with mixed precision."""
-
-    def check() -> None:
-        if "DALI" in lacks:
-            raise UserError("NVIDIA DALI is not installed")
-
-    world = on_gpu(monkeypatch)
-    monkeypatch.setattr(dali, "import_dali", check)
-    config = config_for(paths, "auto", **({"val_path_npy_label": None} if "npy" in lacks else {}))
-    precision = {"enable_amp": "rounding" not in lacks, "deterministic": "determinism" in lacks}
-    stored = SIZE // 2 if lacks.startswith("half") or lacks == "room" else SIZE
-    training_bytes = 2**20 - stored + ("room" in lacks and lacks != "room")
-    choice = choose(config.model_copy(update=precision), world, training_bytes)
-    assert f"{choice.name} {choice.resident_dtype}" == wanted
-    assert all(text in choice.reason for text in reasons), choice.reason
+    """Device memory if the volumes fit; float16 with mixed precision. The log has the reasons against the others."""
+    caplog.set_level(logging.INFO)
+    config = config_for(paths, "auto").model_copy(update=changes)
+    gpu = World(Launch("test"), torch.device("cuda", 0))
+    assert chosen(config, gpu, monkeypatch, fails=fails) == wanted
+    (line,) = caplog.messages
+    assert all(f"not {name}: {name} fails" in line for name in fails.split())
+    assert line.count("not resident") == ("resident" in fails) * (1 + len(changes))
 
 
-@pytest.mark.parametrize("in_range", [True, False])
-def test_auto_uses_the_next_loader_if_values_are_beyond_float16(
-    paths: Paths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_range: bool
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_auto_stores_float16_only_if_float32_does_not_fit_and_rounding_is_allowed(
+    paths: Paths, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    built: list[str] = []
-    loaders = Loaders(CountingLoader(), CountingLoader())
+    tried: list[str] = []
 
-    def build_resident(config: Config, *_: Any) -> Loaders:
-        built.append(config.resident_dtype)
-        if not in_range:
-            raise UserError("Hydro[4] has values beyond ±65504")
-        return loaders
-
-    def build_dali(config: Config, *_: Any) -> Loaders:
-        built.append(f"dali {config.resident_dtype}")
-        return loaders
+    def build_resident(config: Config, *_: Any) -> str:
+        tried.append(config.resident_dtype)
+        if config.resident_dtype == "float32":
+            raise UserError("no room")
+        return "loaders"
 
     monkeypatch.setattr(gpu_resident, "build", build_resident)
-    monkeypatch.setattr(dali, "build", build_dali)
-    caplog.set_level(logging.INFO)
-    config = config_for(paths, "auto").model_copy(update={"enable_amp": True})
-    auto.build(config, on_gpu(monkeypatch), 2**20 - SIZE // 2)
-    assert built == (["float16"] if in_range else ["float16", "dali float32"])
-    assert ("beyond ±65504; NVIDIA DALI is installed" in caplog.messages[-1]) is not in_range
+    monkeypatch.setattr(dali, "build", lambda *_: "dali")
+    config = config_for(paths, "auto").model_copy(update={"enable_amp": True, "deterministic": deterministic})
+    built = auto.build(config, World(Launch("test"), torch.device("cuda", 0)))
+    assert (tried, built) == ((["float32"], "dali") if deterministic else (["float32", "float16"], "loaders"))
 
 
 def test_auto_on_a_cpu(paths: Paths, volume_file: VolumeFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contiguous files are mapped; chunked ones are unpacked if memory has room for both volumes, to the byte."""
-    assert choose(config_for(paths, "auto"), ALONE, 0)[0] == "lowmem"
+    """Contiguous files are mapped; chunked ones are unpacked if memory has room for both volumes."""
+    assert chosen(config_for(paths, "auto"), ALONE, monkeypatch).startswith("lowmem")
     file = volume_file(tmp_path / "chunked.h5", BOXES["train", "train"], chunks=(1, 8, 8, 8))
     chunked = config_for(paths, "auto", train_path=[str(file), paths["train_path"][1]])
-    for free, wanted in ((SIZE, "inmem"), (SIZE - 1, "lowmem")):
-        monkeypatch.setattr(auto, "free_shared_memory", lambda _, free=free: free)
-        choice = choose(chunked, ALONE, 0)
-        assert choice.name == wanted
-        assert "chunked" in choice.reason
+    assert chosen(chunked, ALONE, monkeypatch).startswith("inmem")
+    assert chosen(chunked, ALONE, monkeypatch, fails="inmem").startswith("lowmem")

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from processes import run_ranks
-from reference_samples import cubes
+from reference_samples import cubes, loader_of
 
 from networks import build_loss
 from utils.data.files.hdf5 import open_volume
-from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import SamplePlan
 from utils.distributed.launch import Launch
@@ -37,10 +36,11 @@ CELLWISE: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
 def baselines(world: World, path: str, name: str, copied: int | None = None) -> dict[str, float]:
     plan = SamplePlan(SAMPLES, cubes(16), 8, split="valid")
     volume = open_volume(path, (4, 5))
-    options = CropOptions(plan, batch_size=2, rank=world.rank, world_size=world.size, threads=0)
+    keys = {"local_batch_size": 2, "num_data_workers": 1}
+    loader = loader_of(ThreadedCropLoader, [volume], plan, world.rank, world.size, **keys)
     # Channel weights have no effect on a validation.
     loss = build_loss(name.split()[0], lambda_rho=CELLWISE[name][1], weights=[1.0, 2.0, 3.0, 4.0, 5.0])
-    return volume_losses(ThreadedCropLoader([volume], options), loss, world, copied)
+    return volume_losses(loader, loss, world, copied)
 
 
 @pytest.mark.parametrize("name", CELLWISE)

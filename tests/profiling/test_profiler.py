@@ -6,9 +6,7 @@ import contextlib
 import gzip
 import json
 import logging
-import resource
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,7 +81,7 @@ def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it
         profiler.before_step(step)
     profiler.close()
     (line,) = caplog.messages
-    assert line.startswith("No profile: its first step is 2, but the run resumes at step 3, counted from 0; ")
+    assert line.startswith("No profile: its first step is 2, but the run resumes at step 3; ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,38 +146,21 @@ def test_only_rank_0_profiles_by_default_and_every_rank_refuses_an_impossible_pr
     assert isinstance(built(tmp_path, rank=1, ranks="all"), WindowProfiler)
     for settings, says in (
         ({"profiler": "nsys"}, "profile.profiler nsys needs a GPU, but this run uses cpu; use --profiler=torch"),
-        ({"first_step": 16}, "profile.first_step 16 is not a step of the run, which has 16 steps, .*; lower it"),
+        ({"first_step": 16}, "profile.first_step 16 must be less than the 16 steps of the run"),
     ):
         for rank in (0, 1):
             with pytest.raises(UserError, match=says):
                 built(tmp_path, rank=rank, **settings)
 
 
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """Limits the files of this process to 100 bytes. A full disk has the same effect, with another error code."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_training_continues_without_a_profile_if_the_disk_is_full(tmp_path, caplog) -> None:
-    """torch.profiler raises no error if the disk is full, and leaves an incomplete trace."""
-    (tmp_path / "trace.json.gz").write_text("an earlier trace")
-    profiler = window(tmp_path, 0, 3)
-    for step in range(3):
-        profiler.before_step(step)
-        torch.ones(8, 8) @ torch.ones(8, 8)
-    with full_disk():
-        profiler.before_step(3)
+def test_training_continues_without_a_profile_if_it_cannot_be_written(tmp_path, caplog) -> None:
+    (tmp_path / "file").touch()
+    profiler = window(tmp_path / "file", 0, 1)
+    profiler.before_step(0)
+    profiler.before_step(1)
     (line,) = caplog.messages
-    assert line.startswith(f"Cannot write the profile {tmp_path / 'trace.json.gz'}: ")
+    assert line.startswith(f"Cannot write the profile {tmp_path}/file/trace.json.gz: ")
     assert line.endswith("; training continues without it")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
-    assert (tmp_path / "trace.json.gz").read_text() == "an earlier trace"
 
 
 def flags_for(expdir: Path, data_flags: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from networks import LOSSES
 from utils import config as configs
 from utils.config import Config, yaml_files
 from utils.data.datasets import get_dataset
-from utils.data.loader import Batch
+from utils.data.loaders.base import Batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import soap

@@ -20,7 +20,7 @@ from torch import nn
 from trainings import CLOCKS
 
 from utils.config import Config
-from utils.data import Batch, Loaders
+from utils.data import Batch, DataSplits
 from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
@@ -162,11 +162,11 @@ def make(
     signals: Signals | None = None,
     state: TrainState | None = None,
     **settings: Any,
-) -> tuple[Trainer, RecordedLogger, RecordedCheckpointer, Loaders]:
+) -> tuple[Trainer, RecordedLogger, RecordedCheckpointer, DataSplits]:
     """A trainer of three epochs; `settings` are further keys of its config."""
     # The last validation batch is smaller: its loss counts by its samples.
     valid = CountingLoader(validation or [batch(1.0, 2), batch(4.0, 1)])
-    loaders = Loaders(CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), valid)
+    loaders = DataSplits(CountingLoader([batch(7.0), *[batch(8.0)] * (STEPS - 1)]), valid)
     logger = RecordedLogger()
     checkpointer = RecordedCheckpointer(logger)
     keys = {"num_epochs": EPOCHS, "global_batch_size": BATCH, "Nsamples": BATCH * STEPS, "log_interval": log_interval}

@@ -67,7 +67,7 @@ class Config(Section):
     # cube, the number has no effect: the run replaces it by a list of their shapes [x, y, z], read from the files.
     box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Cells = 64  # cells per side of a crop
-    num_data_workers: Threads = 2  # loader threads per rank
+    num_data_workers: Threads = 2  # loader threads per rank, at least one
     N_out_channels: Channels = 5
     train_path: PathTexts = "/data/train.h5"  # one file, or a list of files
     val_path: PathText = "/data/val.h5"

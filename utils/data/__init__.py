@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
 from utils.config import Config, nearest
-from utils.data.loader import Batch, Loader, Loaders, LoaderSpec
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
+from utils.data.loaders.base import Batch, DataSplits, Loader
 from utils.data.volumes import check_data, with_file_values
 from utils.distributed.world import World
 from utils.errors import UserError
 
-__all__ = ["LOADERS", "Batch", "Loader", "LoaderSpec", "Loaders", "get_loader", "open_loaders", "resolve_config"]
+__all__ = ["LOADERS", "Batch", "DataSplits", "Loader", "LoaderSpec", "get_loader", "open_loaders", "resolve_config"]
+
+
+class LoaderSpec(NamedTuple):
+    """An entry of LOADERS.
+
+    build: build(config, world, reserve) returns the loaders of both splits for one rank. Every rank calls it, and all
+      fail if one does. The batch sizes of the config are resolved for the world (`Config.for_world`). `reserve` is the
+      number of bytes that training needs on a GPU, for loaders that keep volumes there.
+    reads: the kind of files that the loader reads, None if it reads none.
+    """
+
+    build: Callable[..., DataSplits]
+    reads: Literal["hdf5", "npy", "classification"] | None = "hdf5"
+
 
 LOADERS = {
     "lowmem": LoaderSpec(threaded.build_lowmem),
     "inmem": LoaderSpec(threaded.build_inmem),
-    "dali-lowmem": LoaderSpec(dali.build, reads="npy", requires=dali.import_dali),
-    "resident": LoaderSpec(gpu_resident.build, on_device=True),
+    "dali-lowmem": LoaderSpec(dali.build, reads="npy"),
+    "resident": LoaderSpec(gpu_resident.build),
     "synthetic": LoaderSpec(synthetic.build, reads=None),
     "classification": LoaderSpec(classification.build, reads="classification"),
-    "auto": LoaderSpec(auto.build, on_device=True),
+    "auto": LoaderSpec(auto.build),
 }
 
 
@@ -37,11 +54,8 @@ def resolve_config(config: Config, world: World) -> Config:
         return with_file_values(config.for_world(world.size), get_loader(config.data_loader_config).reads)
 
 
-def open_loaders(config: Config, world: World, reserve: int = 0) -> Loaders:
-    """Checks the data and builds the loaders of both splits for this rank. All ranks call it, and all fail if one does.
-
-    `reserve` is the number of bytes that training needs on the device, for loaders that keep volumes there.
-    """
+def open_loaders(config: Config, world: World, reserve: int = 0) -> DataSplits:
+    """Checks the data and builds the loaders of both splits for this rank; see `LoaderSpec.build`."""
     spec = get_loader(config.data_loader_config)
     check_data(config, spec.reads, world)
-    return spec.build(config, world, reserve) if spec.on_device else spec.build(config, world)
+    return spec.build(config, world, reserve)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that are vectors
+
 # Index 0 is the identity.
 PERMUTATIONS = np.array([p for p in itertools.permutations(range(3)) for _ in range(8)])  # [48, 3]
 SIGNS = np.array([s for _ in range(6) for s in itertools.product((1, -1), repeat=3)])  # [48, 3]
@@ -28,11 +30,10 @@ def move_axes(field: Any, symmetry: int) -> Any:
     return field.transpose(axes)[flips]
 
 
-def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) -> tuple[np.ndarray, np.ndarray]:
+def channel_table(channels: int, vectors: Vectors, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """The source channel [48, C] and its sign [48, C] for each symmetry and output channel.
 
-    `vectors` lists the channel triples (x, y, z components) that are vectors; all others are scalars. In mode
-    'grid' the components are not changed, as if all channels were scalars.
+    Channels that are not in `vectors` are scalars. In mode 'grid' all are.
     """
     sources = np.tile(np.arange(channels), (COUNT, 1))
     signs = np.ones((COUNT, channels), dtype=np.int64)
@@ -44,7 +45,7 @@ def channel_table(channels: int, vectors: Sequence[Sequence[int]], mode: str) ->
     return sources, signs
 
 
-def apply(field: np.ndarray, symmetry: int, vectors: Sequence[Sequence[int]], mode: str = "full") -> np.ndarray:
+def apply(field: np.ndarray, symmetry: int, vectors: Vectors, mode: str = "full") -> np.ndarray:
     """The definition, [C, D, D, D] -> a new array; loaders are tested against it."""
     sources, signs = channel_table(len(field), vectors, mode)
     moved = move_axes(field, symmetry)[sources[symmetry]]

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from utils.config import Config
+from utils.data.channels import volume_channels
 from utils.data.files.attributes import Simulation, common_simulation, file_transform, plain_attributes
 from utils.data.files.hdf5 import Volume, cells_text, open_file, open_volume, reading
 from utils.data.files.npy import NpyVolume, open_npy_volume
-from utils.data.files.values import check_distinct, check_samples
+from utils.data.files.values import check_all, check_distinct, check_samples
 from utils.data.plan import SPLITS
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, copy_file
+from utils.files import GIB, atomic_write, copy_file
+from utils.progress import Progress
 
 VOLUME_FILES = ("hdf5", "npy")  # what loaders of volumes read, as `LoaderSpec.reads`
 Files = TypeVar("Files", Volume, NpyVolume)
@@ -187,6 +189,24 @@ def check_data(config: Config, reads: str | None, world: World) -> None:
             check_samples(of_both_splits(volumes), config.allow_physical_values)
             for line in check_distinct(volumes):
                 log.warning(line)
+
+
+def check_all_values(config: Config, reads: str | None) -> None:
+    """Reads all values of the volumes of both splits, and logs how they are stored.
+
+    Raises UserError for non-finite values and for a dataset with the same value everywhere.
+    """
+    if reads not in VOLUME_FILES:
+        return
+    slow = "chunked or not float32, read by h5py: rewrite it contiguously for speed, or use inmem or resident"
+    for split in SPLITS:
+        for volume in open_boxes(config, split, reads):
+            with Progress(f"checking all values of {volume.path}", len(volume.slab_locations()), "slabs") as progress:
+                check_all(volume, progress.advance)
+            access = "mapped" if volume.mapped else slow
+            size = f"{cells_text(volume.shape)} cells, {volume.bytes / GIB:.2f} GiB"
+            log.info("%s data: %s, %s, all finite, %s", split, volume.path, size, access)
+    log.info("channels: %s", "; ".join(dict.fromkeys(channel.formula() for channel in volume_channels(config)[1])))
 
 
 # --- stage -----------------------------------------------------------------------------------------------------------

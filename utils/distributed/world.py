@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import os
 import resource
-import socket
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +27,6 @@ from utils.distributed.threads import set_threads
 from utils.errors import LocalError, Stopped, UserError
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
-
-
-class Node(NamedTuple):
-    """The ranks on one host, and the one of them that reads data for all."""
-
-    ranks: tuple[int, ...]
-    source: int
-    group: dist.ProcessGroup | None  # None on a node with a single rank
 
 
 @dataclass(frozen=True)
@@ -67,28 +57,6 @@ class World:
     def is_node_leader(self) -> bool:
         """True on the one rank per node that stages files and makes shared copies."""
         return self.local_rank == 0
-
-    @functools.cached_property
-    def node(self) -> Node:
-        """This rank's node. The first access is collective, because it creates the process groups of the nodes."""
-        places = self.gather_json((socket.gethostname(), self.local_rank))
-        nodes: dict[str, list[int]] = {}
-        for rank, (host, _) in enumerate(places):
-            nodes.setdefault(host, []).append(rank)
-        for ranks in nodes.values():
-            group: Any = None
-            if len(ranks) > 1:
-                # On a single node use the default group: another one would cost device memory.
-                group = dist.group.WORLD if len(ranks) == self.size else dist.new_group(ranks)
-            if self.rank in ranks:
-                source = next((rank for rank in ranks if places[rank][1] == 0), ranks[0])
-                node = Node(tuple(ranks), source, group)
-        return node
-
-    def broadcast_on_node(self, tensor: torch.Tensor) -> None:
-        """Overwrites the tensor on every rank of the node with that of the node's source."""
-        if self.node.group is not None:
-            dist.broadcast(tensor, self.node.source, group=self.node.group)
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -138,6 +106,7 @@ class World:
         failed = [rank for rank, line in enumerate(lines) if line is not None]
         if error is not None and not isinstance(error, UserError):
             raise error
+        error = None  # its frames hold this one, and perhaps device memory, for the time of a reference cycle
         if failed:
             where = "" if len(failed) == self.size else f"rank {failed[0]}: "
             raise UserError(where + lines[failed[0]])

@@ -31,7 +31,7 @@ from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, read_text
 from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
-from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
+from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
 from utils.provenance import provenance
 from utils.steps import build
@@ -41,7 +41,6 @@ from utils.steps.flops import training_flops
 log = logging.getLogger(__name__)
 
 DEFAULT_SETTINGS = Path(__file__).parents[2] / "benchy-conf.yaml"
-PEAK_SECONDS = 1.0  # duration of the measurement of the matmul peak
 
 
 class Trials(Section):
@@ -50,9 +49,6 @@ class Trials(Section):
     batches: Annotated[int, Field(ge=1)] = 30
     trials: Annotated[int, Field(ge=1)] = 5
     warmup_trials: Annotated[int, Field(ge=0)] = 1
-
-
-Plan = dict[str, tuple[Trials, Callable[[], object]]]  # what is measured, by name
 
 
 class Settings(Section):
@@ -67,7 +63,7 @@ class Settings(Section):
 def read_settings(world: World) -> Settings:
     """The settings of the file BENCHY_CONFIG_FILE, or of the shipped one; BENCHY_OUTPUT replaces the output's name.
 
-    Every rank calls it. Raises UserError if the settings are invalid or rank 0 could not write the output later.
+    Every rank calls it.
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
     with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
@@ -76,11 +72,8 @@ def read_settings(world: World) -> Settings:
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
-        if world.is_root:
-            if output.is_dir():
-                raise UserError(f"cannot write {name}: it is a directory; set BENCHY_OUTPUT to a file")
-            if not output.parent.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
-                raise UserError(f"cannot write {name}: {output.parent} is not a writable directory; set BENCHY_OUTPUT")
+        if world.is_root and (output.is_dir() or not output.parent.is_dir()):
+            raise UserError(f"cannot write {output}; set BENCHY_OUTPUT to a file in an existing directory")
     return settings.model_copy(update={"output": str(output)})
 
 
@@ -90,63 +83,56 @@ class Benchmark:
     def __init__(self, config: Config, step: EagerStep, loader: Loader, world: World, settings: Settings) -> None:
         self._step, self._loader, self._world = step, loader, world
         self._settings, self._batch_size, self._lr = settings, config.global_batch_size, build_schedule(config).peak
-        self._dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32  # of matrix products
         self._exchanges_gradients = world.size > 1 and not config.noddp
 
-    def run(self) -> dict[str, Any]:
-        """Runs all trials, logs the summary lines and writes the JSON file on rank 0; returns its content."""
-        peak = self._measure_peak()
-        batches = self._batches()
-        fixed = Batch(*(part.clone() for part in next(batches)))
-        settings, lr = self._settings, self._lr
-        plan: Plan = {
-            "IO": (settings.IO, lambda: next(batches)),
-            "SYNTHETIC": (settings.SYNTHETIC, lambda: self._step(*fixed, lr)),
-            "FULL": (settings.FULL, lambda: self._step(*next(batches), lr)),
-        }
-        if self._exchanges_gradients:  # last, because the ranks' parameters differ afterward
-            plan["NO-COMM"] = plan["SYNTHETIC"]
-        results: dict[str, Any] = {
-            "provenance": provenance(self._world),
-            "unit": "samples/s",
-            "global_batch_size": self._batch_size,
-            "ranks": self._world.size,
-            "flops_per_sample": training_flops(self._step.network, fixed.inputs),
-            "matmul_peak": peak,
-        }
-        results |= self._measure(plan, results["flops_per_sample"], peak["TFLOP/s"])
-        batches.close()
-        if "NO-COMM" in plan:
-            results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / results["NO-COMM"]["median"]
-        self._log(results, list(plan))
-        self._write(results)
-        return results
+    def run(self) -> None:
+        """Runs all trials, logs the summary lines and writes the JSON file on rank 0."""
+        for line in self._step.describe():
+            log.info(line)
+        settings, lr, path = self._settings, self._lr, Path(self._settings.output)
+        with contextlib.closing(self._batches()) as batches:
+            fixed = Batch(*(part.clone() for part in next(batches)))
+            results: dict[str, Any] = {
+                "provenance": provenance(self._world),
+                "unit": "samples/s",
+                "global_batch_size": self._batch_size,
+                "ranks": self._world.size,
+                "flops_per_sample": training_flops(self._step.network, fixed.inputs),
+            }
+            flops = results["flops_per_sample"]
+            results["IO"] = self._measure("IO", settings.IO, lambda: next(batches), 0)
+            results["SYNTHETIC"] = self._measure("SYNTHETIC", settings.SYNTHETIC, lambda: self._step(*fixed, lr), flops)
+            results["FULL"] = self._measure("FULL", settings.FULL, lambda: self._step(*next(batches), lr), flops)
+            if self._exchanges_gradients:  # last, because the ranks' parameters differ afterward
+                with self._step.no_sync():
+                    alone = self._measure("NO-COMM", settings.SYNTHETIC, lambda: self._step(*fixed, lr), flops)
+                results["NO-COMM"] = alone
+                lost = results["communication overhead"] = 1 - results["SYNTHETIC"]["median"] / alone["median"]
+                log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {100 * lost:.1f} % of SYNTHETIC's time")
+        with self._world.raise_together():
+            if self._world.is_root:
+                with atomic_write([path]) as (partial,):
+                    partial.write_text(json.dumps(results, indent=2) + "\n")
+        log.info("Benchmark results: %s", path)
 
-    def _measure(self, plan: Plan, flops_per_sample: float, peak: float) -> dict[str, Any]:
-        """The result of each measurement of the plan."""
-        results: dict[str, Any] = {}
-        total = sum(trials.warmup_trials + trials.trials for trials, _ in plan.values())
-        with Progress("benchmark", total, "trials") as progress:
-            for name, (trials, action) in plan.items():
-                exchange = self._step.no_sync() if name == "NO-COMM" else contextlib.nullcontext()
-                with exchange:
-                    rates = self._trials(name, trials, action, progress)
-                moments = {"mean": statistics.fmean(rates), "stdev": statistics.pstdev(rates)}
-                results[name] = {**summary(rates), **moments, "settings": trials.model_dump()}
-                if name != "IO":
-                    teraflops = results[name]["median"] * flops_per_sample / self._world.size / 1e12
-                    results[name]["TFLOP/s per rank"] = teraflops
-                    results[name]["share of matmul peak"] = teraflops / peak
-        return results
-
-    def _trials(self, name: str, trials: Trials, action: Callable[[], object], progress: Progress) -> list[float]:
-        """Samples/s of each trial, without the warm-up trials."""
+    def _measure(self, name: str, trials: Trials, action: Callable[[], object], flops: float) -> dict[str, Any]:
+        """Samples/s of each trial, without the warm-up trials, and their statistics; `flops` per sample."""
         rates = []
-        for number in range(trials.warmup_trials + trials.trials):
-            rates.append(self._trial(action, trials.batches))
-            kind = "warm-up, " if number < trials.warmup_trials else ""
-            progress.advance(note=f"{name}: {kind}{rates[-1]:.1f} samples/s")
-        return rates[trials.warmup_trials :]
+        with Progress(f"benchmark {name}", trials.warmup_trials + trials.trials, "trials") as progress:
+            for number in range(trials.warmup_trials + trials.trials):
+                rates.append(self._trial(action, trials.batches))
+                kind = "warm-up, " if number < trials.warmup_trials else ""
+                progress.advance(note=f"{kind}{rates[-1]:.1f} samples/s")
+        rates = rates[trials.warmup_trials :]
+        mean, stdev = statistics.fmean(rates), statistics.pstdev(rates)
+        result = {**summary(rates), "mean": mean, "stdev": stdev, "settings": trials.model_dump()}
+        text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
+        if flops:
+            result["TFLOP/s per rank"] = result["median"] * flops / self._world.size / 1e12
+            text += f"; {result['TFLOP/s per rank']:.3g} TFLOP/s per rank"
+        log.info(f"BENCHY::SUMMARY::{name} average trial throughput: {mean:.3f} +/- {stdev:.3f}")
+        log.info(f"BENCHY::SUMMARY::{name} {text}")
+        return result
 
     def _trial(self, action: Callable[[], object], batches: int) -> float:
         """Samples/s over all ranks, by the time of the slowest rank."""
@@ -163,46 +149,6 @@ class Benchmark:
         """The batches of one epoch after another, without end."""
         for epoch in itertools.count():
             yield from self._loader.epoch(epoch)
-
-    def _measure_peak(self) -> dict[str, Any]:
-        """TFLOP/s of a matrix product, measured on all ranks at the same time, and the mean over the ranks."""
-        self._world.barrier()
-        # The best of many trials: other programs on the machine only slow it down.
-        best = max(matmul_tflops(self._world.device, self._dtype, PEAK_SECONDS))
-        peaks = self._world.gather_json(best)
-        name = str(self._dtype).removeprefix("torch.")
-        if self._world.device.type == "cuda" and name == "float32" and torch.backends.cuda.matmul.allow_tf32:
-            name = "float32 as TF32"
-        mean = statistics.fmean(peaks)
-        log.info(f"Matmul peak, {name}: {mean:.4g} TFLOP/s per rank")
-        return {"dtype": name, "TFLOP/s": mean, "TFLOP/s of each rank": peaks}
-
-    def _log(self, results: dict[str, Any], names: list[str]) -> None:
-        for line in self._step.describe():
-            log.info(line)
-        for name in names:
-            line, result = f"BENCHY::SUMMARY::{name}", results[name]
-            log.info(f"{line} average trial throughput: {result['mean']:.3f} +/- {result['stdev']:.3f}")
-            text = f"median {result['median']:.3f} samples/s, range {result['min']:.3f} to {result['max']:.3f}"
-            if "TFLOP/s per rank" in result:
-                share, teraflops = result["share of matmul peak"], result["TFLOP/s per rank"]
-                text += f"; {teraflops:.3g} TFLOP/s per rank, {100 * share:.1f} % of the matmul peak"
-                text += f" ({peak_caveat(share)})" if share > 1 else ""
-            log.info(f"{line} {text}")
-        if "NO-COMM" in names:
-            lost = 100 * results["communication overhead"]
-            log.info(f"BENCHY::SUMMARY::NO-COMM communication overhead: {lost:.1f} % of SYNTHETIC's time")
-
-    def _write(self, results: dict[str, Any]) -> None:
-        path = self._settings.output
-        with self._world.raise_together():
-            if self._world.is_root:
-                with (
-                    os_errors_for_users(f"cannot write {path}", "set BENCHY_OUTPUT"),
-                    atomic_write([Path(path)]) as (partial,),
-                ):
-                    partial.write_text(json.dumps(results, indent=2) + "\n")
-        log.info(f"Benchmark results: {path}")
 
 
 def run(options: Options, config: Config, world: World, step_class: type[EagerStep]) -> None:

@@ -7,9 +7,7 @@ https://ui.perfetto.dev and a table.
 
 from __future__ import annotations
 
-import gzip
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import atomic_write
 from utils.steps import annotate
 from utils.steps.annotate import Range
 from utils.training.callbacks import Profiler
@@ -65,30 +62,14 @@ class TorchProfiler:
         profile, self._profile = self._profile, None
         profile.stop()
         try:
-            self._write(profile)
+            self._trace.parent.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own node
+            profile.export_chrome_trace(str(self._trace))
+            order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+            self._table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
         except OSError as error:
-            reason = error.strerror or error
-            log.warning("Cannot write the profile %s: %s; training continues without it", self._trace, reason)
+            log.warning("Cannot write the profile %s: %s; training continues without it", self._trace, error)
         else:
             log.info("Profile of %s: %s (for https://ui.perfetto.dev), %s", steps, self._trace, self._table)
-
-    def _write(self, profile: Any) -> None:
-        """Writes both files atomically; raises OSError and keeps earlier files of these names if it fails."""
-        directory = self._trace.parent
-        directory.mkdir(parents=True, exist_ok=True)  # rank 0 created it on its own node
-        with (
-            tempfile.TemporaryDirectory(dir=directory, prefix=".profile-", ignore_cleanup_errors=True) as folder,
-            atomic_write([self._trace, self._table]) as (trace, table),
-        ):
-            # Not to a name in .gz: torch would compress the file itself, even if it is incomplete.
-            plain = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(plain))
-            content = plain.read_bytes()
-            if not content.endswith(b"}"):  # torch raises no error if the disk is full
-                raise OSError("torch could not write the trace; is the disk full?")
-            trace.write_bytes(gzip.compress(content, compresslevel=6))
-            order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-            table.write_text(profile.key_averages().table(sort_by=order, row_limit=20), encoding="utf-8")
 
 
 class WindowProfiler(Profiler):
@@ -106,12 +87,8 @@ class WindowProfiler(Profiler):
         elif step == self._end:
             self.close()
         elif self._step is None and step > self._first:
-            log.warning(
-                "No profile: its first step is %d, but the run resumes at step %d, counted from 0; raise "
-                "profile.first_step, or give another --run_num",
-                self._first,
-                step,
-            )
+            fault = f"its first step is {self._first}, but the run resumes at step {step}"
+            log.warning("No profile: %s; raise profile.first_step, or give another --run_num", fault)
         self._step = step
 
     def close(self) -> None:
@@ -157,8 +134,5 @@ def _first_step(config: Config) -> int:
         second_epoch = config.steps_per_epoch if config.num_epochs > 1 else 0
         return second_epoch + min(5, config.steps_per_epoch - 1)
     if first >= config.total_steps:
-        raise UserError(
-            f"profile.first_step {first} is not a step of the run, which has {config.total_steps} steps, counted "
-            f"from 0; lower it, or raise num_epochs"
-        )
+        raise UserError(f"profile.first_step {first} must be less than the {config.total_steps} steps of the run")
     return first

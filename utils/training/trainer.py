@@ -11,7 +11,7 @@ from contextlib import closing
 from typing import NamedTuple
 
 from utils.config import Config
-from utils.data import Batch, Loaders
+from utils.data import Batch, DataSplits
 from utils.distributed.signals import Request, StopCoordinator
 from utils.distributed.world import World
 from utils.errors import Stopped, UserError
@@ -48,7 +48,13 @@ class Trainer:
     """Trains from `state` to the last epoch; validates, logs and saves after each epoch, and stops after a signal."""
 
     def __init__(
-        self, config: Config, step: EagerStep, loaders: Loaders, world: World, state: TrainState, callbacks: Callbacks
+        self,
+        config: Config,
+        step: EagerStep,
+        loaders: DataSplits,
+        world: World,
+        state: TrainState,
+        callbacks: Callbacks,
     ) -> None:
         self.config, self.step, self.loaders, self.world, self.state = config, step, loaders, world, state
         self.logger, self.checkpointer, self.signals = callbacks.logger, callbacks.checkpointer, callbacks.signals

@@ -69,7 +69,7 @@ def assert_same(batches: Arrays, others: Arrays) -> None:
 
 def test_the_rows_of_an_epoch_are_distinct_and_a_function_of_seed_and_epoch_alone() -> None:
     """More than half of the split is drawn with another algorithm, which must have the same property."""
-    for samples in (0, 1, 11, 12, 22, 23):
+    for samples in (1, 11, 12, 23):
         plan = ShufflePlan(samples, AVAILABLE, seed=5)
         first = plan.epoch(3)
         assert first.dtype == np.int64

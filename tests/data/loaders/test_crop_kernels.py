@@ -5,7 +5,6 @@ The kernel runs in Triton's interpreter; the last test compiles it for GPUs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from triton_compile import compile_kernel
 from triton_interpreter import interpreted
 
 from utils.data import symmetry
-from utils.data.loader import memory_format
 from utils.data.loaders import crop_kernels
+from utils.data.loaders.base import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan, walks
 from utils.data.plan import EpochPlan
-from utils.errors import UserError
 
 BOX, CROP = 5, 3
 VECTORS = [(1, 2, 3)]
@@ -106,21 +104,6 @@ def test_fields_and_batches_of_each_type(stored: torch.dtype, dtype: torch.dtype
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_crops_of_two_volumes_that_are_not_cubes() -> None:
-    boxes, origins = [(4, 6, 5), (5, 3, 7)], [(1, 3, 2), (2, 0, 4), (0, 1, 0)]
-    stored = random_field(5, box=7).view(-1)
-    ends = np.cumsum([5 * np.prod(box) for box in boxes]).tolist()
-    fields = [stored[end - 5 * int(np.prod(box)) : end].view(5, *box) for box, end in zip(boxes, ends, strict=True)]
-    plan = EpochPlan(np.array([0, 1, 0]), np.array(origins), np.array([0, 29, 47]))
-    out = torch.empty((3, 5, *(CROP,) * 3), memory_format=memory_format(True)).fill_(torch.nan)
-    rows = torch.from_numpy(device_plan(plan, boxes))
-    TritonGather(fields, CROP, VECTORS, "full", True)(rows, 0, 1, out)
-    for sample, volume in enumerate(plan.volumes):
-        one = EpochPlan(*(part[sample : sample + 1] for part in (plan.volumes, plan.origins, plan.symmetries)))
-        assert_same_bits(out[sample : sample + 1], expected_samples(fields[volume], one))
-
-
-@pytest.mark.usefixtures("interpreter")
 def test_nan_and_subnormals_are_kept() -> None:
     field = torch.full((4, CROP, CROP, CROP), torch.nan)
     field[:, 0] = torch.tensor(1, dtype=torch.int32).view(torch.float32)  # the smallest positive number
@@ -162,13 +145,6 @@ def test_addresses_of_the_full_volume_do_not_overflow() -> None:
 
 
 # --- compilation for GPUs ------------------------------------------------------------------------------------------
-
-
-def test_without_triton_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    crop_kernels._kernel.cache_clear()
-    with pytest.raises(UserError, match=r"needs triton on a GPU: pip install triton, or use --data_loader_config=lowm"):
-        TritonGather([random_field(4)], CROP, VECTORS, "full")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ runs it as late as possible, as soon as possible, or at random.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections import deque
@@ -18,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utils.data.loader import Batch
 from utils.data.loaders import prefetcher as prefetching
+from utils.data.loaders.base import Batch
 from utils.data.loaders.prefetcher import CudaPrefetcher, Fills, copies
 
 SHAPE = (2, 3)
@@ -154,37 +153,12 @@ class HostLoader:
             self.closed += 1
 
 
-class DeviceLoader:
-    """Batches of equal numbers, as from GpuResidentLoader: kernels write them, and count on the device."""
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._next, self.closed = device, 0, 0
-
-    def epoch(self, numbers: list[int], last_size: int) -> Fills:
-        def fill(number: int, slot: Batch) -> None:
-            def gather() -> None:
-                if number == numbers[0]:
-                    self._next = number
-                for part in slot:
-                    part.values.fill(self._next)
-                self._next += 1
-
-            self._device.current.add(gather)
-
-        try:
-            for number in numbers:
-                yield last_size if number == numbers[-1] else SHAPE[0], functools.partial(fill, number)
-        finally:
-            self.closed += 1
-
-
-LOADERS = {"copies": HostLoader, "gathers": DeviceLoader}
 # The streams' probabilities and a seed: run as late as possible, as soon as possible, and in between.
 SCHEDULES = [(*each, 0) for each in itertools.product((0, 1), repeat=2)]
 SCHEDULES += [(*each, seed) for each in ((0, 0.6), (0.6, 0), (0.6, 0.6), (0.6, 1), (1, 0.6)) for seed in range(8)]
 
 
-def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader | DeviceLoader, end_after: int) -> None:
+def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader, end_after: int) -> None:
     """Reads three epochs, the first only up to `end_after`; a kernel queued with each batch checks it."""
     read: list[tuple[int, int, bool]] = []
 
@@ -213,21 +187,18 @@ def consume(device: Device, prefetcher: CudaPrefetcher, loader: HostLoader | Dev
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_every_kernel_reads_its_own_batch(monkeypatch: pytest.MonkeyPatch, schedule: tuple[float, float, int]) -> None:
     """Over three epochs, of which the first may end early; the host waits for nothing in between."""
-    for loaded, end_after in itertools.product(LOADERS, (1, 2, 3, 4, 7)):
+    for end_after in (1, 2, 3, 4, 7):
         device = Device(*schedule)
         monkeypatch.setattr(prefetching, "torch", device.torch())
         prefetcher = CudaPrefetcher("cuda", [SHAPE, SHAPE])
-        consume(device, prefetcher, LOADERS[loaded](device), end_after)
+        consume(device, prefetcher, HostLoader(device), end_after)
 
 
-@pytest.mark.parametrize("loaded", LOADERS)
-def test_the_host_waits_for_no_kernel_during_the_first_steps(monkeypatch: pytest.MonkeyPatch, loaded: str) -> None:
+def test_the_host_waits_for_no_kernel_during_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host gets three batches before any of their kernels has run."""
     device = Device(consumer=0, copier=1)
     monkeypatch.setattr(prefetching, "torch", device.torch())
-    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).prefetch(
-        LOADERS[loaded](device).epoch(list(range(7)), last_size=2)
-    )
+    batches = CudaPrefetcher("cuda", [SHAPE, SHAPE]).prefetch(HostLoader(device).epoch(list(range(7)), last_size=2))
     run: list[int] = []
     for number in range(3):
         next(batches)

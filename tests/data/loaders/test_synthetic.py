@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference_samples import cubes
+from reference_samples import cubes, loader_of
 
-from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.plan import SamplePlan
 
 
-def loader(
-    samples: int = 10, split: str = "train", seed: int = 0, channels: tuple[int, int] = (4, 5), **changed: Any
-) -> SyntheticLoader:
+def loader(samples: int = 10, split: str = "train", seed: int = 0, **changed: Any) -> SyntheticLoader:
     plan = SamplePlan(samples, boxes=cubes(8), crop=4, seed=seed, split=split)
-    return SyntheticLoader(channels, CropOptions(plan, batch_size=3, **changed))
+    return loader_of(lambda _, *rest: SyntheticLoader(*rest), None, plan, local_batch_size=3, **changed)
 
 
 def test_each_seed_and_rank_has_one_batch_of_values_between_minus_one_and_one() -> None:
@@ -28,7 +25,7 @@ def test_each_seed_and_rank_has_one_batch_of_values_between_minus_one_and_one() 
         assert -1 <= part.min() < -0.9
         assert 0.9 < part.max() < 1
         assert torch.equal(part, again)
-    for others in (loader(seed=2), loader(seed=1, rank=1, world_size=2)):
+    for others in (loader(seed=2), loader(seed=1, rank=1, ranks=2)):
         assert not torch.equal(batches[0].inputs, next(others.epoch(0)).inputs)
 
 
@@ -40,13 +37,13 @@ def test_number_and_size_of_batches_follow_the_plan() -> None:
     assert [len(batch.inputs) for batch in validation.epoch(0)] == [3, 3, 3, 1]
     assert [len(batch.inputs) for batch in validation.epoch(0, first_batch=2)] == [3, 1]
     for rank, sizes in enumerate(([3, 2], [3, 2], [3, 1])):
-        part = loader(samples=14, split="valid", rank=rank, world_size=3)
+        part = loader(samples=14, split="valid", rank=rank, ranks=3)
         assert [len(batch.inputs) for batch in part.epoch(0)] == sizes
 
 
 def test_channels_last_changes_the_memory_format_but_no_value() -> None:
     """Also in the smaller last batch, and for a single channel, whose memory has both formats."""
-    plain, last = (loader(split="valid", channels=(1, 5), channels_last=each) for each in (False, True))
+    plain, last = (loader(split="valid", N_in_channels=1, channels_last=each) for each in (False, True))
     for batch, batch_last in zip(plain.epoch(0), last.epoch(0), strict=True):
         assert batch_last.inputs.stride() == (64, 1, 16, 4, 1)
         assert all(torch.equal(part, other) for part, other in zip(batch, batch_last, strict=True))

@@ -13,8 +13,7 @@ import torch
 
 from utils.config import Config
 from utils.data.datasets import ClassificationData, Dataset, get_dataset, open_dataset
-from utils.data.loader import Batch, Loader, Loaders
-from utils.data.loaders.build import build_splits
+from utils.data.loaders.base import Batch, DataSplits, Loader, build_splits
 from utils.data.plan import ShufflePlan, rank_batches
 from utils.data.volumes import split_settings
 from utils.distributed.world import World
@@ -23,7 +22,7 @@ from utils.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def build(config: Config, world: World) -> Loaders:
+def build(config: Config, world: World, reserve: int = 0) -> DataSplits:
     with world.raise_together():
         dataset, splits = open_splits(config)
         plans = {split: shuffle_plan(config, split, len(data.labels)) for split, data in splits.items()}
@@ -58,13 +57,7 @@ class ClassificationLoader(Loader):
     """
 
     def __init__(
-        self,
-        data: ClassificationData,
-        plan: ShufflePlan,
-        *,
-        batch_size: int,
-        scale: float,
-        world: World,
+        self, data: ClassificationData, plan: ShufflePlan, *, batch_size: int, scale: float, world: World
     ) -> None:
         device = world.device
         self._plan, self._scale = plan, scale
@@ -73,10 +66,9 @@ class ClassificationLoader(Loader):
         self._inputs = torch.from_numpy(data.inputs).to(device)
         self._labels = torch.from_numpy(data.labels).to(device)
         self._order = torch.empty(len(range(plan.samples)[self._mine]), dtype=torch.int64, device=device)
-        shape = (batch_size, *data.inputs.shape[1:])
-        is_image = self._inputs.dtype == torch.uint8
-        self._raw = torch.empty(shape, dtype=torch.uint8, device=device) if is_image else None
-        self._values = torch.empty(shape, dtype=torch.float32 if is_image else torch.int64, device=device)
+        self._raw = self._inputs.new_empty((batch_size, *data.inputs.shape[1:]))
+        self._is_image = self._raw.dtype == torch.uint8
+        self._values = torch.empty_like(self._raw, dtype=torch.float32) if self._is_image else self._raw
         self._targets = torch.empty(batch_size, dtype=torch.int64, device=device)
 
     def __len__(self) -> int:
@@ -95,10 +87,8 @@ class ClassificationLoader(Loader):
 
     def _gather(self, rows: torch.Tensor) -> Batch:
         batch = Batch(self._values[: len(rows)], self._targets[: len(rows)])
-        if self._raw is None:
-            torch.index_select(self._inputs, 0, rows, out=batch.inputs)
-        else:
-            raw = torch.index_select(self._inputs, 0, rows, out=self._raw[: len(rows)])
+        raw = torch.index_select(self._inputs, 0, rows, out=self._raw[: len(rows)])
+        if self._is_image:
             torch.mul(raw, self._scale, out=batch.inputs)
         torch.index_select(self._labels, 0, rows, out=batch.targets)
         return batch

@@ -14,10 +14,8 @@ import numpy as np
 import torch
 
 from utils.data import symmetry
-from utils.data.loader import memory_format
-from utils.data.loaders.crops import Vectors
+from utils.data.loaders.base import memory_format
 from utils.data.plan import EpochPlan
-from utils.errors import UserError
 
 # Rows and columns of the tile of a program that gathers all channels at once, and of one that gathers one channel.
 TILE_ALL_CHANNELS, TILE_ONE_CHANNEL = (32, 16), (32, 32)
@@ -61,7 +59,7 @@ def walks(box: Sequence[int], crop: int, strides: Sequence[int]) -> np.ndarray:
 
 
 def _volume_tables(
-    fields: Sequence[torch.Tensor], crop: int, strides: Sequence[int], vectors: Vectors, mode: str
+    fields: Sequence[torch.Tensor], crop: int, strides: Sequence[int], vectors: symmetry.Vectors, mode: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`walks`, and the sources and signs of all channels, for each symmetry of each volume."""
     assert all(field.is_contiguous() for field in fields)
@@ -79,17 +77,17 @@ class TritonGather:
     """Gathers samples of one field of the volumes on the device, on the current stream, with one kernel per batch."""
 
     def __init__(
-        self, fields: Sequence[torch.Tensor], crop: int, vectors: Vectors, mode: str, channels_last: bool = False
+        self,
+        fields: Sequence[torch.Tensor],
+        crop: int,
+        vectors: symmetry.Vectors,
+        mode: str,
+        channels_last: bool = False,
     ) -> None:
         """Each volume's field is [C, X, Y, Z], contiguous, float32 or float16; all are parts of one storage."""
         field = fields[0]
         assert field.dtype in (torch.float32, torch.float16)
-        try:
-            self._kernel = _kernel()
-        except ImportError:  # triton comes with CUDA builds of torch only
-            raise UserError(
-                "the loader resident needs triton on a GPU: pip install triton, or use --data_loader_config=lowmem"
-            ) from None
+        self._kernel = _kernel()
         channels = len(field)
         sample = torch.empty((1, channels, *(crop,) * 3), device="meta", memory_format=memory_format(channels_last))
         self._strides = sample.stride()

@@ -1,26 +1,34 @@
-"""Options of the crop loaders, and the copy of one crop under a symmetry directly to its place in a batch.
+"""Threads cut the crops of a sample plan out of files or arrays into rotating buffers, ahead of the consumer.
+
+Threads, not processes: batch systems send their signals to every process of a job, which would kill worker processes
+and with them the run. The copies release the interpreter lock, so threads do scale.
 
 Permuting axes while reading a huge array is slow, because consecutive reads are kilobytes apart. So each channel of the
 crop is first read row by row into a scratch block that stays in the core's cache, and its axes are permuted from there.
-The sign of a vector component is applied in the first pass at no cost. numpy releases the interpreter lock in both.
+The sign of a vector component is applied in the first pass at no cost.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import torch
 
 from utils.data import symmetry
-from utils.data.plan import SamplePlan, rank_batches
+from utils.data.loaders.base import Batch, CropLoader
+from utils.data.plan import EpochPlan
+from utils.errors import LocalError, os_errors_for_users
 
-Vectors = Sequence[Sequence[int]]  # channel triples (x, y, z components) that are vectors
+# Batches whose reads are started in advance: the next batch is read while the current one is in use.
+BATCHES_AHEAD = 2
 
-CPU = torch.device("cpu")
+# Called with a volume's index, an origin [3], a symmetry and two arrays; writes the crop's inputs and targets to the
+# arrays.
+Copy = Callable[[int, np.ndarray, int, Sequence[np.ndarray]], None]
 
 # Symmetries that keep rows in order and read them forwards; they need no scratch block.
 ROW_PRESERVING = frozenset(
@@ -28,41 +36,10 @@ ROW_PRESERVING = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class CropOptions:
-    """Options of a loader that reads one rank's part of a sample plan.
-
-    batch_size: samples per rank and batch.
-    threads: threads that cut crops; 0: the calling thread cuts them.
-    device: where batches are delivered.
-    vectors: the vector fields of the inputs and of the targets.
-    symmetry_mode: 'full', 'grid' or 'none', as the config's `symmetries`.
-    """
-
-    plan: SamplePlan
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    threads: int = 2
-    device: torch.device = CPU
-    vectors: tuple[Vectors, Vectors] = ((), ())
-    symmetry_mode: str = "full"
-    channels_last: bool = False
-
-    def batches(self) -> list[slice]:
-        """The rows of an epoch's plan that this rank takes, one slice per batch."""
-        drop_last = self.plan.split == "train"
-        return rank_batches(self.plan.samples, self.batch_size, self.rank, self.world_size, drop_last)
-
-    def shapes(self, channels: Iterable[int]) -> list[tuple[int, ...]]:
-        """The shape [N, C, D, D, D] of a full batch for each number of channels."""
-        return [(self.batch_size, count, *(self.plan.crop,) * 3) for count in channels]
-
-
 class CropCopier:
     """Copies crops of one field of several volumes; safe to call from several threads at once."""
 
-    def __init__(self, fields: Sequence[Any], crop: int, vectors: Vectors, mode: str) -> None:
+    def __init__(self, fields: Sequence[Any], crop: int, vectors: symmetry.Vectors, mode: str) -> None:
         """Each volume's field is [C, X, Y, Z]: an array, mapped or not, or an HDF5 dataset."""
         self._fields, self._crop = fields, crop
         self._sources, self._signs = symmetry.channel_table(fields[0].shape[0], vectors, mode)
@@ -91,3 +68,53 @@ class CropCopier:
             # Padded, because rows and planes a power of two apart would compete for a few cache lines.
             self._scratch.block = np.empty((side, side + 1, side + 4), dtype=np.float32)[:, :side, :side]
         return self._scratch.block
+
+
+class CropReader:
+    """Reads the batches of a loader, with one task per sample."""
+
+    def __init__(self, loader: CropLoader, paths: Sequence[str], buffers: Sequence[Batch], copy: Copy) -> None:
+        """`paths` of the volumes. There are more `buffers` than BATCHES_AHEAD: the consumer holds at least one."""
+        self._plan, self._batches, threads = loader.plan, loader.batches, max(1, loader.config.num_data_workers)
+        self._paths, self._buffers, self._copy = paths, buffers, copy
+        self._arrays = [[part.numpy() for part in buffer] for buffer in buffers]
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="loader")
+
+    def read(self, epoch: int, first_batch: int) -> Generator[tuple[EpochPlan, Batch], None, None]:
+        """Yields the samples of each batch, and the buffer that begins with them."""
+        plan = self._plan.epoch(epoch)
+        pending: deque[tuple[EpochPlan, Batch, list[Future[None]]]] = deque()
+        order = iter(range(first_batch, len(self._batches)))
+        try:
+            while True:
+                while len(pending) < BATCHES_AHEAD and (number := next(order, None)) is not None:
+                    pending.append(self._start(plan.rows(self._batches[number]), number % len(self._buffers)))
+                if not pending:
+                    return
+                rows, buffer, tasks = pending[0]
+                for task in tasks:
+                    task.result()
+                pending.popleft()
+                yield rows, buffer
+        finally:
+            # Even after an early end or a failure, no thread may still use a buffer when the next epoch starts.
+            for _, _, tasks in pending:
+                for task in tasks:
+                    task.cancel() or task.exception()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, rows: EpochPlan, number: int) -> tuple[EpochPlan, Batch, list[Future[None]]]:
+        """Starts to read a batch into buffer `number`."""
+        tasks = [
+            self._pool.submit(self._read, int(volume), origin, int(index), sample)
+            for volume, origin, index, *sample in zip(
+                rows.volumes, rows.origins, rows.symmetries, *self._arrays[number], strict=False
+            )
+        ]
+        return rows, self._buffers[number], tasks
+
+    def _read(self, volume: int, origin: np.ndarray, index: int, sample: Sequence[np.ndarray]) -> None:
+        with os_errors_for_users(f"cannot read {self._paths[volume]}", "copy or recreate it", LocalError):
+            self._copy(volume, origin, index, sample)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 import torch
 
-from utils.data.loader import Batch, memory_format
+from utils.data.loaders.base import Batch, memory_format
 
 # The batch in use, the one being filled, and one that queued kernels may still read, so that the host need not wait.
 DEVICE_SLOTS = 3
@@ -17,6 +17,18 @@ DEVICE_SLOTS = 3
 # Enqueues the kernels that write a batch, on the current stream.
 Fill = Callable[[Batch], None]
 Fills = Generator[tuple[int, Fill], None, None]
+
+
+class _Slot:
+    """Memory for a batch on the device.
+
+    filled: the event after its latest fill.
+    released: the event after the kernels that read that batch; it has passed if it was never recorded.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.filled, self.released = torch.cuda.Event(), torch.cuda.Event()
 
 
 class CudaPrefetcher:
@@ -27,7 +39,7 @@ class CudaPrefetcher:
         self._stream = torch.cuda.Stream(device)
         form = memory_format(channels_last)
         self._slots = [
-            Batch(*(torch.empty(shape, dtype=torch.float32, device=device, memory_format=form) for shape in shapes))
+            _Slot(Batch(*(torch.empty(s, dtype=torch.float32, device=device, memory_format=form) for s in shapes)))
             for _ in range(DEVICE_SLOTS)
         ]
 
@@ -36,59 +48,54 @@ class CudaPrefetcher:
 
         Fills run in order. The host memory that a fill reads may be rewritten two requests later.
         """
-        slots = _Slots(self._slots, self._stream, torch.cuda.current_stream(self._device))
-        ahead: _Filled | None = None
+        consumer = torch.cuda.current_stream(self._device)
+        # Kernels of the previous epoch, which may have ended early, may still read the slots.
+        self._stream.wait_stream(consumer)
+        ahead: tuple[_Slot, int] | None = None
         try:
-            for number, (size, fill) in enumerate(fills):
-                filled = slots.fill(number, size, fill)
+            for slot, (size, fill) in zip(itertools.cycle(self._slots), fills, strict=False):
+                self._fill(slot, size, fill)
                 if ahead is not None:
-                    yield from slots.lend(ahead)
-                    ahead.event.synchronize()  # enqueued one step ago; the host memory that it read is rewritten next
-                ahead = filled
+                    yield from _lend(*ahead, consumer)
+                    # Enqueued one step ago; the host memory that it read is rewritten next.
+                    ahead[0].filled.synchronize()
+                ahead = slot, size
             if ahead is not None:
-                yield from slots.lend(ahead)
+                yield from _lend(*ahead, consumer)
         finally:
             # Also if the epoch ends early, because the next one rewrites the memory that the fills read.
             self._stream.synchronize()
             fills.close()
 
-
-class _Filled(NamedTuple):
-    """A slot that is filled once `event` has passed."""
-
-    number: int
-    batch: Batch
-    event: torch.cuda.Event
-
-
-class _Slots:
-    """The slots during one epoch: written on `stream`, read on `consumer`."""
-
-    def __init__(self, slots: list[Batch], stream: torch.cuda.Stream, consumer: torch.cuda.Stream) -> None:
-        self._slots, self._stream, self._consumer = slots, stream, consumer
-        self._released: list[torch.cuda.Event | None] = [None] * len(slots)
-        # Kernels of the previous epoch, which may have ended early, may still read the slots.
-        self._stream.wait_stream(self._consumer)
-
-    def fill(self, number: int, size: int, fill: Fill) -> _Filled:
-        """Enqueues the fill of batch `number` behind the kernels that read its slot's previous batch."""
-        index = number % len(self._slots)
-        batch, filled = Batch(*(part[:size] for part in self._slots[index])), torch.cuda.Event()
-        released = self._released[index]
+    def _fill(self, slot: _Slot, size: int, fill: Fill) -> None:
+        """Enqueues a fill behind the kernels that read the slot's previous batch."""
+        slot.filled = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            if released is not None:
-                self._stream.wait_event(released)
-            fill(batch)
-            filled.record(self._stream)
-        return _Filled(index, batch, filled)
+            self._stream.wait_event(slot.released)
+            fill(_part(slot.batch, size))
+            slot.filled.record(self._stream)
 
-    def lend(self, filled: _Filled) -> Generator[Batch, None, None]:
-        """Yields the batch; what the consumer has enqueued when it requests the next one may read it."""
-        self._consumer.wait_event(filled.event)
-        yield filled.batch
-        event = torch.cuda.Event()
-        event.record(self._consumer)
-        self._released[filled.number] = event
+
+def _lend(slot: _Slot, size: int, consumer: torch.cuda.Stream) -> Generator[Batch, None, None]:
+    """Yields a slot's batch; what the consumer has enqueued when it requests the next one may read it."""
+    consumer.wait_event(slot.filled)
+    yield _part(slot.batch, size)
+    slot.released = torch.cuda.Event()
+    slot.released.record(consumer)
+
+
+class HostPrefetcher:
+    """Takes the place of CudaPrefetcher without a GPU: fills each batch when it is requested, in new memory."""
+
+    def __init__(self, device: torch.device, shapes: Sequence[tuple[int, ...]], channels_last: bool = False) -> None:
+        self._shapes, self._form = shapes, memory_format(channels_last)
+
+    def prefetch(self, fills: Fills) -> Generator[Batch, None, None]:
+        with closing(fills):
+            for size, fill in fills:
+                batch = Batch(*(torch.empty((size, *shape[1:]), memory_format=self._form) for shape in self._shapes))
+                fill(batch)
+                yield batch
 
 
 def copies(batches: Generator[Batch, None, None]) -> Fills:
@@ -101,3 +108,7 @@ def copies(batches: Generator[Batch, None, None]) -> Fills:
 def _copy(batch: Batch, slot: Batch) -> None:
     for target, source in zip(slot, batch, strict=True):
         target.copy_(source, non_blocking=True)
+
+
+def _part(batch: Batch, size: int) -> Batch:
+    return Batch(*(part[:size] for part in batch))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
@@ -12,16 +15,18 @@ from utils.config import Config
 from utils.data.files.hdf5 import Volume
 from utils.data.files.page_cache import warm_page_cache
 from utils.data.files.shared_memory import check_room, share_volume
-from utils.data.loader import Batch, Loader, Loaders, memory_format
-from utils.data.loaders.build import build_crop_loaders, load_volumes
-from utils.data.loaders.crop_reader import BATCHES_AHEAD, CropReader
-from utils.data.loaders.crops import CropCopier, CropOptions
+from utils.data.loaders.base import Batch, CropLoader, DataSplits, build_crop_loaders, memory_format
+from utils.data.loaders.crops import BATCHES_AHEAD, CropCopier, CropReader
 from utils.data.loaders.prefetcher import CudaPrefetcher, copies
+from utils.data.plan import SamplePlan
 from utils.data.volumes import of_both_splits, open_volumes
 from utils.distributed.world import World
+from utils.files import GIB
+
+log = logging.getLogger(__name__)
 
 
-def build_lowmem(config: Config, world: World) -> Loaders:
+def build_lowmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
     """Crops from the files, which are mapped if they are contiguous."""
     volumes = open_volumes(config, world)
     both = of_both_splits(volumes)
@@ -30,35 +35,35 @@ def build_lowmem(config: Config, world: World) -> Loaders:
     return build_crop_loaders(config, world, volumes, ThreadedCropLoader)
 
 
-def build_inmem(config: Config, world: World) -> Loaders:
+def build_inmem(config: Config, world: World, reserve: int = 0) -> DataSplits:
     """Crops from one copy in the node's memory."""
-    opened = open_volumes(config, world)
-    check_room(of_both_splits(opened), world)
-    volumes = load_volumes(opened, lambda split: [share_volume(volume, world) for volume in split], "memory")
-    return build_crop_loaders(config, world, volumes, ThreadedCropLoader)
+    opened, started = open_volumes(config, world), time.perf_counter()
+    both = of_both_splits(opened)
+    check_room(both, world)
+    shared = {split: [share_volume(volume, world) for volume in volumes] for split, volumes in opened.items()}
+    names, size = ", ".join(os.path.basename(volume.path) for volume in both), sum(volume.bytes for volume in both)
+    seconds = time.perf_counter() - started
+    log.info("%s: %.2f GiB read into memory in %.2f s (%.1f GB/s)", names, size / GIB, seconds, size / 1e9 / seconds)
+    return build_crop_loaders(config, world, shared, ThreadedCropLoader)
 
 
-class ThreadedCropLoader(Loader):
+class ThreadedCropLoader(CropLoader):
     """Loads one rank's part of a sample plan from the volumes of a split."""
 
-    def __init__(self, volumes: Sequence[Volume], options: CropOptions) -> None:
+    def __init__(self, volumes: Sequence[Volume], plan: SamplePlan, config: Config, world: World) -> None:
+        super().__init__(plan, config, world)
         fields = [volume.inputs for volume in volumes], [volume.targets for volume in volumes]
         self._copiers = [
-            CropCopier(volume_fields, options.plan.crop, vectors, options.symmetry_mode)
-            for volume_fields, vectors in zip(fields, options.vectors, strict=True)
+            CropCopier(volume_fields, plan.crop, vectors, config.symmetries)
+            for volume_fields, vectors in zip(fields, self.vectors, strict=True)
         ]
-        shapes = options.shapes(volume_fields[0].shape[0] for volume_fields in fields)
-        pinned = options.device.type == "cuda"
-        form = memory_format(options.channels_last)
+        on_gpu, form = world.device.type == "cuda", memory_format(config.channels_last)
         buffers = [
-            Batch(*(torch.empty(shape, pin_memory=pinned, memory_format=form).zero_() for shape in shapes))
+            Batch(*(torch.empty(shape, pin_memory=on_gpu, memory_format=form).zero_() for shape in self.shapes))
             for _ in range(BATCHES_AHEAD + 1)
         ]
-        self._reader = CropReader(volumes, options, buffers, self._copy)
-        self._prefetcher = CudaPrefetcher(options.device, shapes, options.channels_last) if pinned else None
-
-    def __len__(self) -> int:
-        return len(self._reader.batches)
+        self._reader = CropReader(self, [volume.path for volume in volumes], buffers, self._copy)
+        self._prefetcher = CudaPrefetcher(world.device, self.shapes, config.channels_last) if on_gpu else None
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
         batches = self._assemble(epoch, first_batch)

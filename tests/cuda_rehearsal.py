@@ -1,0 +1,123 @@
+"""One training step on CUDA tensors without data and without a GPU: the choices that PyTorch makes for a GPU.
+
+python tests/cuda_rehearsal.py bs64_opt …     prints what each config's step chooses, as JSON
+
+It needs a CUDA build of torch, and tests/cuda_driver.c compiled and preloaded; tests/test_cuda_rehearsal.py does that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from benchmarks import common  # noqa: E402
+from benchmarks.rungs import GPU_RUNGS  # noqa: E402
+from benchmarks.traffic import batch_of, fake_gpu, phases  # noqa: E402
+from benchmarks.traffic_trace import Trace  # noqa: E402
+from utils import config as configs  # noqa: E402
+from utils.distributed.launch import Launch  # noqa: E402
+from utils.distributed.world import World  # noqa: E402
+from utils.inference.sliding_window import forward_pass  # noqa: E402
+from utils.optim import soap  # noqa: E402
+from utils.steps import build  # noqa: E402
+from utils.steps.graph import GraphStep  # noqa: E402
+
+GPU, LR = torch.device("cuda", 0), 1e-4
+STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    **{name: (name, {}) for name in ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")},
+    **{name: (name, {}) for name in ("bs64_fast", "bs512_fast")},
+    "tail": ("bs64_opt", GPU_RUNGS["tail"].changes),
+    "float32": ("base", {}),
+    "bfloat16 without channels-last": ("base", {"enable_amp": True}),
+}
+
+
+PREDICTION = "prediction"
+
+
+class Construction(TorchDispatchMode):
+    """Answers optimizers that check their learning rate, a tensor on the device, before the first step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return LR
+        return func(*args, **(kwargs or {}))
+
+
+class Rehearsal(Trace):
+    """Records the backend of each convolution, and leaves the layout of its result to PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backends: Counter[str] = Counter()
+
+    def _convolution(self, name: str, args: Sequence[Any], result: Any) -> Any:
+        backward = name == "convolution_backward"
+        x, weight, bias = (*args[1:3], None) if backward else args[:3]
+        geometry = args[4:10] if backward else args[3:9]
+        backend = torch._C._select_conv_backend(x, weight, bias, *geometry)
+        if self._phase is not None:
+            self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
+        operands = args[: 3 if backward else 2]
+        written = [each for each in (result if backward else [result]) if each is not None]
+        self._add(self.count.convolutions, name, operands, written)
+        return result
+
+
+def rehearse(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Two steps of a GraphStep: one as before the recording, and one as recorded."""
+    config = configs.load(common.YAML, name, {"local_batch_size": 64, "device": "cuda", **changes}).for_world(1)
+    trace, world = Rehearsal(), World(Launch("rehearsal"), GPU)
+    with fake_gpu(trace, GPU):
+        with Construction():
+            step = build.step(config, world, build.model(config), GraphStep)
+        batch = [part.to(GPU) for part in batch_of(config)]
+        with trace:
+            step(*batch, LR)
+        recorded = mock.patch.object(soap, "is_recorded", return_value=True)
+        with step._on_stream(), phases(trace), recorded:
+            step._train(*batch)
+    return choices(trace)
+
+
+def rehearse_prediction() -> dict[str, Any]:
+    """A batch of windows, as predict.py computes it."""
+    config = configs.load(common.YAML, "base", {"local_batch_size": 32, "device": "cuda"})
+    trace = Rehearsal()
+    with fake_gpu(trace, GPU):
+        predict = forward_pass(build.network(config).to(GPU), "bfloat16", GPU)
+        windows = torch.empty(32, 4, 64, 64, 64, device=GPU)
+        with phases(trace), trace.phase("forward"):
+            predict(windows)
+    return choices(trace)
+
+
+def choices(trace: Rehearsal) -> dict[str, Any]:
+    operations = {row.name for row in trace.count.operations.values()}
+    return {
+        "convolutions": dict(trace.backends),
+        "not channels-last": list(trace.count.layouts),
+        "kernels": sorted(name for name in operations if name.startswith(("Triton", "_fused"))),
+        "gigabytes": trace.count.total() / 1e9,
+    }
+
+
+def main() -> None:
+    """All steps run, unless some are named."""
+    names = sys.argv[1:] or [*STEPS, PREDICTION]
+    found = {name: rehearse_prediction() if name == PREDICTION else rehearse(*STEPS[name]) for name in names}
+    print(json.dumps({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "steps": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

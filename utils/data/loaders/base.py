@@ -1,0 +1,121 @@
+"""The contract of loaders, the base class of those that read crops, and the building of a loader for each split."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from utils.config import Config
+from utils.data.datasets import get_dataset
+from utils.data.plan import SPLITS, Box, SamplePlan, rank_batches
+from utils.data.volumes import Files, channel_counts, split_settings
+from utils.distributed.world import World
+
+
+class Batch(NamedTuple):
+    """inputs [N, C_in, D, D, D] and targets [N, C_out, D, D, D], on the run's device."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class Loader(Protocol):
+    """Loads this rank's batches of one split.
+
+    A batch is valid until the next one is requested, because its memory is reused.
+    """
+
+    def __len__(self) -> int:
+        """Number of batches per epoch on this rank."""
+
+    def epoch(self, epoch: int, first_batch: int = 0) -> Generator[Batch, None, None]:
+        """Yields the batches of one epoch, starting with `first_batch`."""
+
+    def close(self) -> None:
+        """Releases threads and files."""
+        return None
+
+
+class CropLoader(Loader):
+    """Base class of loaders that carry out a sample plan.
+
+    batches: the rows of an epoch's plan that this rank takes, one slice per batch.
+    shapes: [N, C, D, D, D] of the inputs and the targets of a full batch.
+    vectors: the vector fields of inputs and targets, as channel triples (x, y, z components).
+    """
+
+    def __init__(self, plan: SamplePlan, config: Config, world: World) -> None:
+        """The batch sizes of the config are resolved for the world (`Config.for_world`)."""
+        assert config.local_batch_size is not None
+        size, drop_last = config.local_batch_size, plan.split == "train"
+        self.plan, self.config, self.world = plan, config, world
+        self.batches = rank_batches(plan.samples, size, world.rank, world.size, drop_last)
+        self.shapes = [(size, channels, *(plan.crop,) * 3) for channels in channel_counts(config)]
+        self.vectors = config.vector_channels.inputs, config.vector_channels.targets
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """The loaders of both splits, as a context manager that closes them."""
+
+    train: Loader
+    valid: Loader
+
+    def __enter__(self) -> DataSplits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.closing(self.valid), contextlib.closing(self.train):
+            pass
+
+
+def memory_format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last_3d if channels_last else torch.contiguous_format
+
+
+def meta_batch(config: Config, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets with the shapes and types of a batch of `samples`, on torch's meta device."""
+    if config.dataset.name is not None:
+        dataset = get_dataset(config.dataset.name)
+        dtype = torch.float32 if dataset.vocabulary is None else torch.int64
+        inputs = torch.empty((samples, *dataset.shape), dtype=dtype, device="meta")
+        return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+    shapes = [(samples, channels, *(config.data_size,) * 3) for channels in channel_counts(config)]
+    return torch.empty(shapes[0], device="meta"), torch.empty(shapes[1], device="meta")
+
+
+def sample_plan(config: Config, split: str, boxes: Iterable[Box]) -> SamplePlan:
+    """The plan of one split, 'train' or 'valid', for volumes of these shapes."""
+    samples, augment = split_settings(config, split).samples, config.symmetries != "none"
+    return SamplePlan(samples, tuple(boxes), config.data_size, config.seed, split, augment)
+
+
+def build_splits(build: Callable[[str], Loader], world: World) -> DataSplits:
+    """Builds the loaders of both splits. If one fails on any rank, all ranks fail and close what they have built."""
+    with contextlib.ExitStack() as built:
+        with world.raise_together():
+            train, valid = (built.enter_context(contextlib.closing(build(split))) for split in SPLITS)
+        built.pop_all()
+    return DataSplits(train, valid)
+
+
+def build_crop_loaders(
+    config: Config,
+    world: World,
+    volumes: Mapping[str, Sequence[Files]],
+    loader: Callable[[Sequence[Files], SamplePlan, Config, World], Loader],
+) -> DataSplits:
+    """Builds a loader for the volumes of each split, see `build_splits`."""
+
+    def build(split: str) -> Loader:
+        plan = sample_plan(config, split, [volume.shape for volume in volumes[split]])
+        return loader(volumes[split], plan, config, world)
+
+    return build_splits(build, world)
