@@ -139,7 +139,7 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
         return output.out.replace("preflight: ", "") if code == 0 else output.err
 
     text = report()
-    assert f"run directory: {directory}-2 (00 is finished; --resume with more epochs would extend it) is new\n" in text
+    assert f"run directory: {directory}-2 (00 is finished; --resume would use it) is new\n" in text
     assert f"warning: {data_flags[0].partition('train_path=')[2]}: {warning}\n" in text
     assert text.endswith("no errors; warnings: 1\n")
     text = report("--resume")

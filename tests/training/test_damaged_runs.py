@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from log_lines import messages, other_lines
 from processes import Completed
 from processes import run as run_script
-from trainings import YAML, assert_equal, curves, directory, last, metrics
+from trainings import YAML, curves, directory, last, metrics
 from volume_files import write_volume
 
 from utils.errors import UserError
 from utils.evaluation import report, results
 from utils.training import checkpoint, evaluations
-from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory, weights_file
-from utils.training.choice import finished_steps
+from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory
 
 STEP = 16
 FLAGS = [f"--yaml_config={YAML}", "--config=test", "--set=report_baselines=false", "--set=report_pictures=false"]
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": flip,
-    "cut": cut,
-    "empty": lambda path: os.truncate(path, 0),
-    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),  # after a power cut
-    "missing": Path.unlink,
-}
-damages = pytest.mark.parametrize("damage", DAMAGES)
 
 
 @pytest.fixture(scope="module")
@@ -85,43 +65,34 @@ def error_line(ended: Completed) -> str:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-@damages
-def test_a_run_resumes_with_damaged_records(run: Path, expdir: Path, data_flags: list[str], damage: str) -> None:
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_a_run_resumes_with_damaged_records(
+    run: Path, expdir: Path, data_flags: list[str], damage: Callable[[Path], object]
+) -> None:
     """All four files at once. provenance.json and a metrics line once ended it with a traceback."""
     for name in ("provenance.json", "summary.json", "config.yaml"):
-        DAMAGES[damage](run / name)
+        damage(run / name)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "Loss/va')
     ended = train(expdir, data_flags, "--resume", "--num_epochs=3")
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert finished_steps(run) == 24
+    assert json.loads((run / "summary.json").read_text())["steps"] == 24
     assert json.loads((run / "provenance.json").read_text())["run_num"] == "00"
     steps = [record["step"] for record in metrics(run)]
     assert steps == sorted(steps)
     assert set(steps) == set(range(0, 25, 4)), "every logging interval, before and after"
     assert len(curves(run)["Loss/valid"]) == 4
+    ended = train(expdir, data_flags, "--resume", "--num_epochs=4")
+    assert ended.returncode == 0, ended.stderr
 
 
-@damages
-def test_a_damaged_summary_is_that_of_an_unfinished_run(run: Path, damage: str) -> None:
-    assert finished_steps(run) == STEP
-    DAMAGES[damage](run / "summary.json")
-    assert finished_steps(run) in ((None, STEP) if damage == "flipped" else (None,))
-
-
-def test_a_copied_or_moved_run_resumes(expdir: Path, run: Path, data_flags: list[str], tmp_path: Path) -> None:
-    """Links become directories if they are followed; the link to the best checkpoint is made again."""
-    copy = shutil.copytree(expdir, tmp_path / "copy")
-    assert (directory(copy) / FOLDER / BEST).is_dir()
-    assert not (directory(copy) / FOLDER / BEST).is_symlink()
+def test_a_moved_run_resumes_without_its_link(expdir: Path, run: Path, data_flags: list[str], tmp_path: Path) -> None:
     (run / FOLDER / BEST).unlink()
-    for place in (copy, expdir.rename(tmp_path / "moved")):
-        ended = train(place, data_flags, "--resume", "--num_epochs=3")
-        assert ended.returncode == 0, ended.stderr
-        assert finished_steps(directory(place)) == 24
-        best = last(directory(place)).state.best_step
-        assert weights_file(directory(place)) == step_directory(directory(place) / FOLDER, best) / WEIGHTS
+    place = expdir.rename(tmp_path / "moved")
+    ended = train(place, data_flags, "--resume", "--num_epochs=3")
+    assert ended.returncode == 0, ended.stderr
+    assert checkpoint.read_weights(directory(place))["step"] == last(directory(place)).state.best_step
 
 
 def test_a_run_warns_about_a_data_file_that_has_changed(
@@ -136,42 +107,27 @@ def test_a_run_warns_about_a_data_file_that_has_changed(
     assert warning in messages((run / "out.log").read_text(), "WARNING")
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, TRAINING])
-def test_a_run_without_an_intact_checkpoint_ends_with_one_line(
-    run: Path, expdir: Path, data_flags: list[str], name: str
-) -> None:
-    for path in (run / FOLDER).glob(f"step_*/{name}"):
-        flip(path)
+def test_a_run_without_an_intact_checkpoint_ends_with_one_line(run: Path, expdir: Path, data_flags: list[str]) -> None:
+    for path in (run / FOLDER).glob(f"step_*/{TRAINING}"):
+        cut(path)
     line = error_line(train(expdir, data_flags, "--resume", "--num_epochs=3"))
-    assert f"{name} is damaged: its digest does not match" in line
+    assert f"{TRAINING} is damaged: its digest does not match" in line
     assert "--resume=no" in line
-
-
-def test_a_file_in_place_of_the_directory_is_one_line(expdir: Path, data_flags: list[str]) -> None:
-    shutil.rmtree(expdir / "test")
-    (expdir / "test").touch()
-    assert "cannot write to the run directory" in error_line(train(expdir, data_flags, "--resume"))
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
 
 
-@damages
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
 def test_a_damaged_evaluation_is_missing_in_the_report(
-    run: Path, damage: str, caplog: pytest.LogCaptureFixture
+    run: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The archive has checksums: no damage of its bytes may change a result."""
     path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
-    whole = results.load(path)
-    DAMAGES[damage](path)
-    if damage == "flipped":  # perhaps a byte that holds no value
-        with contextlib.suppress(UserError):
-            np.testing.assert_equal(asdict(results.load(path)), asdict(whole))
-        return
+    damage(path)
     with pytest.raises(UserError, match=r"^[^\n]*$"):
         results.load(path)
     assert report.write_run_report(run) == []
-    assert damage == "missing" or str(path) in caplog.text
+    assert damage is Path.unlink or str(path) in caplog.text
 
 
 @pytest.mark.parametrize("damaged", ["weights", "input"])
@@ -182,13 +138,3 @@ def test_a_prediction_from_damaged_files_ends_with_one_line(run: Path, tmp_path:
     line = error_line(run_script(["predict.py", *flags], tmp_path / "predicted"))
     assert {"weights": "weights.pt is damaged", "input": str(volume)}[damaged] in line
     assert not (tmp_path / "gas.h5").exists()
-
-
-def test_the_link_to_the_best_checkpoint_may_be_wrong(run: Path) -> None:
-    """Each checkpoint records the step of the best one."""
-    link, best = run / FOLDER / BEST, weights_file(run)
-    for target in ("nowhere", BEST, "step_00000008", "."):
-        link.unlink()
-        link.symlink_to(target)
-        assert weights_file(run) == best
-    assert_equal(checkpoint.read_weights(run)["network"], checkpoint.read(best)["network"])

@@ -212,7 +212,7 @@ def _run_directory(request: Request) -> Iterator[str]:
     else:
         yield f"{shown} exists: its logs and checkpoints will be replaced"
     config = request.config
-    start = find_start(directory, choice.resume, request.init_from, config.model_dump(), ALONE, clean_up=False)
+    start = find_start(directory, choice.resume, request.init_from, config.model_dump(), ALONE)
     if lines := start.describe():
         start.restore(
             build.step(config, ALONE, build.model(config)), ALONE
