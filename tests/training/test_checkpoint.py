@@ -358,7 +358,7 @@ def test_a_run_directory_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "example"), [((8, 16), "the last one, {}/step_00000016"), ((), "a run directory, ")])
 def test_a_run_without_its_best_checkpoint_is_one_line(tmp_path: Path, steps: tuple[int, ...], example: str) -> None:
-    folder = folder_of(tmp_path, steps)
+    folder = folder_of(tmp_path, steps) if steps else tmp_path / "checkpoints"
     folder.mkdir(exist_ok=True)
     with pytest.raises(UserError) as caught:
         read_weights(tmp_path)

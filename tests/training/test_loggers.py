@@ -171,42 +171,6 @@ def test_flushed_points_survive_a_kill(tmp_path: Path) -> None:
     run.close()
 
 
-def test_records_and_log_survive_a_full_disk_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """metrics.jsonl continues as soon as there is room, TensorBoard's curves with the next start."""
-    logging.getLogger().setLevel(logging.INFO)
-    line = logging.getLogger("utils.training.trainer").info
-    with small_disk(tmp_path / "run", "200k") as disk:
-        run = start(disk)
-        with log_file(disk / "out.log"):
-            record(run, range(5))
-            run.flush()
-            filler = fill(disk)
-            for step in range(5, 400):
-                record(run, [step])
-                line("a line of the log")
-                if step % 50 == 0:
-                    run.flush()
-            os.remove(filler)
-            record(run, range(400, 425))
-            line("after it")
-            run.close()
-            fill(disk)
-            line("a line that is still in the buffer when the file is closed")
-        os.remove(disk / "filler")
-        assert "after it" in (disk / "out.log").read_text()
-        with closing(start(disk, 424)) as again:
-            record(again, range(425, 430))
-        warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
-        assert warnings == [f"Cannot record scalars in {disk}: No space left on device; the run continues"]
-        assert "Traceback" not in capfd.readouterr().err
-        for steps, after in ((recorded(disk), range(401, 430)), (shown(disk), range(425, 430))):
-            assert steps == sorted(set(steps))
-            assert steps[:5] == list(range(5))
-            assert steps[-len(after) :] == list(after)
-
-
 def test_a_full_disk_when_the_file_of_tensorboard_is_created_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], no_waiting: NoWaiting
 ) -> None:

@@ -281,41 +281,29 @@ def test_resumes_from_the_checkpoint_before_a_damaged_one(
     assert_same_training(whole, run)
 
 
-# --- where a run starts ----------------------------------------------------------------------------------------------
-
-
-def test_resume_no_replaces_checkpoints_and_records(command: Any, finished: Path) -> None:
-    assert command("--resume=no", "--set=seed=5", "--num_epochs=1")[0] == 0
-    assert saved_steps(finished / FOLDER) == [8]
-    assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [0, 8]
-    assert [step for step, _ in curves(finished)["Loss/valid"]] == [0, 8]
-
-
-@pytest.mark.parametrize(
-    ("job", "count"),
-    [("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")],
-)
-def test_a_job_restarted_by_its_launcher_resumes_despite_its_flags(
-    command: Any, finished: Path, monkeypatch: pytest.MonkeyPatch, job: str, count: str
-) -> None:
-    monkeypatch.setenv(job, "7")
-    monkeypatch.setenv(count, "0")
-    code, stderr = command("--resume=no", after=lambda step: sys.exit(143) if step == 11 else None)
-    assert code == 143, stderr
-    assert saved_steps(finished / FOLDER) == [8]
-    monkeypatch.setenv(count, "1")
-    for flags in (["--resume=no"], ["--resume=no", "--num_epochs=3"]):
-        code, stderr = command(*flags)
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_run_resumes_with_damaged_records(command: Any, finished: Path, is_missing: bool) -> None:
+    """All at once, and the link. provenance.json and a metrics line once ended it with a traceback."""
+    for name in ("provenance.json", "config.yaml"):
+        (finished / name).write_text("")
+        if is_missing:
+            (finished / name).unlink()
+    (finished / "summary.json").unlink()
+    (finished / FOLDER / BEST).unlink()
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "Loss/va')
+    for epochs in (3, 4):
+        code, stderr = command("--resume", f"--num_epochs={epochs}")
         assert code == 0, stderr
-    assert f"Resuming from {step_directory(finished / FOLDER, 16)}, after step 16" in messages(stderr, "INFO")
-    assert saved_steps(finished / FOLDER) == [24, 16]
-    code, stderr = command("--resume=no", "--num_epochs=3")
-    assert code == 0, stderr
-    assert "Nothing was trained: " in stderr, "restarted after its end"
-    assert HookedStep.calls == 0
-    monkeypatch.setenv(count, "0")
-    assert command("--resume=no", "--num_epochs=1")[0] == 0
-    assert saved_steps(finished / FOLDER) == [8], "the first start of a job is no restart"
+        assert json.loads((finished / "summary.json").read_text())["steps"] == 8 * epochs
+        assert json.loads((finished / "provenance.json").read_text())["run_num"] == "00"
+        assert [record["step"] for record in metrics(finished) if "Loss/valid" in record] == [
+            *range(0, 8 * epochs + 1, 8)
+        ]
+        assert checkpoint.read_weights(finished)["step"] == last(finished).state.best_step
+
+
+# --- where a run starts ----------------------------------------------------------------------------------------------
 
 
 def test_a_new_training_that_ends_before_its_first_step_does_not_resume_the_old_one(
