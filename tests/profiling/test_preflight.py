@@ -147,14 +147,10 @@ def test_existing_run_is_reported_kept_and_refused_as_by_the_training(
     assert "warning: Nothing is left to train: " in text
     assert text.endswith("no errors; warnings: 2\n")
     text = report("--resume", "--set=lr_schedule.start_lr=0.5", "--set=lr_schedule.scaling=sqrt")
-    assert re.search(
-        r"\nChanged config keys: lr_schedule.scaling none -> sqrt, lr_schedule.start_lr \S+ -> 0.5, "
-        r".*; the learning rate follows the new schedule\n",
-        text,
-    )
+    assert re.search(r"\nChanged config keys: lr_schedule.scaling none -> sqrt, lr_schedule.start_lr \S+ -> 0.5", text)
     moved = shutil.copy(data_flags[1].partition("val_path=")[2], tmp_path / "moved.h5")
     text = report("--resume", "--set=report_baselines=False", f"--set=val_path={moved}")
-    assert re.search(rf"\nChanged config keys: val_path \S+ -> {moved}\n", text), "the schedule has not changed"
+    assert re.search(rf"\nChanged config keys: val_path \S+ -> {moved}\n", text)
     text = report("--resume", "--num_epochs=2")
     assert (
         f"Resuming from {directory}/checkpoints/step_00000008, after step 8\nChanged config keys: num_epochs 1 ->"
