@@ -71,7 +71,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
             build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)
-            callbacks = Callbacks(run.logger, run.checkpointer, profiler, evaluation, signals)
+            callbacks = Callbacks(run.records, run.checkpoint_writer, profiler, evaluation, signals)
             result = Trainer(config, step, loaders, world, state, callbacks).fit()
             world.heartbeat.progress("end")
             run.finish(result, report_on_run(config, step, loaders.valid, run, result.steps))

@@ -19,7 +19,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.errors import one_line_errors, value_errors_for_users
 from utils.steps import build
-from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.checkpoint_writer import BackgroundWriter
 from utils.training.state import TrainState
 
 
@@ -31,7 +31,7 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, lis
         batch = next(loaders.train.epoch(0))
     step = build.step(config, world, build.model(config))
     step(*batch, LEARNING_RATE)
-    checkpointer = AsyncCheckpointer(directory, config, {})
+    writer = BackgroundWriter(directory, config, {})
     state = TrainState()
     seconds: dict[str, list[float]] = {"without": [], "with": [], "pause": [], "until written": []}
     for trial in range(options.trials + 1):
@@ -40,13 +40,13 @@ def measure(options: argparse.Namespace, directory: Path) -> tuple[dict[str, lis
             started, pause = time.perf_counter(), 0.0
             if kind == "with":
                 state.step += 1
-                checkpointer.save(step.state(), state, wait=False)
+                writer.save(step.state(), state, wait=False)
                 pause = time.perf_counter() - started
             for _ in range(options.steps):
                 step(*batch, LEARNING_RATE)
             synchronize(world.device)
             stretch = time.perf_counter() - started
-            checkpointer.close()
+            writer.close()
             if trial == 0:
                 continue  # the first save allocates the memory for its copy
             seconds[kind].append(stretch)

@@ -32,7 +32,7 @@ from utils.data.loaders.base import sample_plan
 from utils.optim.schedules import build_schedule
 from utils.steps import build
 from utils.training.checkpoint import load_newest, read_weights
-from utils.training.checkpointer import AsyncCheckpointer
+from utils.training.checkpoint_writer import BackgroundWriter
 from utils.training.state import TrainState
 
 
@@ -210,7 +210,7 @@ def test_invalid_input_does_not_change_the_files_of_an_earlier_run(
     directory = tmp_path / "test" / "1ranks" / "00"
     directory.mkdir(parents=True)
     state = {"network": {"weight": torch.zeros(3)}, "optimizer": {}, "scaler": {}, "random": []}
-    AsyncCheckpointer(directory / "checkpoints", small_config(), {}).save(state, TrainState(step=1), wait=True)
+    BackgroundWriter(directory / "checkpoints", small_config(), {}).save(state, TrainState(step=1), wait=True)
     for name in ("out.log", "config.yaml", "metrics.jsonl"):
         (directory / name).write_text(f"precious {name}")
 

@@ -16,16 +16,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from dataset_files import drawn, write_cifar, write_idx
 from trainings import YAML
 
 from utils import config as configs
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.files import MIB
 from utils.training import checkpoint
 from utils.training.choice import Request
-from utils.training.data_record import BLOCK, BLOCKS, HEAD, data_changes, data_record
+from utils.training.data_record import BLOCKS, HEAD, data_changes, data_record
 from utils.training.run import Run
 
 ALONE = World(Launch("test"), torch.device("cpu"))
@@ -38,7 +36,7 @@ def start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable[..., lis
     def open_and_close(config: configs.Config, resumed: int | None = None) -> list[str]:
         caplog.clear()
         if resumed is not None:
-            weights = {"network": {}, "config": config.model_dump(), "best_step": 0}
+            weights = {"network": {}, "config": config.model_dump(), "step": resumed}
             training = {"optimizer": {}, "scaler": {}, "random": [], "state": {"step": resumed}}
             checkpoint.write(checkpoint.step_directory(tmp_path / "run" / "checkpoints", resumed), weights, training)
         request = Request(config, "test", tmp_path / "run", "no" if resumed is None else "auto")
@@ -65,25 +63,15 @@ def change_one_value(path: Path) -> None:
         file["Hydro"][-1, -1, -1, -1] += 1
 
 
-def add_an_attribute(path: Path) -> None:
-    with h5py.File(path, "r+") as file:
-        file.attrs["redshift"] = 0.5
-
-
 def append(path: Path) -> None:
     with path.open("ab") as file:
         file.write(b"more")
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (change_one_value, r"other content$"),
-        (add_an_attribute, r"other content$|\d+ bytes instead of \d+$"),
-        (append, r"\d+ bytes instead of \d+$"),
-    ],
+    ("change", "says"), [(change_one_value, r"other content$"), (append, r"\d+ bytes instead of \d+$")]
 )
-def test_a_resumed_training_warns_about_changed_data(
+def test_a_resumed_run_warns_about_changed_data(
     tmp_path: Path, volume_file: Any, start: Any, change: Callable[[Path], None], says: str
 ) -> None:
     """It once continued silently on a file that had been replaced."""
@@ -91,11 +79,9 @@ def test_a_resumed_training_warns_about_changed_data(
     config = configs.load(YAML, "test", paths)
     assert start(config) == []
     change(Path(paths["val_path"]))
-    warnings = start(config, resumed=8)
-    assert len(warnings) == 1
-    prefix = f"val_path {paths['val_path']} differs from the data of the run that resumes: "
-    assert warnings[0].startswith(prefix)
-    assert re.search(says, warnings[0])
+    (warning,) = start(config, resumed=8)
+    assert warning.startswith(f"val_path {paths['val_path']} differs from the data of the run that resumes: ")
+    assert re.search(says, warning)
     assert start(config, resumed=8) == [], "each change is logged once"
     change_one_value(Path(paths["val_path"]))
     assert start(config) == [], "a training run from scratch mixes nothing"
@@ -114,12 +100,6 @@ def test_moved_copied_and_touched_files_are_the_same_data(tmp_path: Path, volume
     for key in paths:
         assert before[key]["sha256_of_samples"] == after[key]["sha256_of_samples"]
         assert before[key]["bytes"] == after[key]["bytes"] > 0
-    swapped = configs.load(YAML, "test", {**paths, "val_path": paths["train_path"]})
-    (warning,) = start(swapped, resumed=8)
-    assert warning == (
-        f"val_path {paths['train_path']} differs from the data of the run that resumes: other content of "
-        f"{tmp_path / 'moved.h5'}"
-    )
 
 
 def test_each_file_of_a_list_is_recorded_and_another_order_gets_a_warning(
@@ -151,23 +131,14 @@ def test_npy_files_are_recorded_if_the_loader_reads_them(tmp_path: Path, volume_
     assert recorded(tmp_path)["data"].keys() == {"train_path", "val_path"}
 
 
-def test_synthetic_data_have_no_files_and_published_data_sets_have_theirs(tmp_path: Path, start: Any) -> None:
+def test_synthetic_and_published_data_are_not_recorded(tmp_path: Path, start: Any) -> None:
+    """A published data set has checksums of its own."""
     synthetic = configs.load(YAML, "test", {"data_loader_config": "synthetic"})
     assert start(synthetic) == start(synthetic, resumed=8) == []
     assert recorded(tmp_path)["data"] == {}
-    folder = tmp_path / "published"
-    folder.mkdir()
-    write_idx(folder, drawn("mnist"), packed=False)
-    write_cifar(folder, drawn("cifar10"))
-    base = {"data_loader_config": "classification", "dataset.directory": str(folder)}
-    for name, count in (("digits", 0), ("mnist", 4), ("cifar10", 1)):
-        config = configs.load(YAML, "test", {**base, "dataset.name": name})
-        assert len(data_record(config)) == count, name
-    mnist = configs.load(YAML, "test", {**base, "dataset.name": "mnist"})
-    start(mnist)
-    append(folder / "t10k-labels-idx1-ubyte")
-    (warning,) = start(mnist, resumed=8)
-    assert warning.startswith(f"t10k-labels-idx1-ubyte {folder / 't10k-labels-idx1-ubyte'} differs")
+    assert (
+        data_record(configs.load(YAML, "test", {"data_loader_config": "classification", "dataset.name": "mnist"})) == {}
+    )
 
 
 def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
@@ -186,12 +157,3 @@ def test_a_large_file_is_sampled_up_to_its_end(tmp_path: Path) -> None:
         with path.open("r+b") as file:
             file.seek(place)
             file.write(b"\0")
-    small = tmp_path / "small.h5"
-    small.write_bytes(bytes(HEAD + BLOCK * BLOCKS // 2))
-    config = configs.load(YAML, "test", {"train_path": str(small)})
-    for place in range(0, small.stat().st_size, MIB // 8):
-        before = data_record(config)
-        with small.open("r+b") as file:
-            file.seek(place)
-            file.write(b"x")
-        assert data_changes(before, data_record(config)), "a file of few MiB is covered completely"

@@ -10,10 +10,9 @@ from typing import Any
 
 import train
 from utils import files
-from utils.evaluation import baselines, report, training_figures
+from utils.evaluation import baselines
 from utils.training.choice import SUMMARY
-from utils.training.loggers.base import RunLogger
-from utils.training.run import Run
+from utils.training.loggers.base import RunRecords
 
 FLUSH = files._flush
 
@@ -30,10 +29,7 @@ def die_in_summary(path: Path) -> None:
 
 MOMENTS = {
     "after the last checkpoint": (baselines, "volume_losses", die),
-    "between two pictures": (training_figures, "write_slices", die),
-    "after the pictures": (report, "write_run_report", die),
-    "before the hyperparameters": (RunLogger, "hparams", die),
-    "before summary.json": (Run, "_write_summary", die),
+    "before the hyperparameters": (RunRecords, "hparams", die),
     "while summary.json is written": (files, "_flush", die_in_summary),
 }
 

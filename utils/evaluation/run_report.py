@@ -22,7 +22,7 @@ def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, ste
     """
     losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
     draws = config.report_pictures and run.world.is_root
-    return RunReport(losses, _draw(config, step, loader, run.directory, run.logger, steps) if draws else [])
+    return RunReport(losses, _draw(config, step, loader, run.directory, run.records, steps) if draws else [])
 
 
 def _draw(config: Config, step: EagerStep, loader: Loader, directory: Path, logger: Logger, steps: int) -> list[str]:

@@ -20,4 +20,4 @@ def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run
     if volume is None:
         return Evaluation()
     flux = flux_of_volume(volume, config, run.world, log.info)
-    return VolumeEvaluation(config, volume, step.predict, run.world, run.directory, run.logger, flux)
+    return VolumeEvaluation(config, volume, step.predict, run.world, run.directory, run.records, flux)

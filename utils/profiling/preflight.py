@@ -101,10 +101,10 @@ def _find_start(options: Options, config: Config, directory: Path, world: World)
     parent = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to the run directory {choice.path}; choose another with --set expdir=DIR")
-    start = find_start(choice.path, choice.resume, request.init_from, config.model_dump(), world, clean_up=False)
+    start = find_start(choice.path, choice.resume, request.init_from, config.model_dump(), world)
     if is_free(choice.path):
         log.info("run directory: %s is new", choice)
-    elif start.resumed is not None:
+    elif start.path is not None:
         log.info("run directory: %s exists: the run resumes from its newest checkpoint", choice)
     else:
         log.info("run directory: %s exists: its logs and checkpoints will be replaced", choice)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from utils.distributed.signals import Signals
-from utils.training.checkpointer import Checkpointer
+from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.loggers.base import Logger
 
 
@@ -37,8 +37,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Callbacks:
-    logger: Logger = field(default_factory=Logger)
-    checkpointer: Checkpointer = field(default_factory=Checkpointer)
+    records: Logger = field(default_factory=Logger)
+    checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     profiler: Profiler = field(default_factory=Profiler)
     evaluation: Evaluation = field(default_factory=Evaluation)
     signals: Signals = field(default_factory=Signals)

@@ -17,7 +17,6 @@ array.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
 from utils.provenance import command
-from utils.training.checkpoint import FOLDER, saved_steps
 
 LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "summary.json"
 
@@ -60,10 +58,9 @@ class Request:
     @property
     def origin(self) -> str | None:
         """The checkpoint or weights that a new run starts from; None: from scratch."""
-        flag, path = (
-            ("resume", self.resume) if self.resume not in (None, "auto", "no") else ("init_from", self.init_from)
-        )
-        return f"--{flag}={os.path.abspath(path)}" if path else None
+        if self.resume not in (None, "auto", "no"):
+            return f"--resume={os.path.abspath(self.resume)}"
+        return f"--init_from={os.path.abspath(self.init_from)}" if self.init_from else None
 
 
 @dataclass(frozen=True)
@@ -83,68 +80,56 @@ class EarlierRun:
 
     def __init__(self, path: Path, number: int) -> None:
         self.path, self.number = path, number
-        self.is_finished = finished_steps(path) is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.path / SUMMARY).exists()
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The records of the processes that have trained it, latest first; empty if they cannot be read."""
         try:
             latest = read_json(self.path / PROVENANCE)
-            return [latest, *reversed(latest.get("earlier", []))]
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             return []
+        return [latest, *reversed(latest.get("earlier", []))]
 
     def belongs_to(self, run_num: str) -> bool:
-        return run_num == (self.records[0].get("run_num") if self.records else self.path.name)
+        return run_num == (self.records[0]["run_num"] if self.records else self.path.name)
 
     def was_started_by(self, jobs: tuple[str, ...]) -> bool:
         """True if one of these jobs has trained it with the command of this process: a job may have several."""
-        return any(
-            record.get("command") == command() and set(jobs) & set(record.get("jobs", ())) for record in self.records
-        )
+        own = [record for record in self.records if record.get("command") == command()]
+        return any(set(jobs) & set(record["jobs"]) for record in own)
 
     def changes(self, request: Request) -> list[str]:
-        """The keys and flags that give the requested run another result; UserError without a readable config."""
-        before = configs.load(str(self.path / CONFIG), request.name)
+        """The keys and flags that give the requested run another result; the file's name if it cannot be read."""
+        try:
+            before = configs.load(str(self.path / CONFIG), request.name)
+        except UserError:
+            return [CONFIG]
         changes = configs.result_changes(before, request.config)
-        origin = self.records[0].get("origin") if self.records else None
+        origin = self.records[0]["origin"] if self.records else None
         return changes if origin == request.origin else [*changes, str(origin or request.origin).split("=")[0]]
 
     def why_not_continued(self, request: Request) -> str:
-        """The reason, and what --resume would do."""
+        """The reason why a command does not continue it."""
         if is_locked(self.path / LOCK):
-            return "is being trained by another process"
-        try:
-            changes = self.changes(request)
-        except UserError:
-            return "has no readable config"
-        facts = ["is finished"] * self.is_finished
-        facts += [f"differs in {', '.join(changes)}"] if changes else []
-        if not saved_steps(self.path / FOLDER):
-            return f"{' and '.join(facts)} and has no checkpoint"
-        extends = self.is_finished and set(changes) <= {"num_epochs"}
-        advice = "with more epochs would extend it" if extends else "continues such a run only if its checkpoint fits"
-        return f"{' and '.join(facts)}; --resume {advice}"
-
-
-def finished_steps(directory: Path) -> int | None:
-    """The number of steps of the finished run in a directory; None if it is not finished."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return int(read_json(directory / SUMMARY)["steps"])
-    return None
+            return f"{self.path.name} is being trained by another process"
+        changes = self.changes(request)
+        facts = ["is finished"] * self.is_finished + [f"differs in {', '.join(changes)}"] * bool(changes)
+        return f"{self.path.name} {' and '.join(facts)}; --resume would use it"
 
 
 def is_free(path: Path) -> bool:
-    """True if no run has begun there."""
-    return not os.path.lexists(path) or (path.is_dir() and set(os.listdir(path)) <= {LOCK})
+    """True if no run has begun there. A process that was killed may have left hidden files, or the first record."""
+    if not path.is_dir():
+        return not os.path.lexists(path)
+    return all(name.startswith(".") or name == PROVENANCE for name in os.listdir(path))
 
 
-def choose(request: Request, held: Path | None = None) -> Choice:
-    """The directory that the command uses, by the table above; changes nothing. `held`: locked by this process."""
-
-    def is_busy(path: Path) -> bool:
-        return path != held and is_locked(path / LOCK)
-
+def choose(request: Request) -> Choice:
+    """The directory that the command uses, by the table above; changes nothing."""
     first, runs = request.directory, _earlier_runs(request.directory)
     for run in runs:
         if run.was_started_by(request.restarted):
@@ -155,14 +140,13 @@ def choose(request: Request, held: Path | None = None) -> Choice:
         if request.resume == "auto" or (request.resume and Path(request.resume).resolve() == run.path.resolve()):
             return Choice(run.path, request.resume)
     for run in runs:
-        with contextlib.suppress(UserError):  # no readable config
-            if not run.is_finished and not run.changes(request) and not is_busy(run.path):
-                return Choice(run.path, request.resume)
-    reason = f"{runs[0].path.name} {runs[0].why_not_continued(request)}" if runs else ""
+        if not run.is_finished and not run.changes(request) and not is_locked(run.path / LOCK):
+            return Choice(run.path, request.resume)
+    reason = runs[0].why_not_continued(request) if runs else ""
     if request.resume == "auto":  # no error: a job script may always give --resume, also for its first start
         reason = "--resume has found no run to resume"
     numbers = range(runs[0].number + 1 if runs else 1, 1_000_000)
-    path = next(path for n in numbers if is_free(path := _numbered(first, n)) and not is_busy(path))
+    path = next(path for n in numbers if is_free(path := _numbered(first, n)) and not is_locked(path / LOCK))
     if path != first and not reason:
         reason = f"{first.name} belongs to another run"
     return Choice(path, request.resume, reason)

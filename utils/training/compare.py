@@ -5,9 +5,8 @@ python -m utils.training.compare runs/demo/2ranks/00 runs/demo/2ranks/00-2
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 from utils import config as configs
 from utils.cli import Parser
 from utils.config import Config
-from utils.errors import UserError, one_line_errors, os_reason
+from utils.errors import UserError, one_line_errors
 from utils.files import read_json
 from utils.progress import format_duration
 from utils.training import tags
 from utils.training.loggers.base import read_records
 
-REMEDY = "leave this run out"
 NOTHING = "-"
 
 
@@ -38,61 +36,38 @@ def table(runs: Sequence[Path]) -> list[str]:
 
 
 def _flat_config(run: Path) -> dict[str, Any]:
-    """The config by dotted keys. A key that an earlier version did not have has its default; old keys stay."""
+    """The config by dotted keys."""
     path = run / "config.yaml"
     if not path.is_file():
         raise UserError(f"{run} is not a run's directory, it has no config.yaml; give one such as runs/demo/2ranks/00")
-    held = configs.read_file(str(path))
-    if len(held) != 1:
-        raise UserError(f"{path} holds {len(held)} configs, a run's has one; {REMEDY}")
-    ((name, values),) = held.items()
+    ((name, values),) = configs.read_file(str(path)).items()
     return {"config": name, **configs.flatten(Config()), **configs.flatten(values)}
 
 
 def _results(run: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The results of a run, and where it ran; `NOTHING` for values that are not known."""
-    summary, provenance = (_read_mapping(run / name) for name in ("summary.json", "provenance.json"))
-    with _reading(run / "metrics.jsonl") as path:
-        records = read_records(path)
+    paths = (run / "summary.json", run / "provenance.json")
+    summary, provenance = (read_json(path) if path.exists() else {} for path in paths)
+    records = read_records(run / "metrics.jsonl")
     losses = [(record[tags.VALID_LOSS], record["step"]) for record in records if tags.VALID_LOSS in record]
     speeds = [record[tags.ITERATIONS_PER_SECOND] for record in records if tags.ITERATIONS_PER_SECOND in record]
-    batch, versions = config["global_batch_size"], provenance.get("versions")
-    commit = str(provenance.get("git_commit", NOTHING))
+    commit = provenance.get("git_commit", NOTHING)
     state = "stopped early" if summary.get("early_stop") else "finished"
     # The clock starts again with each process.
-    seconds = [record.get("seconds", 0) for record in records]
+    seconds = [record["seconds"] for record in records]
     total = sum(now for now, later in zip(seconds, [*seconds[1:], 0], strict=True) if later < now)
     return {
         "state": state if summary else "no summary",
         "steps": str(records[-1]["step"]) if records else NOTHING,
         "final validation loss": f"{losses[-1][0]:.6f}" if losses else NOTHING,
         "best validation loss": "{:.6f} after step {}".format(*min(losses)) if losses else NOTHING,
-        "samples/s": f"{speeds[-1] * batch:.1f}" if speeds and isinstance(batch, int) else NOTHING,
+        "samples/s": f"{speeds[-1] * config['global_batch_size']:.1f}" if speeds else NOTHING,
         "time": format_duration(total) if records else NOTHING,
         "ranks": str(provenance.get("world_size", NOTHING)),
-        "device": str(provenance.get("device", NOTHING)),
-        "torch": str(versions.get("torch", NOTHING)) if isinstance(versions, dict) else NOTHING,
+        "device": provenance.get("device", NOTHING),
+        "torch": provenance.get("versions", {}).get("torch", NOTHING),
         "commit": commit[:12] + ("-dirty" if commit.endswith("-dirty") else ""),
     }
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if it is missing."""
-    with _reading(path):
-        content = read_json(path) if path.exists() else {}
-        if isinstance(content, dict):
-            return content
-        raise ValueError("it does not hold a mapping")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[Path]:
-    """Converts the errors of a file that cannot be read to UserErrors."""
-    try:
-        yield path
-    except (OSError, ValueError) as error:
-        reason = os_reason(error) if isinstance(error, OSError) else error
-        raise UserError(f"cannot read {path}: {reason}; {REMEDY}") from None
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from utils.config import Config
 from utils.data import get_loader
-from utils.data.datasets import get_dataset
 from utils.data.plan import SPLITS
 from utils.data.volumes import split_settings
 from utils.files import MIB, open_regular
@@ -21,48 +20,37 @@ HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a ch
 
 
 def data_record(config: Config) -> dict[str, dict[str, Any]]:
-    """Path, size, modification time and digest of each data file, by its config key or its name in the data set."""
-    records = {}
-    for name, path in _data_files(config):
-        try:
-            records[name] = _describe(path)
-        except OSError:
-            continue  # not every loader reads all files; one that needs the file has raised an error of its own
-    return records
+    """Path, size, modification time and digest of each file of a volume, by its config key.
+
+    Published data sets have checksums of their own. Not every loader reads all files; those that are missing are
+    skipped.
+    """
+    return {name: _describe(path) for name, path in _data_files(config) if path.is_file()}
 
 
-def data_changes(before: Any, now: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each file whose content differs from the earlier record, which may be damaged."""
+def data_changes(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each file whose content differs from the earlier record; it may have been moved or touched."""
     lines = []
     for name, record in now.items():
-        earlier = before.get(name) if isinstance(before, Mapping) else None
-        if not isinstance(earlier, Mapping) or not {"path", "bytes", DIGEST} <= earlier.keys():
-            continue
-        if earlier["bytes"] != record["bytes"]:
-            change = f"{record['bytes']} bytes instead of {earlier['bytes']}"
-        elif earlier[DIGEST] != record[DIGEST]:
-            change = "other content"
-        else:
-            continue  # a file that was moved, copied or touched is the same
-        where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
-        lines.append(f"{name} {record['path']} differs from the data of the run that resumes: {change}{where}")
+        earlier = before.get(name, record)
+        if earlier[DIGEST] != record[DIGEST]:
+            sizes = earlier["bytes"], record["bytes"]
+            change = "other content" if sizes[0] == sizes[1] else f"{sizes[1]} bytes instead of {sizes[0]}"
+            where = "" if earlier["path"] == record["path"] else f" of {earlier['path']}"
+            lines.append(f"{name} {record['path']} differs from the data of the run that resumes: {change}{where}")
     return lines
 
 
 def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
     reads = get_loader(config.data_loader_config).reads
-    if config.dataset.name is not None:
-        folder = Path(config.dataset.directory)
-        published = get_dataset(config.dataset.name).checksums
-        unpacked = [name.removesuffix(".gz") for name in published]
-        yield from ((name, folder / name) for name in dict.fromkeys((*published, *unpacked)))
-    elif reads is not None:
-        for values in (split_settings(config, split) for split in SPLITS):
-            npy_keys = values.npy_keys if reads == "npy" or config.data_loader_config == "auto" else ()
-            for key in (values.key, *npy_keys):
-                paths = config.paths(key)
-                for number, path in enumerate(paths):
-                    yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
+    if reads not in ("hdf5", "npy"):
+        return
+    for values in (split_settings(config, split) for split in SPLITS):
+        npy_keys = values.npy_keys if reads == "npy" or config.data_loader_config == "auto" else ()
+        for key in (values.key, *npy_keys):
+            paths = config.paths(key)
+            for number, path in enumerate(paths):
+                yield key if len(paths) == 1 else f"{key}[{number}]", Path(path)
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -75,9 +63,4 @@ def _describe(path: Path) -> dict[str, Any]:
             file.seek(max(HEAD, number * (status.st_size - BLOCK) // BLOCKS))
             digest.update(file.read(BLOCK))
     modified = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(status.st_mtime))
-    return {
-        "path": str(path.resolve()),
-        "bytes": status.st_size,
-        "modified": modified,
-        DIGEST: digest.hexdigest(),
-    }
+    return {"path": str(path.resolve()), "bytes": status.st_size, "modified": modified, DIGEST: digest.hexdigest()}

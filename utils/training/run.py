@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import logging
 import shutil
@@ -32,13 +31,13 @@ from utils.provenance import provenance, read_provenance
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
-from utils.training.checkpointer import AsyncCheckpointer, Checkpointer
-from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, finished_steps, is_free
+from utils.training.checkpoint_writer import BackgroundWriter, CheckpointWriter
+from utils.training.choice import CONFIG, LOCK, PROVENANCE, SUMMARY, Choice, Request, choose, is_free
 from utils.training.data_record import data_changes, data_record
 from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
-from utils.training.loggers.base import LoggedRun, Logger, Resumed, RunLogger
+from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
@@ -66,14 +65,13 @@ class Run:
     start: the checkpoint, the weights or the scratch from which it starts.
     """
 
-    config: Config
     request: Request
     choice: Choice
     world: World
     start: Start
-    logger: Logger = field(default_factory=Logger)
-    checkpointer: Checkpointer = field(default_factory=Checkpointer)
-    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _open_files: contextlib.ExitStack
+    records: Logger = field(default_factory=Logger)
+    checkpoint_writer: CheckpointWriter = field(default_factory=CheckpointWriter)
 
     @property
     def directory(self) -> Path:
@@ -88,27 +86,37 @@ class Run:
         input leaves none.
         """
         check_loggers(request.config.loggers, world)
-        claim = _Claim(request)
-        with world.raise_together():
-            if world.is_root:
-                claim.take()
-        try:
-            path, resume = world.gather_json([str(claim.choice.path), claim.choice.resume] if claim.choice else None)[0]
-            choice = claim.choice or Choice(Path(path), resume)
+        with contextlib.ExitStack() as files:
+            choice = None
+            with world.raise_together():
+                if world.is_root:
+                    choice = files.enter_context(_claimed(request))
+                    if choice.resume != "no":
+                        recover(choice.path / FOLDER)
+            path, resume = world.gather_json([str(choice.path), choice.resume] if choice else None)[0]
+            choice = choice or Choice(Path(path), resume)
             world.heartbeat.folder = choice.path
             start = find_start(choice.path, choice.resume, request.init_from, request.config.model_dump(), world)
-            run = cls(request.config, request, choice, world, start)
-            with run._closing():
+            run = cls(request, choice, world, start, files)
+            try:
                 yield run
-        finally:
-            claim.release()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and saved_steps(choice.path / FOLDER):
+                    error.args = (
+                        "the last checkpoint is kept, and the same command continues from it, without --resume=no "
+                        "(kill -TERM saves first)",
+                    )
+                run.records.close(error)
+                raise
+            run.records.close()
+            log.info("DONE ---- rank %d", world.rank)
 
     def has_nothing_to_do(self) -> bool:
         """True, and logs the reason, if all epochs are trained and the summary is written; every rank calls it."""
         if not self.start.is_complete:
             return False
-        is_written = self.world.gather_json(finished_steps(self.directory) == self.start.state.step)[0]
-        if self.start.may_lack_summary and not is_written:
+        has_summary = self.world.gather_json((self.directory / SUMMARY).exists())[0]
+        if self.start.lacks_only_summary and not has_summary:
             return False
         log.info("Run directory: %s", self.directory)
         log.warning(self.start.nothing_to_train)
@@ -131,41 +139,39 @@ class Run:
     def finish(self, result: FitResult, report: RunReport) -> None:
         """Logs the result table and writes summary.json, the last file of a run; every rank calls it."""
         final = {"final loss": result.final_loss, "best loss": result.best_loss, **result.metrics}
-        self.logger.hparams(self.config, {tags.hparam(name): x for name, x in final.items()}, result.steps + 1)
+        results = {tags.hparam(name): value for name, value in final.items()}
+        self.records.hparams(self.request.config, results, result.steps + 1)
         losses = {self.start.initial_network: result.initial_loss, **report.losses}
         table = [*result.table(losses), f"run directory  {self.directory}", *report.lines]
         log.info("\n  ".join(["Result:", *table]))
         with self.world.raise_together():
-            self.checkpointer.check()
-            self.logger.flush()
+            self.checkpoint_writer.check()
+            self.records.flush()
             if self.world.is_root:
                 self._write_summary(result)
         if result.best_step == 0:
             last = step_directory(self.directory / FOLDER, result.steps)
             log.warning("This run has no best checkpoint: %s; --checkpoint %s uses the last one", NO_BEST, last)
-        if self.start.is_complete:
-            log.warning(self.start.nothing_to_train)
 
     def _write_summary(self, result: FitResult) -> None:
-        remedy = "the network is saved; the same command writes it"
         path = self.directory / SUMMARY
+        remedy = "the network is saved; the same command writes it"
         with os_errors_for_users(f"cannot write {path}", remedy), atomic_write([path]) as (partial,):
             partial.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, record: dict[str, Any]) -> None:
         """Removes what is replaced, writes config.yaml and provenance.json, and opens out.log and the loggers."""
-        directory, start = self.directory, self.start
-        with _errors_of(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            if start.resumed is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
-                _remove_run(directory)
-            recover(directory)
-            remove_after(directory / EVALUATIONS, start.state.step)
-            changes: list[str] = []
-            if not start.is_complete:  # otherwise the records of the process that trained it stay
-                changes = self._write_records(record)
-            (directory / SUMMARY).unlink(missing_ok=True)
-            self._files.enter_context(log_file(directory / "out.log"))
+        directory, start, config = self.directory, self.start, self.request.config
+        directory.mkdir(parents=True, exist_ok=True)
+        if start.path is None and (self.choice.resume == "no" or not (directory / CONFIG).exists()):
+            _remove_run(directory)
+        recover(directory)
+        remove_after(directory / EVALUATIONS, start.state.step)
+        changes: list[str] = []
+        if not start.is_complete:  # otherwise the records of the process that trained it stay
+            changes = self._write_records(record)
+        (directory / SUMMARY).unlink(missing_ok=True)
+        self._open_files.enter_context(log_file(directory / "out.log"))
         log.info("Run directory: %s", self.choice)
         for line in start.describe():
             log.info(line)
@@ -173,86 +179,64 @@ class Run:
             log.warning(line)
         if start.is_complete:
             log.info("The summary of this run is missing: writing it now, without training")
-        logged = LoggedRun(directory, start.resumed or Resumed(-1), self.config.model_dump(), record)
-        self.logger = RunLogger(logged, build_loggers(self.config.loggers, logged))
-        simulation = training_simulation(self.config, get_loader(self.config.data_loader_config).reads)
-        self.checkpointer = AsyncCheckpointer(directory / FOLDER, self.config, simulation)
+        resumed = Resumed(start.state.step, start.state.batch > 0) if start.path else FROM_SCRATCH
+        logged = LoggedRun(directory, resumed, config.model_dump(), record)
+        self.records = RunRecords(logged, build_loggers(config.loggers, logged))
+        simulation = training_simulation(config, get_loader(config.data_loader_config).reads)
+        self.checkpoint_writer = writer = BackgroundWriter(directory / FOLDER, config, simulation)
+        writer.link_best(start.state.best_step)  # a kill may have prevented it
 
     def _write_records(self, record: dict[str, Any]) -> list[str]:
         """Writes both files; returns a line for each data file that differs from that of the run that resumes."""
         # Only the global batch: with another number of ranks the local one would change it.
-        portable = self.config.model_copy(update={"local_batch_size": None})
+        portable = self.request.config.model_copy(update={"local_batch_size": None})
         path, changes = self.directory / PROVENANCE, []
-        record["data"] = data_record(self.config)
-        if self.start.resumed is not None and path.exists():
+        record["data"] = data_record(self.request.config)
+        if self.start.path is not None and path.exists():
             before = read_provenance(path)
             record["earlier"] = [*before.pop("earlier", []), before]
             record["origin"] = before.get("origin")
-            changes = data_changes(before.get("data"), record["data"])
-        with atomic_write([self.directory / CONFIG, path]) as (config_file, record_file):
+            changes = data_changes(before.get("data", {}), record["data"])
+        # The config comes last: without it, the directory is still free for the command that a kill has ended.
+        with atomic_write([path, self.directory / CONFIG]) as (record_file, config_file):
             config_file.write_text(configs.to_yaml(portable, self.request.name))
             record_file.write_text(json.dumps(record, indent=2) + "\n")
         return changes
 
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Closes the records at the end of the block, and passes the loggers the error that ends the run."""
-        with self._files:
+
+# --- the directory ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _claimed(request: Request) -> Iterator[Choice]:
+    """Chooses, creates and locks a directory for the duration of the block.
+
+    Removes the directories that it has created if nothing was written there. Raises UserError if the chosen run is
+    being trained.
+    """
+    lock = None
+    while lock is None:
+        choice = choose(request)
+        path = choice.path
+        is_new = is_free(path)
+        created = [folder for folder in (path, *path.parents) if not folder.exists()]  # innermost first
+        fault = f"another run is writing to {path}; wait for its end, or give this one a --run_num of its own"
+        with os_errors_for_users(f"cannot write to the run directory {path}", "choose another with --set expdir=DIR"):
+            path.mkdir(parents=True, exist_ok=True)
             try:
-                yield
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) and saved_steps(self.directory / FOLDER):
-                    again = "the same command" + (" without --resume=no" if self.choice.resume == "no" else "")
-                    error.args = (
-                        f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)",
-                    )
-                self.logger.close(error)
-                raise
-            self.logger.close()
-            log.info("DONE ---- rank %d", self.world.rank)
-
-
-class _Claim:
-    """Rank 0's hold on the chosen directory."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self.choice: Choice | None = None
-        self._lock: io.FileIO | None = None
-        self._created: list[Path] = []  # the directory and its parents, innermost first
-
-    def take(self) -> None:
-        """Chooses again under the lock, since the process that held it may have finished or begun the run."""
-        with _errors_of(self._request.directory):
-            while True:
-                choice = choose(self._request)
-                if self._locks(choice) and choose(self._request, choice.path) == choice:
-                    self.choice = choice
-                    return
-                self.release()
-
-    def _locks(self, choice: Choice) -> bool:
-        """False if another new run has taken the directory; raises UserError if the chosen run is being trained."""
-        self._created = [path for path in (choice.path, *choice.path.parents) if not path.exists()]
-        choice.path.mkdir(parents=True, exist_ok=True)
-        fault = f"another run is writing to {choice.path}; wait for its end, or give this one a --run_num of its own"
-        try:
-            self._lock = open_locked(choice.path / LOCK, fault, RESTART_SECONDS if self._request.restarted else 0.0)
-        except UserError:
-            if choice.resume == "no" or not is_free(choice.path):  # without a choice of another directory
-                raise
-        return self._lock is not None
-
-    def release(self) -> None:
+                lock = open_locked(path / LOCK, fault, RESTART_SECONDS if request.restarted else 0.0)
+            except UserError:
+                if choice.resume == "no" or not is_new:  # else another new run has just taken the directory
+                    raise
+    try:
+        yield choice
+    finally:
+        if created and is_free(path):
+            (path / LOCK).unlink(missing_ok=True)
+        lock.close()
         with contextlib.suppress(OSError):
-            if self._lock is not None and self._created and is_free(self._created[0]):
-                (self._created[0] / LOCK).unlink()
-        if self._lock is not None:
-            self._lock.close()
-        with contextlib.suppress(OSError):
-            for path in self._created:
-                path.rmdir()  # fails unless it is empty
-        self._lock, self._created = None, []
+            for folder in created:
+                folder.rmdir()  # fails unless it is empty
 
 
 def identity(config: Config, options: Options) -> dict[str, str]:
@@ -271,8 +255,3 @@ def _remove_run(directory: Path) -> None:
             path.unlink()
     if paths:
         log.info("Removed the earlier run in %s: %s", directory, ", ".join(path.name for path in paths))
-
-
-def _errors_of(directory: Path) -> contextlib.AbstractContextManager[None]:
-    """Converts OSErrors to UserErrors."""
-    return os_errors_for_users(f"cannot write to the run directory {directory}", "choose another with --set expdir=DIR")

@@ -22,7 +22,7 @@ from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
 from utils.training import tags
 from utils.training.callbacks import Callbacks
-from utils.training.checkpointer import SaveTimer
+from utils.training.checkpoint_writer import SaveTimer
 from utils.training.metrics import LossRecorder, StepRecord, Stopwatch, WeightedMean
 from utils.training.noise_scale import NoiseScale
 from utils.training.resume import random_states
@@ -57,8 +57,8 @@ class Trainer:
         callbacks: Callbacks,
     ) -> None:
         self.config, self.step, self.loaders, self.world, self.state = config, step, loaders, world, state
-        self.logger, self.checkpointer, self.signals = callbacks.logger, callbacks.checkpointer, callbacks.signals
-        self.profiler, self.evaluation = callbacks.profiler, callbacks.evaluation
+        self.records, self.checkpoint_writer = callbacks.records, callbacks.checkpoint_writer
+        self.profiler, self.evaluation, self.signals = callbacks.profiler, callbacks.evaluation, callbacks.signals
         self.schedule = build_schedule(config)
         batch, probe = config.global_batch_size, step.probe
         self._noise = NoiseScale(batch / probe.parts, batch, state.noise) if probe else None
@@ -75,19 +75,18 @@ class Trainer:
         Raises Stopped, on every rank, after a stop signal; UserError if too many updates in a row or all of them are
         skipped, or the validation loss is not finite.
         """
-        with closing(self.checkpointer), closing(self.profiler):
+        with closing(self.checkpoint_writer), closing(self.profiler):
             if not self._is_complete():
                 self._prepare()
             while not self._is_complete():
                 self._train_epoch()
                 validation = self._validate()
                 self._log_epoch(validation)
-                is_last = self._is_complete(self._after_epoch(validation))
-                scores = self.evaluation.after_epoch(
-                    self.state.epoch + 1, self.state.step, is_last, self.stop_if_requested
-                )
+                ended = self._after_epoch(validation)
+                is_last = self._is_complete(ended)
+                scores = self.evaluation.after_epoch(ended.epoch, ended.step, is_last, self.stop_if_requested)
                 self._record_epoch(validation, scores)
-                self._finish_epoch(validation)
+                self._finish_epoch(ended)
                 self._save(wait=self._is_complete())
             self._coordinator.close()
         if self.state.skipped == self.state.step > 0:
@@ -129,7 +128,7 @@ class Trainer:
         self._log_validation(validation)
         state.initial_loss = state.final_loss = state.best_loss = state.loss_to_beat = validation.loss
         losses = {tags.TRAIN_LOSS: train.results()[0], **validation.scalars()}
-        self.logger.scalars({**losses, tags.LEARNING_RATE: self.schedule(0)}, 0)
+        self.records.scalars({**losses, tags.LEARNING_RATE: self.schedule(0)}, 0)
 
     # --- one epoch ---------------------------------------------------------------------------------------------------
 
@@ -195,9 +194,9 @@ class Trainer:
         ended.finish_epoch(validation.loss, self.config.early_stopping.min_delta)
         return ended
 
-    def _finish_epoch(self, validation: Validation) -> None:
-        """Advances the state to the next epoch."""
-        self.state = self._after_epoch(validation)
+    def _finish_epoch(self, ended: TrainState) -> None:
+        """Advances to the state of the next epoch."""
+        self.state = ended
         reason = self._early_stop()
         if reason is not None:
             log.info(f"Early stopping after epoch {self.state.epoch}: {reason}")
@@ -245,9 +244,9 @@ class Trainer:
         state = self.state
         iterations_per_second = len(self.loaders.train) / state.epoch_seconds
         lr = self.schedule(state.step - 1)
-        self.logger.scalars({tags.ITERATIONS_PER_SECOND: iterations_per_second, tags.LEARNING_RATE: lr}, state.step)
+        self.records.scalars({tags.ITERATIONS_PER_SECOND: iterations_per_second, tags.LEARNING_RATE: lr}, state.step)
         losses = {tags.TRAIN_LOSS: _mean(state.losses), **validation.scalars()}
-        self.logger.scalars({**losses, **scores}, state.step)
+        self.records.scalars({**losses, **scores}, state.step)
 
     def _log_interval(self, interval: Stopwatch, title: str) -> None:
         """Reads the steps of a logging interval, the only read of the device in it, and logs them."""
@@ -279,7 +278,7 @@ class Trainer:
             scalars[tags.STEP_SKIPPED_UPDATES] = state.skipped
         if self._noise is not None:
             scalars |= self._noise.scalars()
-        self.logger.scalars(scalars, state.step)
+        self.records.scalars(scalars, state.step)
 
     def _remaining_seconds(self) -> float:
         """Estimate from the mean time per step so far."""
@@ -338,18 +337,18 @@ class Trainer:
             if self.state.step > self._first_step:  # otherwise there is nothing to lose
                 self._save(wait=True)
             with self.world.raise_together():  # otherwise a launcher may kill a rank that still writes
-                self.checkpointer.check()
+                self.checkpoint_writer.check()
             raise Stopped
         return answer
 
     def _save(self, wait: bool = False) -> None:
         """Saves a checkpoint; every rank calls it. With `wait` it returns when the checkpoint is written."""
         self._read_steps()
-        self.logger.flush()
+        self.records.flush()
         self.world.heartbeat.progress("save", self.state.step)
         self.state.seconds = self._seconds()
         random = random_states(self.world)
-        self.checkpointer.save({**self.step.state(), "random": random}, self.state, wait=wait)
+        self.checkpoint_writer.save({**self.step.state(), "random": random}, self.state, wait=wait)
         self._save_timer.restart()
 
     def _seconds(self) -> float:

@@ -7,18 +7,18 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from utils.config import Config
-from utils.files import GIB, atomic_write, read_text
+from utils.errors import os_reason
+from utils.files import atomic_write
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
-LARGEST, LARGEST_STEP = 1e300, 2**53  # in metrics.jsonl; other numbers cannot be drawn
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,6 @@ class Resumed(NamedTuple):
 
     step: int
     in_epoch: bool = False  # the validation at the end of this step's epoch has yet to come, or is repeated
-    complete: bool = False  # no epoch is left to train
 
 
 FROM_SCRATCH = Resumed(-1)
@@ -45,7 +44,7 @@ class LoggedRun:
 
     def keeps(self, record: Mapping[str, float]) -> bool:
         """False for records after the resumption, and for those of the end of an epoch that ends again."""
-        step, in_epoch, _ = self.resumed
+        step, in_epoch = self.resumed
         return record.get("step", math.inf) < step + (0 if in_epoch and tags.ends_epoch(record) else 1)
 
     def kept_records(self) -> list[dict[str, Any]]:
@@ -56,7 +55,7 @@ class LoggedRun:
 class Logger:
     """Records a run's scalars, figures and results. The methods do nothing unless a subclass overrides them.
 
-    A fault is raised as an OSError with a one-line reason.
+    After its first exception a logger is closed and not used again; the run continues.
     """
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -78,7 +77,7 @@ class Logger:
         """Closes all files; `error` is the exception that ends the run."""
 
 
-class RunLogger(Logger):
+class RunRecords(Logger):
     """metrics.jsonl in the run directory, and the loggers of the config; a fault of one of them is a warning.
 
     metrics.jsonl continues where the run resumes, and later records are dropped; a run from scratch replaces the file.
@@ -86,17 +85,14 @@ class RunLogger(Logger):
     """
 
     def __init__(self, run: LoggedRun, loggers: Sequence[Logger] = ()) -> None:
-        self._run, self._loggers = run, loggers
+        self._run, self._loggers = run, list(loggers)
         self._started = time.time()
         self._warned: set[str] = set()
 
     @cached_property
     def _metrics(self) -> IO[str]:
         path = self._run.directory / METRICS
-        try:
-            lines = read_text(path, GIB).splitlines(keepends=True)
-        except FileNotFoundError:
-            lines = []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if line.endswith("\n") and self._run.keeps(_record(line))]
         with atomic_write([path]) as (partial,):
             partial.write_text("".join(kept), encoding="utf-8")
@@ -105,8 +101,10 @@ class RunLogger(Logger):
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         record = {"step": step, "seconds": round(time.time() - self._started, 3), **finite}
-        with self._warning_of_faults():
+        try:
             self._metrics.write(json.dumps(record) + "\n")
+        except OSError as error:  # the next line is tried again
+            self._warn(error)
         self._all(lambda logger: logger.scalars(finite, step))
 
     def figure(self, name: str, figure: Any, step: int) -> None:
@@ -121,41 +119,38 @@ class RunLogger(Logger):
     def close(self, error: BaseException | None = None) -> None:
         self._all(lambda logger: logger.close(error))
         if "_metrics" in vars(self):  # a cached property that was never used has opened nothing
-            with self._warning_of_faults():
+            with contextlib.suppress(OSError):
                 self._metrics.close()
 
     def _all(self, call: Callable[[Logger], None]) -> None:
-        for logger in self._loggers:
-            with self._warning_of_faults():
+        """Calls each logger; drops one that fails, since a run does not end because of its curves."""
+        for logger in list(self._loggers):
+            try:
                 call(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                self._warn(error)
+                with contextlib.suppress(Exception):
+                    logger.close(error)
 
-    @contextlib.contextmanager
-    def _warning_of_faults(self) -> Iterator[None]:
-        """Warns once if records cannot be written; a run does not end because of its curves."""
-        try:
-            yield
-        except OSError as error:
-            line = f"Cannot record scalars in {self._run.directory}: {error.strerror or error}; the run continues"
-            if line not in self._warned:
-                log.warning(line)
-            self._warned.add(line)
+    def _warn(self, error: Exception) -> None:
+        """Logs the reason of a fault, once."""
+        reason = os_reason(error) if isinstance(error, OSError) else " ".join(str(error).split()) or repr(error)
+        line = f"Cannot record scalars in {self._run.directory}: {reason}; the run continues"
+        if line not in self._warned:
+            log.warning(line)
+        self._warned.add(line)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics.jsonl, each with a step and numbers; a full disk may have truncated some."""
-    if not path.exists():
-        return []
-    return [record for line in read_text(path, GIB).splitlines() if (record := _record(line))]
+    """The lines of a metrics.jsonl, each with a step and numbers; a kill or a full disk may have truncated some."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [record for line in lines if (record := _record(line))]
 
 
 def _record(line: str) -> dict[str, Any]:
-    """The numbers in a line; empty if it is damaged, for example truncated by a kill."""
+    """The numbers in a line; empty if it is truncated."""
     try:
-        values = json.loads(line)
+        return json.loads(line)
     except ValueError:
         return {}
-    step = values.get("step") if isinstance(values, dict) else None
-    if type(step) is not int or not 0 <= step < LARGEST_STEP:
-        return {}
-    # The comparison excludes NaN and infinity, and integers that no float can represent.
-    return {name: value for name, value in values.items() if type(value) in (int, float) and abs(value) < LARGEST}

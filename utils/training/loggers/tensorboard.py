@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -33,7 +34,8 @@ class TensorBoardLogger(Logger):
 
         folder = self._run.directory / FOLDER
         _wait_for_a_later_second(folder)
-        step, in_epoch, _ = self._run.resumed
+        threading.excepthook = _without_writer_errors
+        step, in_epoch = self._run.resumed
         # purge_step: points of an earlier process from there on are hidden.
         writer = SummaryWriter(str(folder), purge_step=step if in_epoch else step + 1)
         if in_epoch:
@@ -82,3 +84,9 @@ def _wait_for_a_later_second(folder: Path) -> None:
     seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in folder.glob("events.*")]
     last = max((int(match[1]) for match in seconds if match), default=0)
     time.sleep(min(max(0.0, last + 1 - time.time()), 2.0))  # not for a clock far behind that of another node
+
+
+def _without_writer_errors(arguments: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread passes its error on, and would also print it as a traceback."""
+    if type(arguments.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(arguments)

@@ -11,22 +11,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 from utils.config import Config
 from utils.errors import EXIT_RESUMABLE, Stopped, UserError
-from utils.files import atomic_write, read_text
+from utils.files import atomic_write
 from utils.training import tags
 from utils.training.loggers.base import LoggedRun, Logger
 
 log = logging.getLogger(__name__)
 
-MINIMUM = (0, 31)  # its login() does not have to ask; pyproject.toml requires the same
-INIT_SECONDS, FINISH_SECONDS = 30.0, 30.0
 PROJECT = "nbody-unet"
 PROVENANCE = ("command", "git_commit", "device", "world_size", "launcher", "versions")
 # Only what this module logs is uploaded. The console and the exit codes stay the run's own.
@@ -41,8 +38,8 @@ SETTINGS: dict[str, Any] = {
     "x_disable_meta": True,
     "x_disable_stats": True,
     "x_save_requirements": False,
-    "init_timeout": INIT_SECONDS,
-    "finish_timeout": FINISH_SECONDS,
+    "init_timeout": 30.0,
+    "finish_timeout": 30.0,
     "finish_timeout_raises": True,
 }
 
@@ -52,13 +49,10 @@ def check_wandb() -> None:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors inside wandb, to its developers
     try:
         import wandb
+
+        lacks_key = _is_online(wandb) and not wandb.login(prompt=False, verify=False)
     except ImportError:
         raise UserError("the logger wandb needs the package wandb; pip install -e '.[wandb]'") from None
-    version = tuple(int(part) for part in wandb.__version__.split(".")[:2])
-    if version < MINIMUM:
-        raise UserError(f"wandb {wandb.__version__} is too old; pip install -e '.[wandb]' installs a later one")
-    try:
-        lacks_key = _is_online(wandb) and not wandb.login(prompt=False, verify=False)
     except Exception as error:  # such as a short key, or an unknown WANDB_MODE
         reason = " ".join(str(error).split())
         raise UserError(f"the logger wandb refuses its settings: {reason}; correct the variable WANDB_…") from None
@@ -75,44 +69,53 @@ def _is_online(wandb: Any) -> bool:
 
 
 class WandbLogger(Logger):
-    """A run of W&B, opened with the first scalar or figure. After its first fault it records nothing more."""
+    """A run of W&B, opened with the first scalar or figure."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._logged, self._failed, self._first_row = run, False, 0
+        self._logged, self._first_row, self._has_service = run, 0, False
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._use(lambda run: self._add(run, values, step, tags.ends_epoch(values)))
+        self._add(self._run, values, step, tags.ends_epoch(values))
 
     def figure(self, name: str, figure: Any, step: int) -> None:
         import wandb
 
-        self._use(lambda run: self._add(run, {name: wandb.Image(figure)}, step, True))
+        self._add(self._run, {name: wandb.Image(figure)}, step, True)
 
     def hparams(self, config: Config, results: Mapping[str, float], step: int) -> None:
-        self._use(lambda run: run.summary.update(dict(results)))
+        self._run.summary.update(dict(results))
 
     def close(self, error: BaseException | None = None) -> None:
-        if "_run" in vars(self):  # a cached property that was never used has opened nothing
-            self._use(lambda run: self._finish(run, error))
-            self._stop_service()
+        if not self._has_service:
+            return
+        import wandb
+
+        try:
+            if "_run" in vars(self):  # otherwise its start has failed
+                if isinstance(error, Stopped):
+                    self._run.mark_preempting()
+                self._run.finish(exit_code={type(None): 0, Stopped: EXIT_RESUMABLE}.get(type(error), 1))
+        finally:
+            with contextlib.suppress(Exception, SystemExit):
+                wandb.teardown()  # it would otherwise be ended at exit, with a traceback if it has failed
 
     @cached_property
     def _run(self) -> Any:
         import wandb
 
+        self._has_service = True
         directory = self._logged.directory.absolute()
         config, ranks, run_num = directory.parts[-3:]
-        folder = directory / "wandb"
-        folder.mkdir(exist_ok=True)
+        (directory / "wandb").mkdir(exist_ok=True)
         provenance = {name: self._logged.provenance.get(name) for name in PROVENANCE}
         run = wandb.init(
             id=self._id(),
             resume="allow" if _is_online(wandb) else None,  # `wandb sync` would append it to the earlier directories
             dir=str(directory),
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            group=os.environ.get("WANDB_RUN_GROUP", config)[:128],
-            name=f"{config}/{ranks}/{run_num}"[-128:],
-            tags=None if "WANDB_TAGS" in os.environ else [config[:64], ranks[:64]],
+            group=os.environ.get("WANDB_RUN_GROUP", config),
+            name=f"{config}/{ranks}/{run_num}",
+            tags=None if "WANDB_TAGS" in os.environ else [config, ranks],
             config={**self._logged.config, "provenance": provenance},
             settings=wandb.Settings(**SETTINGS),
         )
@@ -130,9 +133,7 @@ class WandbLogger(Logger):
         """The id of the W&B run that resumes, or a new one for a training run from scratch."""
         path = self._logged.directory / "wandb" / "id"
         if self._logged.resumed.step >= 0 and path.exists():
-            stored = read_text(path).strip()
-            if re.fullmatch(r"[0-9a-z]{16}", stored):
-                return stored
+            return path.read_text().strip()
         new = secrets.token_hex(8)
         with atomic_write([path]) as (partial,):
             partial.write_text(new + "\n")
@@ -143,32 +144,3 @@ class WandbLogger(Logger):
         row = 2 * step + ends_epoch
         if row >= self._first_row:
             run.log({**values, "step": step}, step=row)
-
-    def _finish(self, run: Any, error: BaseException | None) -> None:
-        if isinstance(error, Stopped):
-            run.mark_preempting()
-        codes = {type(None): 0, Stopped: EXIT_RESUMABLE}
-        try:
-            run.finish(exit_code=codes.get(type(error), 1))
-        except TimeoutError:
-            command = f"wandb sync --include-online {run.sync_dir}"
-            raise OSError(f"no answer within {FINISH_SECONDS:.0f} s; upload the rest with: {command}") from None
-
-    def _stop_service(self) -> None:
-        """Ends wandb's process, which would otherwise be ended at exit, with a traceback if it has failed."""
-        import wandb
-
-        with contextlib.suppress(Exception, SystemExit):
-            wandb.teardown()
-
-    def _use(self, call: Callable[[Any], object]) -> None:
-        """Calls `call(run)`; an error, of which W&B has many kinds, becomes an OSError and ends the logging."""
-        if self._failed:
-            return
-        try:
-            call(self._run)
-        except Exception as error:
-            self._failed = True
-            self._stop_service()
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise OSError(f"Weights & Biases: {reason}") from error

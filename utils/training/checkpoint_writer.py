@@ -1,0 +1,164 @@
+"""Writes checkpoints of a run: in the background, keeping the last ones and the best one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from utils.config import Config
+from utils.distributed.world import World
+from utils.errors import UserError, os_reason
+from utils.training.checkpoint import BEST, saved_steps, step_directory, stored_config, write
+from utils.training.host_copy import HostCopy
+from utils.training.state import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes nothing: for ranks other than 0, and for measurements."""
+
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
+        """Copies `tensors`, which has the network's under "network", and writes them in the background.
+
+        It is the best checkpoint if `state.best_step` is its step. `wait`, for the last save of a process, returns when
+        it is written.
+        """
+
+    def close(self) -> None:
+        """Waits until the last checkpoint is written."""
+
+    def check(self) -> None:
+        """Raises UserError unless the most recent requested checkpoint is on the disk."""
+
+
+class BackgroundWriter(CheckpointWriter):
+    """Writes checkpoints in a thread, from a copy in host memory; keeps the last ones and the best one.
+
+    If the disk is full, read-only or gone, it logs a warning and skips that checkpoint: the run continues, earlier
+    checkpoints stay, and the next save is tried. A save waits for the one before it, for at most WAIT_SECONDS.
+    """
+
+    WAIT_SECONDS, CLOSE_SECONDS = 60.0, 300.0
+
+    def __init__(self, folder: Path, config: Config, simulation: Mapping[str, Any]) -> None:
+        """`simulation` is what the training data state about their origin; predictions compare it with their input."""
+        self._folder, self._keep_last = folder, config.checkpoint.keep_last
+        self._record = {"config": stored_config(config.model_dump()), "simulation": dict(simulation)}
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._step = 0  # of the most recent requested checkpoint
+        self._fault: str | None = None  # the reason why it is not on the disk
+
+    def save(self, tensors: Mapping[str, Any], state: TrainState, *, wait: bool) -> None:
+        self._step = state.step
+        if not self._is_idle(self.CLOSE_SECONDS if wait else self.WAIT_SECONDS):
+            self._skip("the one before it is still being written")
+            return
+        self._fault = None
+        content = self._copy.take(tensors)
+        if content is None:
+            self._skip("the weights are not finite")
+            return
+        content["state"] = record = asdict(state)
+        weights = {"network": content.pop("network"), **self._record}
+        weights |= {key: record[key] for key in ("epoch", "step", "final_loss", "best_step")}
+        self._thread = threading.Thread(target=self._write, args=(weights, content), name="checkpoint", daemon=True)
+        self._thread.start()
+        if wait:
+            self.close()
+
+    def close(self) -> None:
+        if not self._is_idle(self.CLOSE_SECONDS):
+            self._skip("it is still being written")
+
+    def check(self) -> None:
+        self.close()
+        if self._fault is not None:
+            missing = f"the checkpoint of step {self._step} is not in {self._folder}"
+            raise UserError(f"{missing}: {self._fault}; run the command again")
+
+    def link_best(self, step: int) -> None:
+        """Points the link to the checkpoint of the best step; without such a checkpoint the link stays.
+
+        There may be no link, as on FAT or in a copy whose links became directories: checkpoints are of use without it.
+        """
+        best, link = step_directory(self._folder, step), self._folder / BEST
+        if best.is_dir():
+            with _errors_logged(f"Cannot point {link} to the best checkpoint"):
+                fresh = link.with_name(f".{BEST}.partial")
+                fresh.unlink(missing_ok=True)
+                fresh.symlink_to(best.name)
+                os.replace(fresh, link)
+
+    def _skip(self, reason: str) -> None:
+        """Logs why the requested checkpoint is not written."""
+        self._fault = reason
+        log.warning("No checkpoint at step %d: %s; earlier ones are kept", self._step, reason)
+
+    def _is_idle(self, seconds: float) -> bool:
+        """Waits for the checkpoint that is being written; returns False if it is not written in time."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return False
+            self._thread = None
+        return True
+
+    def _write(self, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+        """Writes one checkpoint, points the link to the best one, and removes old ones."""
+        step, best_step = weights["step"], weights["best_step"]
+        target, started = step_directory(self._folder, step), time.perf_counter()
+        try:
+            self._copy.wait()
+            write(target, weights, training)
+        except Exception as error:  # no error of a checkpoint ends a run
+            self._fault = os_reason(error) if isinstance(error, OSError) else repr(error)
+            log.warning("Cannot write checkpoint %s: %s; earlier ones are kept", target, self._fault)
+            return
+        log.info("Checkpoint %s written in %.2f s", target, time.perf_counter() - started)
+        self.link_best(best_step)
+        with _errors_logged(f"Cannot remove an old checkpoint in {self._folder}"):
+            prune(self._folder, self._keep_last, step, best_step)
+
+
+@contextlib.contextmanager
+def _errors_logged(action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", action, os_reason(error))
+
+
+def prune(folder: Path, keep_last: int, last: int, best_step: int) -> None:
+    """Removes all but the last and the best checkpoints.
+
+    Checkpoints of steps after `last` stay: they were skipped as damaged, and this run has not resumed there. So does
+    the checkpoint that the link names, if the save of a better one has failed.
+    """
+    best = (folder / BEST).resolve().name
+    for step in [step for step in saved_steps(folder) if step <= last][keep_last:]:
+        if step != best_step and step_directory(folder, step).name != best:
+            shutil.rmtree(step_directory(folder, step))
+
+
+class SaveTimer:
+    """Returns True from `is_due` once `every_minutes` have passed since the last save, by the clock of rank 0."""
+
+    def __init__(self, every_minutes: float | None, world: World) -> None:
+        self._seconds = 60 * every_minutes if every_minutes is not None and world.is_root else None
+        self.restart()
+
+    def restart(self) -> None:
+        self._started = time.perf_counter()
+
+    def is_due(self) -> bool:
+        return self._seconds is not None and time.perf_counter() - self._started > self._seconds
