@@ -10,7 +10,6 @@ evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -28,12 +27,9 @@ from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, c
 from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
-from utils.lyman_alpha.forest import flux_of_volume
-from utils.lyman_alpha.options import add_flux_options, take_flux_options
+from utils.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils.provenance import provenance
 from utils.training.checkpoint import resolve_weights
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ class Options(InferenceOptions):
     prediction: str | None = None
     target: str | None = None
     overwrite: bool = False
-    flux: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,19 +62,18 @@ def evaluate(options: Options, world: World) -> None:
     weights = resolve_weights(options.checkpoint, world) if options.checkpoint else None
     with world.raise_together():
         trained = TrainedNetwork.load(weights, world.device) if weights else None
-        config = trained.config if trained else config_of_files(options.input, options.prediction)
-        config = config.model_copy(update={"evaluation": options.flux})
+        config = trained.config if trained else config_of_files(options.input, str(options.prediction))
+        config = config.model_copy(update={"evaluation": options.evaluation})
         fields = VolumeFields.open(options.input, options.target, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
-    is_periodic = fields.periodic and not options.not_periodic
+    notes = [*fields.warnings, *([] if fields.periodic and not options.not_periodic else [NOT_PERIODIC])]
     source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
         source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-    metadata = {"input": options.input, **({} if is_periodic else {"note": NOT_PERIODIC}), **source}
+    metadata = {"input": options.input, **({"note": "; ".join(notes)} if notes else {}), **source}
     with closing(fields):
         slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        results = fields.evaluate(slabs, metadata, world, flux_of_volume(fields.inputs, fields.config, world))
-    fields.log_warnings(is_periodic, world)
+        results = fields.evaluate(slabs, metadata, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 
 
@@ -95,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add_inference_options(parser)
     add_flux_options(parser)
     arguments = vars(parser.parse_args(argv))
-    return Options(flux=take_flux_options(arguments), **arguments)
+    return Options(evaluation=take_flux_options(arguments), **arguments)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 from log_lines import messages, other_lines
 from processes import Completed
@@ -18,9 +15,7 @@ from processes import run as run_script
 from trainings import YAML, assert_equal, curves, directory, last, metrics
 from volume_files import write_volume
 
-from utils.errors import UserError
-from utils.evaluation import report, results
-from utils.training import checkpoint, evaluations
+from utils.training import checkpoint
 from utils.training.checkpoint import BEST, FOLDER, TRAINING, WEIGHTS, step_directory, weights_file
 from utils.training.choice import finished_steps
 
@@ -154,24 +149,6 @@ def test_a_file_in_place_of_the_directory_is_one_line(expdir: Path, data_flags: 
 
 
 # --- readers ---------------------------------------------------------------------------------------------------------
-
-
-@damages
-def test_a_damaged_evaluation_is_missing_in_the_report(
-    run: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The archive has checksums: no damage of its bytes may change a result."""
-    path = evaluations.path_of_step(run / evaluations.FOLDER, STEP)
-    whole = results.load(path)
-    DAMAGES[damage](path)
-    if damage == "flipped":  # perhaps a byte that holds no value
-        with contextlib.suppress(UserError):
-            np.testing.assert_equal(asdict(results.load(path)), asdict(whole))
-        return
-    with pytest.raises(UserError, match=r"^[^\n]*$"):
-        results.load(path)
-    assert report.write_run_report(run) == []
-    assert damage == "missing" or str(path) in caplog.text
 
 
 @pytest.mark.parametrize("damaged", ["weights", "input"])

@@ -15,7 +15,9 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
-from utils.evaluation.results import PREDICTION, TARGET, Distribution, Flux, PhaseDiagram, Results
+from utils.evaluation.results import Distribution, PhaseDiagram, Results
+from utils.evaluation.tables import residual_unit
+from utils.lyman_alpha.results import PREDICTION, TARGET, Flux
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
@@ -247,10 +249,6 @@ def display_values(channel: Channel, values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # the output of a diverged network is drawn as non-finite
         physical = channel.to_physical(values.astype(np.float64))
     return np.log10(physical) if channel.is_log else physical
-
-
-def residual_unit(channel: Channel) -> str:
-    return "dex" if channel.is_log else channel.unit or "channel value"
 
 
 def _value_label(unit: str | None, is_log: bool) -> str:

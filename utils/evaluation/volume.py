@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from utils.config import Config
 from utils.data.channels import INPUTS, TARGETS, VELOCITY
@@ -22,27 +18,15 @@ from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, sla
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.results import Flux, Results
+from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics, volume_statistics
 from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.setup import FluxSetup
 from utils.progress import Progress
-
-log = logging.getLogger(__name__)
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
-
-
-class FluxMeasurement(Protocol):
-    """The Lyman-alpha flux of a volume, added up like VolumeStatistics; `utils.lyman_alpha` computes it."""
-
-    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None: ...
-
-    def results(self, progress: Callable[[], object]) -> Flux: ...
-
-
-# Starts the measurement of one evaluation; the argument is the flux of an earlier evaluation of the same volume.
-NewFlux = Callable[[Flux | None], FluxMeasurement]
 
 
 def evaluate_slabs(
@@ -52,7 +36,7 @@ def evaluate_slabs(
     metadata: Mapping[str, Any],
     world: World,
     stop_if_requested: Callable[[], object] = lambda: None,
-    flux: FluxMeasurement | None = None,
+    flux: FluxStatistics | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
@@ -66,29 +50,20 @@ def evaluate_slabs(
             part.add(slab.start, slab.inputs, slab.predicted, true)
             stop_if_requested()
 
-    def progress() -> None:
-        world.heartbeat.progress("prediction")
-
-    evaluation = statistics.results(metadata, progress)
+    evaluation = statistics.results(metadata)
     stop_if_requested()
-    return replace(evaluation, flux=flux.results(progress)) if flux else evaluation
+    return replace(evaluation, flux=flux.results()) if flux else evaluation
 
 
-def config_of_files(inputs: str, prediction: str | None) -> Config:
+def config_of_files(inputs: str, prediction: str) -> Config:
     """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
     keys: dict[str, Any] = {"vector_channels": {}}
     for path, name, known, count, vectors in (
         (inputs, INPUT, INPUTS, "N_in_channels", "inputs"),
         (prediction, OUTPUT, TARGETS, "N_out_channels", "targets"),
     ):
-        channels = 0
-        if path is not None:
-            with (
-                contextlib.suppress(UserError),
-                reading(path),
-                open_file(path) as file,
-            ):  # raised when it is opened again
-                channels = checked_field(file, path, name).shape[0]
+        with reading(path), open_file(path) as file:
+            channels = checked_field(file, path, name).shape[0]
         if channels in known:
             keys[count] = channels
             keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
@@ -112,8 +87,6 @@ class VolumeFields:
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values only get a warning there.
         """
-        if prediction is not None and not Path(prediction).exists():
-            raise UserError(f"no such file: {prediction}; create it with predict.py")
         fields = cls(
             FieldReader(inputs, config.dataset_names[0], config.N_in_channels, config.transform),
             FieldReader(target or inputs, config.dataset_names[1], config.N_out_channels, config.transform),
@@ -138,12 +111,11 @@ class VolumeFields:
         """False if one of the files says that it is not."""
         return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
 
-    def evaluate(
-        self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World, new_flux: NewFlux | None = None
-    ) -> Results:
-        """Evaluates the predicted slabs; every rank calls it. `new_flux` None: without the flux."""
+    def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
+        """Evaluates the predicted slabs, with the flux if all that it needs is known; every rank calls it."""
         statistics = volume_statistics(self.config, self.inputs, world)
-        flux = new_flux(None) if new_flux else None
+        setup = FluxSetup.of(self.inputs, self.config)
+        flux = FluxStatistics(setup, world) if setup else None
         return evaluate_slabs(slabs, self.target.planes, statistics, metadata, world, flux=flux)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:
@@ -155,12 +127,6 @@ class VolumeFields:
                     np.array(fields.planes(planes.start, planes.stop)) for fields in (self.inputs, self.prediction)
                 ]
             yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
-
-    def log_warnings(self, is_periodic: bool, world: World) -> None:
-        """Logs the remarks on the volume on the first rank."""
-        if world.is_root:
-            for line in [*self.warnings, *([] if is_periodic else [f"Note: {NOT_PERIODIC}"])]:
-                log.warning(line)
 
     def close(self) -> None:
         for fields in self.all():
