@@ -23,9 +23,9 @@ from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
-from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
-from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
+from utils.inference.sliding_window import predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils.provenance import provenance

@@ -23,9 +23,8 @@ from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
-from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import PredictionFile
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.provenance import provenance
 from utils.training.checkpoint import resolve_weights
@@ -78,6 +77,7 @@ def predict(options: Options, world: World, signals: Signals) -> None:
             layout=layout,
             options=options,
             overwrite=options.overwrite,
+            allow_physical_values=config.allow_physical_values,
             attributes=attributes,
         ).write(predictor, world, signals)
 

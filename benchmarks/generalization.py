@@ -31,9 +31,9 @@ from utils.errors import one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
 from utils.evaluation.results import Results
-from utils.evaluation.volume import VolumeFields, predicted_slabs
-from utils.inference.options import InferenceOptions
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.evaluation.volume import VolumeFields
+from utils.inference.sliding_window import predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
 from utils.lyman_alpha.results import FGPA, PREDICTION
 from utils.steps import build
 from utils.training.checkpoint import FOLDER, step_directory

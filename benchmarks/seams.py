@@ -28,10 +28,9 @@ from utils.distributed.devices import choose_device
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
-from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields, predicted_slabs
-from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields
+from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor, predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.log import configure_logging
 from utils.training.checkpoint import resolve_weights

@@ -20,10 +20,9 @@ from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics, volume_statistics
-from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
+from utils.inference.sliding_window import ReadPlanes, Slab
 from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.setup import FluxSetup
-from utils.progress import Progress
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
@@ -131,9 +130,3 @@ class VolumeFields:
     def close(self) -> None:
         for fields in self.all():
             fields.close()
-
-
-def predicted_slabs(predictor: SlidingWindowPredictor, title: str) -> Iterator[Slab]:
-    """The predictor's slabs, with a progress bar."""
-    with Progress(title, predictor.window_count(), "windows") as progress:
-        yield from predictor.slabs(advance=progress.advance)

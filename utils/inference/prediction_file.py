@@ -10,23 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from utils.data.files.hdf5 import FieldReader
-from utils.data.files.values import IMPORTER, LARGEST_LIKELY
+from utils.data.files.values import check_sample
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
-from utils.errors import Stopped, UserError
+from utils.errors import Stopped
 from utils.inference.layouts import Layout
-from utils.inference.options import InferenceOptions
-from utils.inference.sliding_window import Slab, SlidingWindowPredictor
-from utils.progress import Progress, format_duration
+from utils.inference.sliding_window import SlidingWindowPredictor, predicted_slabs
+from utils.inference.trained_network import InferenceOptions
+from utils.progress import format_duration
 from utils.training.checkpoint import digest
 
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
-PROBED_PLANES = 8
 
 log = logging.getLogger(__name__)
 
@@ -41,23 +38,22 @@ class PredictionFile:
     layout: Layout
     options: InferenceOptions
     overwrite: bool
+    allow_physical_values: bool
     attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
 
     def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
         """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
         writer: ResumableHDF5Writer | None = None
-        with world.raise_together():
-            if world.is_root:
-                if self.source.conversion:
-                    log.info("%s is %s as it is read", self.source.path, self.source.conversion)
-                _warn_about_scale(self.source)
-                writer = self._open(predictor)
         try:
+            with world.raise_together():
+                if world.is_root:
+                    source = self.source
+                    if source.conversion:
+                        log.info("%s is %s as it is read", source.path, source.conversion)
+                    for line in check_sample(source.path, source.name, source.values, self.allow_physical_values):
+                        log.warning(line)
+                    writer = self._open(predictor)
             self._write_slabs(predictor, writer, world, signals)
-        except UserError:
-            if writer is not None and self.source.has_nonfinite:  # the input will be fixed, and then differ
-                writer.discard()
-            raise
         finally:
             if writer is not None:
                 writer.close()
@@ -79,8 +75,8 @@ class PredictionFile:
             "periodic": self.options.wraps(box),
             **self.attributes,
         }
-        file_attributes = self.layout.attributes()
-        file_attributes[""] = {**attributes, **file_attributes.get("", {})}
+        layout = self.layout
+        file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}
         # An unfinished file with other values is not resumed.
         identity = {
             "weights": sha256,
@@ -88,11 +84,9 @@ class PredictionFile:
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
             "precision": self.options.precision,
-            **self.layout.identity,
+            **layout.identity,
         }
-        writer = ResumableHDF5Writer(
-            self.path, self.layout.datasets(grid.shape), file_attributes, identity, self.overwrite
-        )
+        writer = ResumableHDF5Writer(self.path, layout.datasets, file_attributes, identity, self.overwrite)
         if writer.changed:
             changed = ", ".join(writer.changed)
             log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
@@ -106,32 +100,17 @@ class PredictionFile:
         if first:
             log.info("Resuming after plane %d of %d", starts[first], starts[-1])
         if first < len(starts) - 1:
-            windows = predictor.window_count(first)
-            with Progress(f"predicting {self.path}", windows, "windows") as progress:
-                for slab in predictor.slabs(first, progress.advance):
-                    self._write_slab(slab, writer, world)
-                    _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
+            for slab in predicted_slabs(predictor, f"predicting {self.path}", first):
+                with world.raise_together():
+                    if writer is not None:
+                        writer.write(self.layout.values(slab))
+                _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
         with world.raise_together():
             if writer is not None:
                 writer.finish()
         grid, took = predictor.grid, format_duration(time.monotonic() - started)
         cells = " × ".join(map(str, grid.shape))
         log.info("wrote %s: %s cells, %d windows of %d³, in %s", self.path, cells, grid.count, grid.x.window, took)
-
-    def _write_slab(self, slab: Slab, writer: ResumableHDF5Writer | None, world: World) -> None:
-        with world.raise_together():
-            if writer is not None:
-                writer.write(self.layout.values(slab))
-
-
-def _warn_about_scale(source: FieldReader) -> None:
-    """Warns if the first planes hold physical values instead of channels."""
-    largest = float(np.abs(source.planes(0, min(PROBED_PLANES, source.shape[0]))).max())
-    if largest > LARGEST_LIKELY:
-        log.warning(
-            f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: import "
-            f"them with {IMPORTER}. (A file written by export.py takes physical values.)"
-        )
 
 
 def _stop_if_signaled(done: int, total: int, world: World, signals: Signals) -> None:

@@ -112,7 +112,6 @@ class FieldReader:
             file_transform(transform, {path: self.attributes})
             self.values = field.mapped()
         self.path, self.name = path, name
-        self.has_nonfinite = False  # set once `planes` has read a NaN or infinite value
         self.shape: tuple[int, int, int] = field.shape[1:]
         # Side of a cell in comoving Mpc/h, if the file states the box size, which is that of the longest side.
         self.cell = cell_size(self.attributes, max(self.shape), path)
@@ -126,7 +125,6 @@ class FieldReader:
         place = nonfinite_place(values)
         if place is None:
             return values
-        self.has_nonfinite = True
         c, x, y, z = place
         raise UserError(f"{self.path}: {self.name}[{c}, {start + x}, {y}, {z}] is {values[place]}; fix the file")
 
