@@ -40,7 +40,6 @@ class Options(InferenceOptions):
     output: str
     checkpoint: str | None = None
     prediction: str | None = None
-    target: str | None = None
     overwrite: bool = False
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
 
@@ -64,7 +63,7 @@ def evaluate(options: Options, world: World) -> None:
         trained = TrainedNetwork.load(weights, world.device) if weights else None
         config = trained.config if trained else config_of_files(options.input, str(options.prediction))
         config = config.model_copy(update={"evaluation": options.evaluation})
-        fields = VolumeFields.open(options.input, options.target, options.prediction, config)
+        fields = VolumeFields.open(options.input, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
     notes = [*fields.warnings, *([] if fields.periodic and not options.not_periodic else [NOT_PERIODIC])]
     source: dict[str, Any] = {"prediction": options.prediction}
@@ -84,7 +83,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     cli.add_checkpoint_option(source, required=False)
     source.add_argument("--prediction", help=f"HDF5 file with the predicted {OUTPUT}, as predict.py writes it")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
-    parser.add_argument("--target", help=f"file with the true {OUTPUT} (default: --input)")
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)

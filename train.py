@@ -18,8 +18,7 @@ from utils.distributed.launch import run_script
 from utils.distributed.signals import NullSignals, Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.evaluation.callback import build_evaluation, evaluation_volume
-from utils.evaluation.run_report import report_on_run
+from utils.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
 from utils.log import configure_logging
 from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes

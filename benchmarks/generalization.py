@@ -135,7 +135,7 @@ class Study:
                 return results.load(path)
         trained = TrainedNetwork.load(checkpoint, self._world.device)
         config = trained.config.model_copy(update={"evaluation": FLUX})
-        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+        with closing(VolumeFields.open(str(box), None, config)) as fields:
             predictor = build_predictor(trained, fields.inputs, InferenceOptions(), self._world)
             slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
             found = fields.evaluate(slabs, {"input": str(box)}, self._world)
@@ -162,7 +162,7 @@ class Study:
     def _baselines(self, box: Path) -> dict[str, float]:
         (checkpoint,) = self.networks([self.trained], 1).values()
         config = TrainedNetwork.load(checkpoint, self._world.device).config
-        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+        with closing(VolumeFields.open(str(box), None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = (torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target))
             return volume_losses(OneBatch(Batch(*whole)), build.loss(config), self._world)

@@ -84,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
-    parser.add_argument("--target", help=f"another file with the true {OUTPUT}")
     add_inference_options(parser)
     with one_line_errors():
         options = parser.parse_args(argv)
@@ -99,7 +98,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     trained = TrainedNetwork.load(resolve_weights(options.checkpoint, world), world.device)
     inference = {field.name: getattr(options, field.name) for field in dataclasses.fields(InferenceOptions)}
     rows: list[dict[str, Any]] = []
-    with closing(VolumeFields.open(options.input, options.target, None, trained.config)) as fields:
+    with closing(VolumeFields.open(options.input, None, trained.config)) as fields:
         first = build_predictor(trained, fields.inputs, InferenceOptions(**inference), world)
         reference = np.empty((first.channels[1], *first.grid.shape), np.float32)
         for variant in variants(first.grid, periodic=not options.not_periodic):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,10 @@ def test_bad_input_is_a_one_line_error_and_nothing_is_written(
                 file["Hydro"][4, 1, 2, 3] = np.nan
     checkpoint, given = f"--checkpoint={run}", f"--input={box}"
     for message, arguments in (
-        (f"{written} exists; give --overwrite", (checkpoint, given, f"--output={written}")),
+        (f"{written} has a report; give --overwrite", (checkpoint, given, f"--output={written}")),
         ("is a file; give the name of a directory", (checkpoint, given, f"--output={box}")),
         ("has no dataset Hydro", (checkpoint, f"--input={tmp_path / 'dark.h5'}", new)),
-        ("(20, 20, 20) cells", (checkpoint, given, f"--target={larger}", new)),
+        ("(20, 20, 20) cells", (f"--prediction={larger}", given, new)),
         ("Hydro[4, 1, 2, 3] is nan", (checkpoint, f"--input={tmp_path / 'nan.h5'}", new)),
         ("one of the arguments --checkpoint --prediction", (given, new)),
         ("not allowed with", (checkpoint, "--prediction=x.h5", given, new)),
@@ -167,7 +168,6 @@ def test_constant_and_physical_fields_are_refused_as_by_a_training(
     zero, physical = (str(tmp_path / name) for name in ("zero.h5", "physical.h5"))
     for message, arguments in (
         ("zero.h5: Hydro is 0 everywhere; write", (f"--checkpoint={run}", f"--input={zero}")),
-        ("zero.h5: Hydro is 0 everywhere; write", (f"--checkpoint={run}", given, f"--target={zero}")),
         ("zero.h5: Hydro is 0 everywhere; write", (f"--prediction={zero}", given)),
         ("physical.h5: Hydro[0] holds physical values", (f"--checkpoint={run}", f"--input={physical}")),
     ):
@@ -175,17 +175,6 @@ def test_constant_and_physical_fields_are_refused_as_by_a_training(
     assert not (tmp_path / "new").exists()
     evaluate.main([f"--prediction={physical}", given, output, "--device=cpu"])
     assert "physical.h5: Hydro[0] has values up to ±" in capfd.readouterr().err
-
-
-def test_a_directory_that_is_not_a_report_is_never_replaced(
-    run: Path, box: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """--overwrite with the wrong directory would remove everything in it."""
-    (tmp_path / "thesis.tex").touch()
-    command = [f"--checkpoint={run}", f"--input={box}", f"--output={tmp_path}"]
-    for flags in ([], ["--overwrite"]):
-        assert "holds thesis.tex, which is not part of a report; give another" in error_line(capfd, *command, *flags)
-    assert (tmp_path / "thesis.tex").exists()
 
 
 def test_a_full_disk_is_reported_before_the_prediction_or_leaves_the_earlier_report(
@@ -221,10 +210,12 @@ def test_a_box_that_is_not_periodic_is_noted_in_a_report_that_replaces_another(
     without_page(monkeypatch)
     output = tmp_path / "evaluation"
     output.mkdir()
-    (output / "phase_diagram.png").write_text("of an older report")
+    for name in ("report.html", "thesis.tex"):
+        (output / name).touch()
     command = [f"--checkpoint={run}", f"--input={box}", f"--output={output}", "--device=cpu", "--not_periodic"]
     evaluate.main([*command, "--window=8", "--overlap=0", "--overwrite"])
-    assert {path.name for path in output.iterdir()} == {"report.html", "evaluation.json", "evaluation.npz"}
+    assert sorted(os.listdir(output)) == ["evaluation.json", "evaluation.npz", "report.html", "thesis.tex"]
+    assert (output / "report.html").read_text() == "a page"
     assert "the volume is not periodic" in capfd.readouterr().err
     metadata = results.load(output / "evaluation.npz").metadata
     assert "the volume is not periodic" in metadata["note"]

@@ -258,13 +258,3 @@ def test_flux_power_of_a_sine_wave(device: str) -> None:
     assert float(power[mode - 1]) == pytest.approx(cells * width * amplitude**2 / 4, rel=1e-6)
     power[mode - 1] = 0
     assert float(power.max()) < 1e-9
-
-
-@pytest.mark.parametrize("cells", [63, 64])
-def test_flux_power_adds_up_to_the_variance(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flux, "CELLS_AT_ONCE", 3 * cells)
-    lines, width = torch.randn(10, cells, generator=torch.Generator().manual_seed(0)), 3.0
-    lines -= lines.mean(1, keepdim=True)
-    _, power = flux.flux_power(flux.power_sums(lines), 10, cells, width)
-    two_sided = 2 * power.sum() - (power[-1] if cells % 2 == 0 else 0)  # Nyquist's mode is its own negative
-    assert float(two_sided / (cells * width)) == pytest.approx(float(lines.double().square().mean()), rel=1e-6)

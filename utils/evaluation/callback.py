@@ -1,4 +1,4 @@
-"""Evaluation during training: predicts and evaluates the whole validation volume after some epochs, on all ranks."""
+"""Evaluation of a training run: of the whole validation volume after some epochs, and a report at the end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,23 @@ from typing import Any
 import numpy as np
 
 from utils.config import Config
-from utils.data import get_loader
+from utils.data import Loader, get_loader
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.volumes import open_boxes
 from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation import results, tables
+from utils.evaluation.baselines import baseline_losses
 from utils.evaluation.results import Results
-from utils.evaluation.statistics import volume_statistics
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
 from utils.inference.sliding_window import ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
-from utils.lyman_alpha.forest import FluxStatistics
 from utils.lyman_alpha.results import Flux
-from utils.lyman_alpha.setup import FluxSetup
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
-from utils.training.run import Run
+from utils.training.run import Run, RunReport
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,6 @@ class VolumeEvaluation(Evaluation):
         read = _plane_reader(volume, volume.inputs)
         self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.logger, run.world
-        self._flux_setup = FluxSetup.of(volume, config)
         self._flux: Flux | None = None  # of the last evaluation
         self._folder = run.directory / evaluations.FOLDER
         self._metadata = {"input": volume.path, "run": str(run.directory)}
@@ -67,11 +64,9 @@ class VolumeEvaluation(Evaluation):
         windows = self._predictor.grid.describe()
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         with out_of_memory_for_users(MEMORY_REMEDY):
-            statistics = volume_statistics(self._config, self._volume, self._world)
-            flux = FluxStatistics(self._flux_setup, self._world, self._flux) if self._flux_setup else None
-            target = _plane_reader(self._volume, self._volume.targets)
+            target, slabs = _plane_reader(self._volume, self._volume.targets), self._predictor.slabs()
             evaluation = evaluate_slabs(
-                self._predictor.slabs(), target, statistics, metadata, self._world, stop_if_requested, flux
+                self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, self._flux
             )
         self._flux = evaluation.flux
         if self._world.is_root:
@@ -120,6 +115,34 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
 def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run: Run) -> Evaluation:
     """The evaluation after each epoch; `volume` None: none."""
     return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
+
+
+def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> RunReport:
+    """Measures the baselines on the validation `loader`, and draws the pictures. Every rank calls it.
+
+    `steps` is the number of steps that the run has made.
+    """
+    losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
+    draws = config.report_pictures and run.world.is_root
+    return RunReport(losses, _draw(config, step, loader, run, steps) if draws else [])
+
+
+def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
+    """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
+    lines: list[str] = []
+    directory = run.directory
+    try:
+        from utils.evaluation import report, training_figures  # matplotlib takes time to import
+
+        lines.append(f"picture: {training_figures.write_loss_curves(directory, config.loss)}")
+        if not config.is_classification:
+            path = training_figures.write_slices(step, loader, config, run, steps)
+            lines.append(f"picture: {path}")
+        lines += [f"report: {path}" for path in report.write_run_report(directory)]
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        log.warning("Cannot draw pictures in %s: %s", directory, reason)
+    return lines
 
 
 def _plane_reader(volume: Volume, field: Any) -> ReadPlanes:

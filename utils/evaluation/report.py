@@ -16,13 +16,12 @@ from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.evaluation import figures, results, tables
 from utils.evaluation.results import Results
-from utils.files import atomic_directory, atomic_write, make_output_directory
+from utils.files import atomic_write, make_output_directory
 from utils.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.provenance import read_provenance
 from utils.training import evaluations
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
-REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SPACE = 2**20  # bytes that a report needs at least
 
@@ -36,17 +35,13 @@ def check_directory(output: Path, overwrite: bool) -> None:
     """UserError if a report must not or cannot be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    existing = {path.name for path in output.iterdir()} if output.exists() else set()
-    others = sorted(existing - REPORT_FILES)
-    if others:  # --overwrite would remove them
-        raise UserError(f"output {output} holds {others[0]}, which is not part of a report; give another --output")
-    if existing and not overwrite:
-        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
+    if (output / PAGE).exists() and not overwrite:
+        raise UserError(f"output {output} has a report; give --overwrite to replace it, or another --output")
     make_output_directory(output.absolute().parent, SPACE)
 
 
 def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any], world: World) -> None:
-    """Writes the files of REPORT_FILES that the results have data for, and logs the main results, on rank 0."""
+    """Writes the page, the results and the pictures for which they have data, and logs the tables, on rank 0."""
     with world.raise_together():
         if not world.is_root:
             return
@@ -55,17 +50,17 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for line in tables.lines(evaluation):
             log.info(line)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
-        with (
-            os_errors_for_users(f"cannot write {output}", "give another --output"),
-            atomic_directory(output) as partial,
-        ):
-            results.save(evaluation, partial / ARRAYS)
-            (partial / SUMMARY).write_text(
-                json.dumps(_summary(evaluation, provenance), indent=2) + "\n", encoding="utf-8"
-            )
-            for name, picture in pictures.items():
-                (partial / f"{name}.png").write_bytes(picture)
-            (partial / PAGE).write_text(page(evaluation, pictures, provenance), encoding="utf-8")
+        contents = {f"{name}.png": picture for name, picture in pictures.items()}
+        contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
+        contents[PAGE] = page(evaluation, pictures, provenance).encode()
+        with os_errors_for_users(f"cannot write {output}", "give another --output"):
+            output.mkdir(exist_ok=True)
+            results.save(evaluation, output / ARRAYS)
+            with atomic_write([output / name for name in contents]) as partials:
+                for partial, content in zip(partials, contents.values(), strict=True):
+                    partial.write_bytes(content)
+            for name in figures.PICTURES.keys() - pictures.keys():  # of an earlier report
+                (output / f"{name}.png").unlink(missing_ok=True)
         log.info("report: %s", output / PAGE)
 
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils.config import Config
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
-from utils.data.files.hdf5 import FieldReader, Volume
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 from utils.distributed.world import World
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
@@ -223,12 +221,6 @@ class VolumeStatistics:
                     stored.exp_()
                 sums[name] += shells.sums(*stored)
         return sums, divergence
-
-
-def volume_statistics(config: Config, volume: Volume | FieldReader, world: World) -> VolumeStatistics:
-    """Empty statistics for a volume with the config's channels."""
-    inputs, targets = volume_channels(config)
-    return VolumeStatistics(targets, inputs, volume.shape, volume.cell, world, config.vector_channels.targets)
 
 
 def _fields(channels: Sequence[Channel], vectors: Sequence[Sequence[int]]) -> list[_Field]:

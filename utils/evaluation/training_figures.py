@@ -15,7 +15,8 @@ from utils.evaluation.figures import draw_slices, encode_png, new_figure
 from utils.files import atomic_write
 from utils.steps.eager import EagerStep
 from utils.training import tags
-from utils.training.loggers.base import Logger, read_records
+from utils.training.loggers.base import read_records
+from utils.training.run import Run
 
 LOSSES = {
     tags.STEP_LOSS: "training, per interval",
@@ -53,9 +54,9 @@ def loss_curves(records: Sequence[Mapping[str, Any]], measure: str) -> Figure:
     return figure
 
 
-def write_slices(step: EagerStep, loader: Loader, config: Config, directory: Path, logger: Logger, steps: int) -> Path:
+def write_slices(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Path:
     """Draws slices of the first validation crop into slices.png, and into TensorBoard at step `steps`."""
-    path = directory / "slices.png"
+    path = run.directory / "slices.png"
     batches = loader.epoch(0)
     inputs, targets = (part[:1] for part in next(batches))
     fields = {"input": inputs, "target": targets, "predicted": step.predict(inputs)}
@@ -67,7 +68,7 @@ def write_slices(step: EagerStep, loader: Loader, config: Config, directory: Pat
         cell=None,
     )
     _write(figure, path)
-    logger.figure(tags.SLICES, figure, steps)
+    run.logger.figure(tags.SLICES, figure, steps)
     return path
 
 

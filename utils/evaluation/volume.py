@@ -11,17 +11,18 @@ import numpy as np
 import torch
 
 from utils.config import Config
-from utils.data.channels import INPUTS, TARGETS, VELOCITY
+from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
 from utils.data.files.attributes import file_transform
 from utils.data.files.fields import checked_field
-from utils.data.files.hdf5 import DATASETS, FieldReader, open_file, reading, slab_planes
+from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.evaluation.results import Results
-from utils.evaluation.statistics import VolumeStatistics, volume_statistics
+from utils.evaluation.statistics import VolumeStatistics
 from utils.inference.sliding_window import ReadPlanes, Slab
 from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.results import Flux
 from utils.lyman_alpha.setup import FluxSetup
 
 INPUT, OUTPUT = DATASETS
@@ -29,18 +30,25 @@ NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux ass
 
 
 def evaluate_slabs(
+    config: Config,
+    volume: Volume | FieldReader,
     slabs: Iterable[Slab],
     target: ReadPlanes,
-    statistics: VolumeStatistics,
     metadata: Mapping[str, Any],
     world: World,
     stop_if_requested: Callable[[], object] = lambda: None,
-    flux: FluxStatistics | None = None,
+    known: Flux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
+    The flux is included if all that it needs is known; `known` is that of an earlier evaluation of the volume.
     `stop_if_requested` is called on every rank at the same points, and may raise.
     """
+    inputs, targets = volume_channels(config)
+    vectors = config.vector_channels.targets
+    statistics = VolumeStatistics(targets, inputs, volume.shape, volume.cell, world, vectors)
+    setup = FluxSetup.of(volume, config)
+    flux = FluxStatistics(setup, world, known) if setup else None
     for slab in slabs:
         with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
@@ -48,7 +56,6 @@ def evaluate_slabs(
         for part in (statistics, flux) if flux else (statistics,):
             part.add(slab.start, slab.inputs, slab.predicted, true)
             stop_if_requested()
-
     evaluation = statistics.results(metadata)
     stop_if_requested()
     return replace(evaluation, flux=flux.results()) if flux else evaluation
@@ -80,22 +87,22 @@ class VolumeFields:
     warnings: Sequence[str] = ()  # about unlikely values
 
     @classmethod
-    def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
-        """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ.
+    def open(cls, path: str, prediction: str | None, config: Config) -> VolumeFields:
+        """Opens both files. UserError if their shapes or transforms differ.
 
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values only get a warning there.
         """
         fields = cls(
-            FieldReader(inputs, config.dataset_names[0], config.N_in_channels, config.transform),
-            FieldReader(target or inputs, config.dataset_names[1], config.N_out_channels, config.transform),
+            FieldReader(path, config.dataset_names[0], config.N_in_channels, config.transform),
+            FieldReader(path, config.dataset_names[1], config.N_out_channels, config.transform),
             FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
             config,
         )
         shape = fields.inputs.shape
         for output in fields.all()[1:]:
             if output.shape != shape:
-                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {inputs} {shape}")
+                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         transform = file_transform(config.transform, {field.path: field.attributes for field in fields.all()})
         physical = config.allow_physical_values or prediction is not None
         checked = (check_sample(field.path, field.name, field.values, physical) for field in fields.all())
@@ -111,11 +118,8 @@ class VolumeFields:
         return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
 
     def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
-        """Evaluates the predicted slabs, with the flux if all that it needs is known; every rank calls it."""
-        statistics = volume_statistics(self.config, self.inputs, world)
-        setup = FluxSetup.of(self.inputs, self.config)
-        flux = FluxStatistics(setup, world) if setup else None
-        return evaluate_slabs(slabs, self.target.planes, statistics, metadata, world, flux=flux)
+        """Evaluates the predicted slabs; every rank calls it."""
+        return evaluate_slabs(self.config, self.inputs, slabs, self.target.planes, metadata, world)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:
         """The slabs of the prediction's file."""

@@ -18,8 +18,9 @@ from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.inference.layouts import Layout
 from utils.inference.sliding_window import SlidingWindowPredictor, predicted_slabs
-from utils.inference.trained_network import InferenceOptions
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork
 from utils.progress import format_duration
+from utils.provenance import provenance
 from utils.training.checkpoint import digest
 
 # Attributes of the input that also hold for the predicted gas.
@@ -29,37 +30,47 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictionOptions(InferenceOptions):
+    """The command line of predict.py; the flags have the same names."""
+
+    checkpoint: str
+    input: str
+    output: str
+    format: str = "volume"
+    physical: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
 class PredictionFile:
     """The output of a prediction and the inputs it is made from. Rank 0 writes; every rank calls `write`."""
 
-    path: Path
+    options: PredictionOptions
     source: FieldReader
     weights: Path
+    trained: TrainedNetwork
     layout: Layout
-    options: InferenceOptions
-    overwrite: bool
-    allow_physical_values: bool
-    attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
 
     def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
         """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
         writer: ResumableHDF5Writer | None = None
+        record = provenance(world)
         try:
             with world.raise_together():
                 if world.is_root:
-                    source = self.source
+                    source, physical = self.source, self.trained.config.allow_physical_values
                     if source.conversion:
                         log.info("%s is %s as it is read", source.path, source.conversion)
-                    for line in check_sample(source.path, source.name, source.values, self.allow_physical_values):
+                    for line in check_sample(source.path, source.name, source.values, physical):
                         log.warning(line)
-                    writer = self._open(predictor)
+                    writer = self._open(predictor, record)
             self._write_slabs(predictor, writer, world, signals)
         finally:
             if writer is not None:
                 writer.close()
 
-    def _open(self, predictor: SlidingWindowPredictor) -> ResumableHDF5Writer:
-        grid = predictor.grid
+    def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any]) -> ResumableHDF5Writer:
+        grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = digest(self.weights), source.stat()
@@ -71,11 +82,11 @@ class PredictionFile:
             "input": str(source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
-            "precision": self.options.precision,
-            "periodic": self.options.wraps(box),
-            **self.attributes,
+            "precision": options.precision,
+            "periodic": options.wraps(box),
+            **self.trained.attributes(),
+            "provenance": json.dumps(record),
         }
-        layout = self.layout
         file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}
         # An unfinished file with other values is not resumed.
         identity = {
@@ -83,13 +94,14 @@ class PredictionFile:
             "input": str(source),
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
-            "precision": self.options.precision,
+            "precision": options.precision,
             **layout.identity,
         }
-        writer = ResumableHDF5Writer(self.path, layout.datasets, file_attributes, identity, self.overwrite)
+        path = Path(options.output)
+        writer = ResumableHDF5Writer(path, layout.datasets, file_attributes, identity, options.overwrite)
         if writer.changed:
             changed = ", ".join(writer.changed)
-            log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
+            log.info("The unfinished %s was started with other %s: starting from scratch", path, changed)
         return writer
 
     def _write_slabs(
@@ -100,7 +112,7 @@ class PredictionFile:
         if first:
             log.info("Resuming after plane %d of %d", starts[first], starts[-1])
         if first < len(starts) - 1:
-            for slab in predicted_slabs(predictor, f"predicting {self.path}", first):
+            for slab in predicted_slabs(predictor, f"predicting {self.options.output}", first):
                 with world.raise_together():
                     if writer is not None:
                         writer.write(self.layout.values(slab))
@@ -109,8 +121,8 @@ class PredictionFile:
             if writer is not None:
                 writer.finish()
         grid, took = predictor.grid, format_duration(time.monotonic() - started)
-        cells = " × ".join(map(str, grid.shape))
-        log.info("wrote %s: %s cells, %d windows of %d³, in %s", self.path, cells, grid.count, grid.x.window, took)
+        cells, path = " × ".join(map(str, grid.shape)), self.options.output
+        log.info("wrote %s: %s cells, %d windows of %d³, in %s", path, cells, grid.count, grid.x.window, took)
 
 
 def _stop_if_signaled(done: int, total: int, world: World, signals: Signals) -> None:
