@@ -182,16 +182,6 @@ def test_other_windows_and_precision(command: Any, run: Path, nbody: Path, whole
     assert 0 < difference < 0.02
 
 
-def test_a_checkpoint_may_be_named_by_its_directory_or_its_weights_file(run: Path, nbody: Path, tmp_path: Path) -> None:
-    best, output = run / FOLDER / BEST, tmp_path / "hydro.h5"
-    shutil.copy(best / WEIGHTS, tmp_path / "alone.pt")
-    for named, weights in ((best, (best / WEIGHTS).resolve()), (tmp_path / "alone.pt", tmp_path / "alone.pt")):
-        predict.main(command_line(named, nbody, output, "--window=16", "--overlap=0", "--overwrite"))
-        with h5py.File(output) as written:
-            assert written.attrs["checkpoint_sha256"] == digest(best / WEIGHTS), named
-            assert Path(written.attrs["checkpoint"]) == weights.resolve(), named
-
-
 def predict_on(world: World, flags: list[str]) -> None:
     predict.predict(predict.parse(flags), world, NullSignals())
 
@@ -445,7 +435,6 @@ def with_dataset(name: str, shape: tuple[int, ...]) -> Callable[[Path], None]:
         (lambda path: None, "bad.h5; give another path"),  # a fixed bug: the remedy was one for training
         (with_dataset("Dark", (4, 16, 16, 16)), "has no dataset Nbody; it contains Dark"),
         (with_dataset("native_fields/temperature", (16, 16, 16)), "bad.h5 is a snapshot of Nyx; import it with python"),
-        (with_dataset("Nbody", (3, 16, 16, 16)), "Nbody is (3, 16, 16, 16), expected (4, X, Y, Z)"),
         (with_dataset("Nbody", (4, 16, 4, 16)), "the box has 4 cells per side, fewer than a window's 8"),
         (lambda path: box_file(path, density_log_scale=10.0), "density_log_scale 10, the config has 14; rescale"),
     ],

@@ -215,7 +215,7 @@ class Flux:
         return float(values.mean(dtype=torch.float64)), -float((self.tau * values).mean(dtype=torch.float64))
 
 
-@pytest.mark.parametrize("target", [1e-4, 0.05, 0.4, 0.68, 0.9, 0.9999])
+@pytest.mark.parametrize("target", [1e-4, 0.4, 0.9999])
 @pytest.mark.parametrize("amplitude", [1e-6, 1.0, 1e5])
 def test_rescaled_flux_has_the_mean_that_is_asked_for(target: float, amplitude: float) -> None:
     normal = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
