@@ -10,7 +10,6 @@ evaluation.npz (all results as arrays). The Lyman-alpha flux needs a file that s
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -24,16 +23,13 @@ from utils.distributed.launch import run_script
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
-from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
-from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files
+from utils.inference.sliding_window import predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
-from utils.lyman_alpha.forest import flux_of_volume
-from utils.lyman_alpha.options import add_flux_options, take_flux_options
+from utils.lyman_alpha.setup import add_flux_options, take_flux_options
 from utils.provenance import provenance
 from utils.training.checkpoint import resolve_weights
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +40,8 @@ class Options(InferenceOptions):
     output: str
     checkpoint: str | None = None
     prediction: str | None = None
-    target: str | None = None
     overwrite: bool = False
-    flux: EvaluationConfig = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,19 +61,18 @@ def evaluate(options: Options, world: World) -> None:
     weights = resolve_weights(options.checkpoint, world) if options.checkpoint else None
     with world.raise_together():
         trained = TrainedNetwork.load(weights, world.device) if weights else None
-        config = trained.config if trained else config_of_files(options.input, options.prediction)
-        config = config.model_copy(update={"evaluation": options.flux})
-        fields = VolumeFields.open(options.input, options.target, options.prediction, config)
+        config = trained.config if trained else config_of_files(options.input, str(options.prediction))
+        config = config.model_copy(update={"evaluation": options.evaluation})
+        fields = VolumeFields.open(options.input, options.prediction, config)
         predictor = build_predictor(trained, fields.inputs, options, world) if trained else None
-    is_periodic = fields.periodic and not options.not_periodic
     source: dict[str, Any] = {"prediction": options.prediction}
     if trained and predictor:
         source = {**trained.record, "checkpoint": str(weights), "windows": predictor.grid.describe()}
-    metadata = {"input": options.input, **({} if is_periodic else {"note": NOT_PERIODIC}), **source}
+    note = {} if fields.periodic and not options.not_periodic else {"note": NOT_PERIODIC}
+    metadata = {"input": options.input, **note, **source}
     with closing(fields):
         slabs = predicted_slabs(predictor, "predicting") if predictor else fields.stored_slabs(world)
-        results = fields.evaluate(slabs, metadata, world, flux_of_volume(fields.inputs, fields.config, world))
-    fields.log_warnings(is_periodic, world)
+        results = fields.evaluate(slabs, metadata, world)
     report.write_report(Path(options.output), results, provenance(world), world)
 
 
@@ -89,13 +83,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     cli.add_checkpoint_option(source, required=False)
     source.add_argument("--prediction", help=f"HDF5 file with the predicted {OUTPUT}, as predict.py writes it")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
-    parser.add_argument("--target", help=f"file with the true {OUTPUT} (default: --input)")
     parser.add_argument("--output", required=True, help="directory of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)
     add_flux_options(parser)
     arguments = vars(parser.parse_args(argv))
-    return Options(flux=take_flux_options(arguments), **arguments)
+    return Options(evaluation=take_flux_options(arguments), **arguments)
 
 
 if __name__ == "__main__":

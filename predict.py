@@ -8,10 +8,8 @@ If it is interrupted, run the same command again to resume.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from utils import cli
@@ -23,24 +21,10 @@ from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
-from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.prediction_file import PredictionFile
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.inference.prediction_file import PredictionFile, PredictionOptions
+from utils.inference.trained_network import TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
-from utils.provenance import provenance
 from utils.training.checkpoint import resolve_weights
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(InferenceOptions):
-    """The command line; the flags have the same names."""
-
-    checkpoint: str
-    input: str
-    output: str
-    format: str = "volume"
-    physical: bool = False
-    overwrite: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -53,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 predict(options, world, signals)
 
 
-def predict(options: Options, world: World, signals: Signals) -> None:
+def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
     """Predicts the gas of the input and writes it. Every rank calls it."""
     with world.raise_together():
         check_target(Path(options.output), options.overwrite)
@@ -66,23 +50,11 @@ def predict(options: Options, world: World, signals: Signals) -> None:
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)
         predictor = build_predictor(trained, source, options, world)
-    attributes = {
-        **trained.attributes(),
-        "provenance": json.dumps(provenance(world)),
-    }
     with closing(source):
-        PredictionFile(
-            path=Path(options.output),
-            source=source,
-            weights=weights,
-            layout=layout,
-            options=options,
-            overwrite=options.overwrite,
-            attributes=attributes,
-        ).write(predictor, world, signals)
+        PredictionFile(options, source, weights, trained, layout).write(predictor, world, signals)
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
+def parse(argv: Sequence[str] | None = None) -> PredictionOptions:
     """Reads the command line; raises UserError if it is wrong."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
@@ -92,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add_inference_options(parser)
-    return Options(**vars(parser.parse_args(argv)))
+    return PredictionOptions(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

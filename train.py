@@ -18,10 +18,8 @@ from utils.distributed.launch import run_script
 from utils.distributed.signals import Signals, StopSignals
 from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
-from utils.evaluation.callback import evaluation_volume
-from utils.evaluation.run_report import report_on_run
+from utils.evaluation.callback import build_evaluation, evaluation_volume, report_on_run
 from utils.log import configure_logging
-from utils.lyman_alpha.during_training import build_evaluation
 from utils.profiling import benchmark, preflight
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.profiler import build_profiler

@@ -27,14 +27,14 @@ from benchmarks import common, convergence
 from utils.cli import positive, read_changes
 from utils.config.sections import EvaluationConfig
 from utils.data import Batch, Loader
-from utils.errors import UserError, one_line_errors
+from utils.errors import one_line_errors
 from utils.evaluation import results
 from utils.evaluation.baselines import volume_losses
-from utils.evaluation.results import FGPA, PREDICTION, Results
-from utils.evaluation.volume import VolumeFields, predicted_slabs
-from utils.inference.options import InferenceOptions
-from utils.inference.trained_network import TrainedNetwork, build_predictor
-from utils.lyman_alpha.forest import flux_of_volume
+from utils.evaluation.results import Results
+from utils.evaluation.volume import VolumeFields
+from utils.inference.sliding_window import predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from utils.lyman_alpha.results import FGPA, PREDICTION
 from utils.steps import build
 from utils.training.checkpoint import FOLDER, step_directory
 
@@ -131,15 +131,14 @@ class Study:
         """The evaluation of a network on a box; `network` names its directory."""
         path = self._folder / "evaluations" / network / f"{box.stem}.npz"
         if path.exists() and path.stat().st_mtime > max(each.stat().st_mtime for each in (checkpoint, box)):
-            with contextlib.suppress(UserError):  # of an older version
+            with contextlib.suppress(TypeError, KeyError):  # of an older version
                 return results.load(path)
         trained = TrainedNetwork.load(checkpoint, self._world.device)
         config = trained.config.model_copy(update={"evaluation": FLUX})
-        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+        with closing(VolumeFields.open(str(box), None, config)) as fields:
             predictor = build_predictor(trained, fields.inputs, InferenceOptions(), self._world)
             slabs = predicted_slabs(predictor, f"{network} on {box.stem}")
-            new_flux = flux_of_volume(fields.inputs, fields.config, self._world, print)
-            found = fields.evaluate(slabs, {"input": str(box)}, self._world, new_flux)
+            found = fields.evaluate(slabs, {"input": str(box)}, self._world)
         results.save(found, path)
         return found
 
@@ -163,7 +162,7 @@ class Study:
     def _baselines(self, box: Path) -> dict[str, float]:
         (checkpoint,) = self.networks([self.trained], 1).values()
         config = TrainedNetwork.load(checkpoint, self._world.device).config
-        with closing(VolumeFields.open(str(box), None, None, config)) as fields:
+        with closing(VolumeFields.open(str(box), None, config)) as fields:
             size = fields.inputs.shape[0]
             whole = (torch.from_numpy(np.array(each.planes(0, size)))[None] for each in (fields.inputs, fields.target))
             return volume_losses(OneBatch(Batch(*whole)), build.loss(config), self._world)

@@ -27,10 +27,9 @@ from utils.distributed.devices import choose_device, out_of_memory_for_users
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import one_line_errors
-from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields, predicted_slabs
-from utils.inference.options import InferenceOptions, add_inference_options
-from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
-from utils.inference.trained_network import TrainedNetwork, build_predictor
+from utils.evaluation.volume import INPUT, OUTPUT, VolumeFields
+from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor, predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
 from utils.log import configure_logging
 from utils.training.checkpoint import resolve_weights
@@ -84,7 +83,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
-    parser.add_argument("--target", help=f"another file with the true {OUTPUT}")
     add_inference_options(parser)
     with one_line_errors():
         options = parser.parse_args(argv)
@@ -99,7 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     trained = TrainedNetwork.load(resolve_weights(options.checkpoint, world), world.device)
     inference = {field.name: getattr(options, field.name) for field in dataclasses.fields(InferenceOptions)}
     rows: list[dict[str, Any]] = []
-    with closing(VolumeFields.open(options.input, options.target, None, trained.config)) as fields:
+    with closing(VolumeFields.open(options.input, None, trained.config)) as fields:
         first = build_predictor(trained, fields.inputs, InferenceOptions(**inference), world)
         reference = np.empty((first.channels[1], *first.grid.shape), np.float32)
         for variant in variants(first.grid, periodic=not options.not_periodic):

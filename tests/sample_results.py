@@ -17,7 +17,8 @@ from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.evaluation.results import Results
 from utils.evaluation.statistics import VolumeStatistics
-from utils.lyman_alpha.forest import flux_of_volume
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.setup import FluxSetup
 
 # What a file states of its simulation.
 SIMULATION: dict[str, float | str] = {
@@ -54,8 +55,8 @@ def sample_results(
     if not flux:
         return results
     volume = Volume("box.h5", inputs, target, cell=cell, simulation=SIMULATION)
-    new_flux = flux_of_volume(volume, Config(N_in_channels=channels[0], N_out_channels=channels[1]), world, print)
-    assert new_flux is not None
-    forest = new_flux(None)
+    setup = FluxSetup.of(volume, Config(N_in_channels=channels[0], N_out_channels=channels[1]))
+    assert setup is not None
+    forest = FluxStatistics(setup, world)
     forest.add(0, *fields)
-    return dataclasses.replace(results, flux=forest.results(lambda: None))
+    return dataclasses.replace(results, flux=forest.results())

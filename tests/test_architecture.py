@@ -163,8 +163,8 @@ LAYERS = (
     ("steps", "simulation"),
     ("training",),
     ("inference",),
-    ("evaluation",),
     ("lyman_alpha",),
+    ("evaluation",),
     ("profiling",),
 )
 LAYER = {f"utils.{name}": number for number, names in enumerate(LAYERS) for name in names}

@@ -276,10 +276,8 @@ def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--checkpoint=RUN"], "the following arguments are required: --output; see --help"),
         (["--checkpoint=RUN", "--output=HERE/gas.pt"], "gas.pt does not end in .pt2"),
         (["--checkpoint=RUN", "--output=HERE/no/gas.pt2"], "no does not exist; create it, or give another --output"),
-        (["--checkpoint=RUN", "--output=HERE/run.pt2"], "run.pt2 is a directory"),
         (["--checkpoint=RUN", "--output=HERE/old.pt2"], "exists; give --overwrite to replace it, or another --output"),
         (["--checkpoint=HERE/no", "--output=HERE/gas.pt2"], "no such file: "),
     ],
@@ -288,25 +286,13 @@ def test_bad_flags_are_a_one_line_error(
     refuse: Callable[..., None], files: Path, tmp_path: Path, flags: list[str], says: str
 ) -> None:
     (tmp_path / "old.pt2").write_text("words")
-    (tmp_path / "run.pt2").mkdir()
     refuse([flag.replace("HERE", str(tmp_path)).replace("RUN", str(files / "run")) for flag in flags], says)
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (
-            {"transform": {"velocity_scale_km_s": None, "temperature_log10_scale": None}},
-            "does not define physical values of dark-matter velocity x, dark-matter velocity y, dark-matter velocity z",
-        ),
-        ({"N_in_channels": 6}, "does not define physical values of channel 0, channel 1"),
-    ],
-)
-def test_a_network_without_known_physical_units_is_refused(
-    refuse: Callable[..., None], tmp_path: Path, values: dict[str, Any], says: str
-) -> None:
-    run = save(tmp_path / "run", config_of(**values))
-    refuse([f"--checkpoint={run}", f"--output={tmp_path / 'gas.pt2'}"], says, "; give --units channel")
+def test_a_network_without_known_physical_units_is_refused(refuse: Callable[..., None], tmp_path: Path) -> None:
+    run = save(tmp_path / "run", config_of(transform={"velocity_scale_km_s": None}))
+    says = "does not define physical values of dark-matter velocity x, ", "; give --units channel"
+    refuse([f"--checkpoint={run}", f"--output={tmp_path / 'gas.pt2'}"], *says)
 
 
 def test_a_file_that_computes_something_else_is_not_written(

@@ -1,4 +1,4 @@
-"""Evaluation files: loading returns exactly what was saved; damaged or untrusted files are refused, not executed."""
+"""Evaluation files: loading returns exactly what was saved; pickles are not executed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from sample_results import sample_results
 
-from utils.errors import UserError
-from utils.evaluation import results
-from utils.evaluation.results import Distribution, Flux, FluxField, PhaseDiagram, Results, Spectrum, load, save
+from utils.evaluation.results import Distribution, PhaseDiagram, Results, Spectrum, load, save
+from utils.lyman_alpha.results import Flux, FluxField
 
 
 def example() -> Results:
@@ -47,29 +46,6 @@ def test_loading_returns_exactly_what_was_saved(tmp_path: Path) -> None:
             assert all(file[name].dtype.kind in "fiU" for name in file.files)
 
 
-def test_a_failed_save_keeps_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "evaluation.npz"
-    save(example(), path)
-    before = path.read_bytes()
-
-    def full(file: Any, **arrays: Any) -> None:
-        file.write(b"PK")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(results.np, "savez_compressed", full)
-    with pytest.raises(OSError, match="No space left"):
-        save(example(), path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def assert_refused(path: Path, case: str = "") -> None:
-    with pytest.raises(UserError) as raised:
-        load(path)
-    assert str(path) in str(raised.value), case
-    assert "holds no evaluation" in str(raised.value), case
-
-
 class Planted:
     """Creates a file when it is unpickled."""
 
@@ -87,34 +63,12 @@ def test_a_pickle_in_a_file_is_refused_and_not_executed(tmp_path: Path) -> None:
         arrays = {name: file[name] for name in file.files}
     arrays["l1"] = np.array([Planted(planted)], dtype=object)
     np.savez(path, **arrays)
-    assert_refused(path)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        load(path)
     assert not planted.exists()
 
 
-def test_damaged_incomplete_and_unknown_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.npz"
-    save(example(), path)
-    content = path.read_bytes()
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    for size in (0, len(content) // 2, int(0.99 * len(content))):
-        path.write_bytes(content[:size])
-        assert_refused(path, f"the first {size} bytes")
-    middle = len(content) // 2
-    path.write_bytes(content[:middle] + bytes(64) + content[middle + 64 :])
-    assert_refused(path, "64 damaged bytes")
-    for missing in ("text", "l1", "spectra/density/cross", "flux/fields/FGPA/power"):
-        np.savez(path, **{name: values for name, values in arrays.items() if name != missing})
-        assert_refused(path, f"without {missing}")
-    path.write_bytes(b"a page of text")
-    np.save(tmp_path / "array.npy", np.zeros(3))  # np.load returns an array, not a file of arrays
-    for other in (path, tmp_path / "array.npy"):
-        assert_refused(other)
-    with pytest.raises(UserError, match=r"no such file: .*absent\.npz"):
-        load(tmp_path / "absent.npz")
-
-
-def test_scalars_and_lines_of_the_flux() -> None:
+def test_scalars_of_the_flux() -> None:
     flux = example().flux
     assert flux is not None
     scalars = flux.scalars()
@@ -127,7 +81,6 @@ def test_scalars_and_lines_of_the_flux() -> None:
         assert scalars[f"Evaluation/flux P1D error, {name}"] == pytest.approx(np.abs(used - 1).mean())
         difference = np.abs(flux.fields[name].pdf - flux.fields["target"].pdf)
         assert scalars[f"Evaluation/flux PDF distance, {name}"] == pytest.approx(difference.sum() * 0.05 / 2)
-        assert sum(line.startswith(f"flux, {name}: P1D ratio at k = ") for line in example().lines()) == 1
     assert scalars["Evaluation/flux mean before rescaling, target"] == flux.fields["target"].unscaled_mean
     assert scalars.items() <= example().scalars().items()
 

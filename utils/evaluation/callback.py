@@ -1,31 +1,32 @@
-"""Evaluation during training: predicts and evaluates the whole validation volume after some epochs, on all ranks."""
+"""Evaluation of a training run: of the whole validation volume after some epochs, and a report at the end."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from utils.config import Config
-from utils.data import get_loader
+from utils.data import Loader, get_loader
 from utils.data.files.hdf5 import Volume, reading
 from utils.data.volumes import open_boxes
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation import results
-from utils.evaluation.results import Flux, Results
-from utils.evaluation.statistics import volume_statistics
-from utils.evaluation.volume import NOT_PERIODIC, NewFlux, evaluate_slabs
-from utils.inference.sliding_window import Predict, ReadPlanes, SlidingWindowPredictor
+from utils.evaluation import results, tables
+from utils.evaluation.baselines import baseline_losses
+from utils.evaluation.results import Results
+from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
+from utils.inference.sliding_window import ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
+from utils.lyman_alpha.results import Flux
+from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
-from utils.training.loggers.base import Logger
+from utils.training.run import Run, RunReport
 
 log = logging.getLogger(__name__)
 
@@ -38,29 +39,18 @@ MEMORY_REMEDY = (
 class VolumeEvaluation(Evaluation):
     """Evaluates the validation volume every `evaluation.every_epochs` epochs and after the last; saves the results."""
 
-    def __init__(
-        self,
-        config: Config,
-        volume: Volume,
-        predict: Predict,
-        world: World,
-        directory: Path,
-        logger: Logger,
-        new_flux: NewFlux | None = None,
-    ) -> None:
-        """`directory` is the run's; `new_flux` None: without the flux."""
+    def __init__(self, config: Config, volume: Volume, step: EagerStep, run: Run) -> None:
         assert config.local_batch_size is not None
         grid = evaluation_grid(config, volume)
         # No more cells at once than in training.
         batch_size = max(1, config.local_batch_size * config.data_size**3 // grid.x.window**3)
-        read, self._target = _plane_readers(volume)
         channels = config.N_in_channels, config.N_out_channels
-        self._predictor = SlidingWindowPredictor(predict, read, grid, channels, batch_size, world)
-        self._config, self._volume, self._logger = config, volume, logger
-        self._new_flux = new_flux
+        read = _plane_reader(volume, volume.inputs)
+        self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
+        self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
         self._flux: Flux | None = None  # of the last evaluation
-        self._folder = directory / evaluations.FOLDER
-        self._metadata = {"input": volume.path, "run": str(directory)}
+        self._folder = run.directory / evaluations.FOLDER
+        self._metadata = {"input": volume.path, "run": str(run.directory)}
         if not volume.periodic:
             self._metadata["note"] = NOT_PERIODIC
 
@@ -71,20 +61,19 @@ class VolumeEvaluation(Evaluation):
         if epoch % self._config.evaluation.every_epochs and not is_last:
             return {}
         started = time.perf_counter()
-        predictor, world = self._predictor, self._predictor.world
-        metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": predictor.grid.describe()}
+        windows = self._predictor.grid.describe()
+        metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
         with out_of_memory_for_users(MEMORY_REMEDY):
-            statistics = volume_statistics(self._config, self._volume, world)
-            flux = self._new_flux(self._flux) if self._new_flux else None
+            target, slabs = _plane_reader(self._volume, self._volume.targets), self._predictor.slabs()
             evaluation = evaluate_slabs(
-                predictor.slabs(), self._target, statistics, metadata, world, stop_if_requested, flux
+                self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, self._flux
             )
         self._flux = evaluation.flux
-        if world.is_root:
+        if self._world.is_root:
             self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started
-        log.info(f"  Evaluation of the validation volume, {predictor.grid.count} windows: {seconds:.3f} sec")
-        for line in evaluation.lines():
+        log.info(f"  Evaluation of the validation volume, {windows}: {seconds:.3f} sec")
+        for line in tables.lines(evaluation):
             log.info(f"  {line}")
         return evaluation.scalars()
 
@@ -123,14 +112,44 @@ def evaluation_volume(config: Config, world: World) -> Volume | None:
     return volume
 
 
-def _plane_readers(volume: Volume) -> tuple[ReadPlanes, ReadPlanes]:
-    """Readers of planes along x of a volume's inputs and targets."""
+def build_evaluation(config: Config, volume: Volume | None, step: EagerStep, run: Run) -> Evaluation:
+    """The evaluation after each epoch; `volume` None: none."""
+    return Evaluation() if volume is None else VolumeEvaluation(config, volume, step, run)
 
-    def reader(field: Any) -> ReadPlanes:
-        def planes(start: int, stop: int) -> np.ndarray:
-            with reading(volume.path):
-                return np.asarray(field[:, start:stop])
 
-        return planes
+def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> RunReport:
+    """Measures the baselines on the validation `loader`, and draws the pictures. Every rank calls it.
 
-    return reader(volume.inputs), reader(volume.targets)
+    `steps` is the number of steps that the run has made.
+    """
+    losses = baseline_losses(config, loader, step.loss, run.world) if config.report_baselines else {}
+    draws = config.report_pictures and run.world.is_root
+    return RunReport(losses, _draw(config, step, loader, run, steps) if draws else [])
+
+
+def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
+    """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
+    lines: list[str] = []
+    directory = run.directory
+    try:
+        from utils.evaluation import report, training_figures  # matplotlib takes time to import
+
+        lines.append(f"picture: {training_figures.write_loss_curves(directory, config.loss)}")
+        if not config.is_classification:
+            path = training_figures.write_slices(step, loader, config, run, steps)
+            lines.append(f"picture: {path}")
+        lines += [f"report: {path}" for path in report.write_run_report(directory)]
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        log.warning("Cannot draw pictures in %s: %s", directory, reason)
+    return lines
+
+
+def _plane_reader(volume: Volume, field: Any) -> ReadPlanes:
+    """Reads planes along x of one of the volume's fields."""
+
+    def planes(start: int, stop: int) -> np.ndarray:
+        with reading(volume.path):
+            return np.asarray(field[:, start:stop])
+
+    return planes

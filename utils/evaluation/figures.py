@@ -15,7 +15,9 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, Channel
-from utils.evaluation.results import PREDICTION, TARGET, Distribution, Flux, PhaseDiagram, Results
+from utils.evaluation.results import Distribution, Results
+from utils.evaluation.tables import residual_unit
+from utils.lyman_alpha.results import PREDICTION, TARGET, Flux
 
 # A palette that the color-blind can distinguish (Okabe & Ito 2008).
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
@@ -108,38 +110,26 @@ def _draw_distribution(axes: Axes, distribution: Distribution) -> None:
 
 
 def phase_diagram(results: Results) -> Figure:
-    """Temperature against density: target and prediction on one color scale, and their ratio."""
+    """Temperature against density: target and prediction on one color scale."""
     counts = results.phase_diagram
     assert counts is not None, "a phase diagram needs physical units"
-    figure = new_figure(11, 4.3)
-    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    figure = new_figure(8, 4.3)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     edges = counts.density_edges, counts.temperature_edges
     area = np.outer(*(np.diff(axis_edges) for axis_edges in edges))
     target, predicted = (cells / (cells.sum() * area) for cells in (counts.target, counts.predicted))
     both = np.concatenate([target, predicted])
     norm = LogNorm(both[both > 0].min(), both.max())
-    for axes, density, title in zip(panels, (target, predicted), ("target", "prediction"), strict=False):
+    for axes, density, title in zip(panels, (target, predicted), ("target", "prediction"), strict=True):
         mesh = axes.pcolormesh(*edges, np.ma.masked_equal(density, 0).T, norm=norm, rasterized=True)
         axes.set_title(title)
-    figure.colorbar(mesh, ax=panels[:2], label="fraction of cells per dex²", location="bottom", shrink=0.6, aspect=25)
-    _draw_ratio(figure, panels[2], counts)
+    figure.colorbar(mesh, ax=list(panels), label="fraction of cells per dex²", location="bottom", shrink=0.6, aspect=25)
     for axes in panels:
         axes.set_xlabel(LOGARITHMS[DENSITY_UNIT])
     panels[0].set_ylabel(LOGARITHMS[TEMPERATURE_UNIT])
     xlim, ylim = (_occupied((target + predicted).sum(1 - axis), edges[axis]) for axis in (0, 1))
     axes.set(xlim=xlim, ylim=ylim)
     return figure
-
-
-def _draw_ratio(figure: Figure, axes: Axes, counts: PhaseDiagram) -> None:
-    # One is added to both counts, so that the ratio is defined in bins where only one of the two has cells.
-    ratio = np.log10((counts.predicted + 1) / (counts.target + 1))
-    values = np.ma.masked_where(counts.predicted + counts.target == 0, ratio).T
-    edges = counts.density_edges, counts.temperature_edges
-    mesh = axes.pcolormesh(*edges, values, vmin=-1, vmax=1, cmap=RESIDUAL_COLORS, rasterized=True)
-    axes.set_title("prediction / target")
-    label = r"$\log_{10}$ [(predicted cells + 1) / (target cells + 1)]"
-    figure.colorbar(mesh, ax=axes, label=label, location="bottom", extend="both")
 
 
 def _occupied(values: np.ndarray, edges: np.ndarray) -> tuple[float, float]:
@@ -247,10 +237,6 @@ def display_values(channel: Channel, values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # the output of a diverged network is drawn as non-finite
         physical = channel.to_physical(values.astype(np.float64))
     return np.log10(physical) if channel.is_log else physical
-
-
-def residual_unit(channel: Channel) -> str:
-    return "dex" if channel.is_log else channel.unit or "channel value"
 
 
 def _value_label(unit: str | None, is_log: bool) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,18 @@ import numpy as np
 
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.evaluation import figures, results, training_figures
-from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
-from utils.files import atomic_directory, atomic_write
+from utils.evaluation import figures, results, tables
+from utils.evaluation.results import Results
+from utils.files import atomic_write, make_output_directory
+from utils.lyman_alpha.results import FGPA, REAL_FGPA, Flux
 from utils.provenance import read_provenance
 from utils.training import evaluations
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
-REPORT_FILES = {PAGE, SUMMARY, ARRAYS, *(f"{name}.png" for name in figures.PICTURES)}
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-GOOD_CORRELATION = 0.9
 SPACE = 2**20  # bytes that a report needs at least
 
 log = logging.getLogger(__name__)
-
-Table = tuple[list[str], list[list[str]]]  # header and rows
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -40,51 +35,46 @@ def check_directory(output: Path, overwrite: bool) -> None:
     """UserError if a report must not or cannot be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    with os_errors_for_users(f"cannot write {output}", "give another --output"):
-        existing = {path.name for path in output.iterdir()} if output.exists() else set()
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.absolute().parent) as file:
-            file.write(bytes(SPACE))
-    others = sorted(existing - REPORT_FILES)
-    if others:  # --overwrite would remove them
-        raise UserError(f"output {output} holds {others[0]}, which is not part of a report; give another --output")
-    if existing and not overwrite:
-        raise UserError(f"output {output} exists; give --overwrite to replace it, or another --output")
+    if (output / PAGE).exists() and not overwrite:
+        raise UserError(f"output {output} has a report; give --overwrite to replace it, or another --output")
+    make_output_directory(output.absolute().parent, SPACE)
 
 
 def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any], world: World) -> None:
-    """Writes the files of REPORT_FILES that the results have data for, and logs the main results, on rank 0."""
+    """Writes the page, the results and the pictures for which they have data, and logs the tables, on rank 0."""
     with world.raise_together():
         if not world.is_root:
             return
-        for line in evaluation.lines():
+        if "note" in evaluation.metadata:
+            log.warning("Note: %s", evaluation.metadata["note"])
+        for line in tables.lines(evaluation):
             log.info(line)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
-        with (
-            os_errors_for_users(f"cannot write {output}", "give another --output"),
-            atomic_directory(output) as partial,
-        ):
-            results.save(evaluation, partial / ARRAYS)
-            (partial / SUMMARY).write_text(
-                json.dumps(_summary(evaluation, provenance), indent=2) + "\n", encoding="utf-8"
-            )
-            for name, picture in pictures.items():
-                (partial / f"{name}.png").write_bytes(picture)
-            (partial / PAGE).write_text(page(evaluation, pictures, provenance), encoding="utf-8")
+        contents = {f"{name}.png": picture for name, picture in pictures.items()}
+        contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
+        contents[PAGE] = page(evaluation, pictures, provenance).encode()
+        with os_errors_for_users(f"cannot write {output}", "give another --output"):
+            output.mkdir(exist_ok=True)
+            results.save(evaluation, output / ARRAYS)
+            with atomic_write([output / name for name in contents]) as partials:
+                for partial, content in zip(partials, contents.values(), strict=True):
+                    partial.write_bytes(content)
+            for name in figures.PICTURES.keys() - pictures.keys():  # of an earlier report
+                (output / f"{name}.png").unlink(missing_ok=True)
         log.info("report: %s", output / PAGE)
 
 
 def write_run_report(run: Path) -> list[Path]:
-    """Writes report.html into a run directory that has evaluations; returns the files written."""
-    history = results.load_history(run / evaluations.FOLDER)
-    if not history:
+    """Writes report.html, with the last evaluation of a run, into its directory; returns the files written."""
+    paths = sorted((run / evaluations.FOLDER).glob(evaluations.FILES))
+    if not paths:
         return []
-    drawn = figures.draw_all(history[-1]) | {"evaluation_curves": training_figures.evaluation_curves(history)}
-    pictures = {name: figures.encode_png(figure) for name, figure in drawn.items()}
+    evaluation = results.load(paths[-1])
+    pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
     provenance = read_provenance(run / "provenance.json")
     provenance.pop("earlier", None)
     with atomic_write([run / PAGE]) as (partial,):
-        partial.write_text(page(history[-1], pictures, provenance), encoding="utf-8")
+        partial.write_text(page(evaluation, pictures, provenance), encoding="utf-8")
     return [run / PAGE]
 
 
@@ -145,55 +135,14 @@ def page(evaluation: Results, pictures: Mapping[str, bytes], provenance: Mapping
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         title=f"Evaluation: epoch {metadata['epoch']}" if "epoch" in metadata else "Evaluation",
-        channels=_channel_table(evaluation),
-        fields=_field_table(evaluation),
-        flux=_flux_table(flux) if flux else None,
+        channels=tables.channel_table(evaluation),
+        fields=tables.field_table(evaluation),
+        flux=tables.flux_table(flux) if flux else None,
         mean_flux=f", {flux.mean_flux:.4g} at redshift {flux.redshift:g}" if flux else "",
         baseline=_baseline_text(flux) if flux else "",
         pictures={name: base64.b64encode(picture).decode("ascii") for name, picture in pictures.items()},
         metadata=[(key, value if isinstance(value, str) else json.dumps(value)) for key, value in metadata.items()],
     )
-
-
-def _channel_table(evaluation: Results) -> Table:
-    rows = []
-    for channel, l1, r2 in zip(evaluation.channels, evaluation.l1, evaluation.r2, strict=True):
-        error = l1 * channel.scale / (math.log(10) if channel.is_log else 1)
-        mean = f"{_number(error)} {figures.residual_unit(channel)}" if channel.unit else "unknown"
-        rows.append([channel.name, f"{l1:.5f}", _number(r2, 4), channel.unit or "unknown", mean])
-    rows.append(["all channels", f"{evaluation.l1.mean():.5f}", "", "", ""])
-    if math.isfinite(evaluation.divergence_r2):
-        rows.append(["velocity divergence", "", _number(evaluation.divergence_r2, 4), "", ""])
-    return ["channel", "L1 of channel values", "R² of channel values", "unit", "mean error"], rows
-
-
-def _field_table(evaluation: Results) -> Table:
-    """Correlation and power ratio of each field at the reference wavenumbers, and the first k of poor correlation."""
-    first = next(iter(evaluation.spectra.values()))
-    ks, unit = [f"{k:.2g}" for k in first.k[first.reference_shells]], evaluation.wavenumber_unit
-    header = ["field", *(f"r at k = {k} {unit}" for k in ks), *(f"power ratio at {k}" for k in ks)]
-    header.append(f"r below {GOOD_CORRELATION} from k")
-    rows = []
-    for name, spectrum in evaluation.spectra.items():
-        shells = spectrum.reference_shells
-        values = [*spectrum.correlation[shells], *spectrum.ratio[shells]]
-        rows.append([name, *map(_number, values), _correlation_limit(spectrum)])
-    return header, rows
-
-
-def _flux_table(flux: Flux) -> Table:
-    """Mean flux before rescaling, and deviations of P1D and PDF from those of the target."""
-    ks = [f"{flux.k[mode]:.2g}" for mode in flux.reference_modes]
-    header = ["field", "mean flux before rescaling", "factor of τ", *(f"P1D ratio at k = {k} s/km" for k in ks)]
-    header += [f"mean |P1D ratio − 1| to k = {flux.largest_k:.2g}", "PDF distance"]
-    rows = []
-    for name, field in flux.fields.items():
-        comparisons: list[float] = []
-        if name in flux.ratios:
-            comparisons = [*flux.ratios[name][flux.reference_modes], flux.power_errors[name], flux.pdf_distances[name]]
-        values = [*map(_number, (field.unscaled_mean, field.scale, *comparisons))]
-        rows.append([name, *values, *[""] * (len(header) - 1 - len(values))])
-    return header, rows
 
 
 def _baseline_text(flux: Flux) -> str:
@@ -203,13 +152,3 @@ def _baseline_text(flux: Flux) -> str:
     smoothing = f"smoothed by {flux.smoothing:g} Mpc/h" if flux.smoothing else "not smoothed: the cells are too large"
     velocities = "" if FGPA in flux.fields else ", in real space: the input has no velocities"
     return f"The baseline, FGPA, is computed from the dark matter, {smoothing}{velocities}."
-
-
-def _correlation_limit(spectrum: Spectrum) -> str:
-    """The first k whose correlation is not good."""
-    bad = np.flatnonzero(~(spectrum.correlation >= GOOD_CORRELATION))  # NaN counts as bad
-    return f"{spectrum.k[bad[0]]:.2g}" if bad.size else "none"
-
-
-def _number(value: float, digits: int = 3) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "non-finite"

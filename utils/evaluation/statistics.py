@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from utils.config import Config
-from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
-from utils.data.files.hdf5 import FieldReader, Volume
+from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel
 from utils.distributed.world import World
 from utils.evaluation.results import Distribution, PhaseDiagram, Results
 from utils.evaluation.spectra import KShells
@@ -134,16 +132,15 @@ class VolumeStatistics:
         self._planes_seen += planes
 
     @torch.no_grad()
-    def results(self, metadata: Mapping[str, Any], progress: Callable[[], object] = lambda: None) -> Results:
+    def results(self, metadata: Mapping[str, Any]) -> Results:
         """The results, equal on every rank; to be called once, after all planes.
 
-        `progress` is called before each field's transforms, which take long for a large volume. Undefined values are
-        NaN: R² of a constant target, and whatever depends on non-finite predictions.
+        Undefined values are NaN: R² of a constant target, and whatever depends on non-finite predictions.
         """
         assert self._planes_seen == self._shape[0]
         total, cells = self._world.sum, math.prod(self._shape)
         shells = KShells(self._shape, self._cell or 1.0, self._world.device)
-        spectra, divergence = self._transform(shells, progress)
+        spectra, divergence = self._transform(shells)
         absolute, square, shifted, shifted_square = total(self._errors).cpu().numpy()
         all_counts = np.split(total(self._counts).cpu().numpy(), self._ends[:-1], axis=1)
         distributions = {
@@ -208,14 +205,14 @@ class VolumeStatistics:
         for part, axis in ((along_y, 0), (along_z, 1)):
             volume[x] += part.roll(-1, axis) - part.roll(1, axis)
 
-    def _transform(self, shells: KShells, progress: Callable[[], object]) -> tuple[dict[str, Tensor], Tensor]:
+    def _transform(self, shells: KShells) -> tuple[dict[str, Tensor], Tensor]:
         """This rank's share of the sums of each spectrum, and of the divergence's R² and histograms."""
         device = self._world.device
         names = sorted(set(self._spectra), key=[*SPECTRA, *self._spectra].index)
         sums = {name: torch.zeros(3, shells.number, dtype=torch.float64, device=device) for name in names}
         divergence = torch.zeros(2 + 2 * DIVERGENCE_BINS, dtype=torch.float64, device=device)
         for field in self._fields:
-            progress()
+            self._world.heartbeat.progress("prediction")  # the transforms of a large volume take long
             stored = self._stored.pop(0)  # frees its memory before the next field is transformed
             if DIVERGENCE in field.spectra:
                 divergence = _divergence_statistics(stored)
@@ -224,12 +221,6 @@ class VolumeStatistics:
                     stored.exp_()
                 sums[name] += shells.sums(*stored)
         return sums, divergence
-
-
-def volume_statistics(config: Config, volume: Volume | FieldReader, world: World) -> VolumeStatistics:
-    """Empty statistics for a volume with the config's channels."""
-    inputs, targets = volume_channels(config)
-    return VolumeStatistics(targets, inputs, volume.shape, volume.cell, world, config.vector_channels.targets)
 
 
 def _fields(channels: Sequence[Channel], vectors: Sequence[Sequence[int]]) -> list[_Field]:

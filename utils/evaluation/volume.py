@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from utils.config import Config
-from utils.data.channels import INPUTS, TARGETS, VELOCITY
+from utils.data.channels import INPUTS, TARGETS, VELOCITY, volume_channels
 from utils.data.files.attributes import file_transform
-from utils.data.files.hdf5 import DATASETS, FieldReader, checked_dataset, open_file, reading, slab_planes
+from utils.data.files.hdf5 import DATASETS, FieldReader, Volume, checked_dataset, open_file, reading, slab_planes
 from utils.data.files.values import check_sample
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.results import Flux, Results
-from utils.evaluation.statistics import VolumeStatistics, volume_statistics
-from utils.inference.sliding_window import ReadPlanes, Slab, SlidingWindowPredictor
-from utils.progress import Progress
-
-log = logging.getLogger(__name__)
+from utils.evaluation.results import Results
+from utils.evaluation.statistics import VolumeStatistics
+from utils.inference.sliding_window import ReadPlanes, Slab
+from utils.lyman_alpha.forest import FluxStatistics
+from utils.lyman_alpha.results import Flux
+from utils.lyman_alpha.setup import FluxSetup
 
 INPUT, OUTPUT = DATASETS
 NOT_PERIODIC = "the volume is not periodic, but spectra, divergence and flux assume it: they are inaccurate near faces"
 
 
-class FluxMeasurement(Protocol):
-    """The Lyman-alpha flux of a volume, added up like VolumeStatistics; `utils.lyman_alpha` computes it."""
-
-    def add(self, start: int, inputs: Tensor, predicted: Tensor, target: Tensor) -> None: ...
-
-    def results(self, progress: Callable[[], object]) -> Flux: ...
-
-
-# Starts the measurement of one evaluation; the argument is the flux of an earlier evaluation of the same volume.
-NewFlux = Callable[[Flux | None], FluxMeasurement]
-
-
 def evaluate_slabs(
+    config: Config,
+    volume: Volume | FieldReader,
     slabs: Iterable[Slab],
     target: ReadPlanes,
-    statistics: VolumeStatistics,
     metadata: Mapping[str, Any],
     world: World,
     stop_if_requested: Callable[[], object] = lambda: None,
-    flux: FluxMeasurement | None = None,
+    known: Flux | None = None,
 ) -> Results:
     """Compares a predicted volume with the target; every rank calls it and returns the same results.
 
+    The flux is included if all that it needs is known; `known` is that of an earlier evaluation of the volume.
     `stop_if_requested` is called on every rank at the same points, and may raise.
     """
+    inputs, targets = volume_channels(config)
+    vectors = config.vector_channels.targets
+    statistics = VolumeStatistics(targets, inputs, volume.shape, volume.cell, world, vectors)
+    setup = FluxSetup.of(volume, config)
+    flux = FluxStatistics(setup, world, known) if setup else None
     for slab in slabs:
         with world.raise_together():
             planes = np.array(target(slab.start, slab.start + slab.inputs.shape[1]))
@@ -63,30 +54,20 @@ def evaluate_slabs(
         for part in (statistics, flux) if flux else (statistics,):
             part.add(slab.start, slab.inputs, slab.predicted, true)
             stop_if_requested()
-
-    def progress() -> None:
-        world.heartbeat.progress("prediction")
-
-    evaluation = statistics.results(metadata, progress)
+    evaluation = statistics.results(metadata)
     stop_if_requested()
-    return replace(evaluation, flux=flux.results(progress)) if flux else evaluation
+    return replace(evaluation, flux=flux.results()) if flux else evaluation
 
 
-def config_of_files(inputs: str, prediction: str | None) -> Config:
+def config_of_files(inputs: str, prediction: str) -> Config:
     """The defaults, with the numbers of channels and the vectors of files that lack a velocity or a temperature."""
     keys: dict[str, Any] = {"vector_channels": {}}
     for path, name, known, count, vectors in (
         (inputs, INPUT, INPUTS, "N_in_channels", "inputs"),
         (prediction, OUTPUT, TARGETS, "N_out_channels", "targets"),
     ):
-        channels = 0
-        if path is not None:
-            with (
-                contextlib.suppress(UserError),
-                reading(path),
-                open_file(path) as file,
-            ):  # raised when it is opened again
-                channels = checked_dataset(file, path, name).shape[0]
+        with reading(path), open_file(path) as file:
+            channels = checked_dataset(file, path, name).shape[0]
         if channels in known:
             keys[count] = channels
             keys["vector_channels"][vectors] = [[*triple] for triple in VELOCITY if "velocity" in known[channels]]
@@ -103,24 +84,22 @@ class VolumeFields:
     config: Config  # with the transform of the channels of all files
 
     @classmethod
-    def open(cls, inputs: str, target: str | None, prediction: str | None, config: Config) -> VolumeFields:
-        """Opens all files; `target` None: the inputs' file. UserError if their shapes or transforms differ.
+    def open(cls, path: str, prediction: str | None, config: Config) -> VolumeFields:
+        """Opens both files. UserError if their shapes or transforms differ.
 
         Samples of their values are checked as those of a training run. Nothing is known about the run that made a
         stored prediction, so that physical values are allowed there.
         """
-        if prediction is not None and not Path(prediction).exists():
-            raise UserError(f"no such file: {prediction}; create it with predict.py")
         fields = cls(
-            FieldReader(inputs, config.dataset_names[0], config.N_in_channels, config.transform),
-            FieldReader(target or inputs, config.dataset_names[1], config.N_out_channels, config.transform),
+            FieldReader(path, config.dataset_names[0], config.N_in_channels, config.transform),
+            FieldReader(path, config.dataset_names[1], config.N_out_channels, config.transform),
             FieldReader(prediction, OUTPUT, config.N_out_channels, config.transform) if prediction else None,
             config,
         )
         shape = fields.inputs.shape
         for output in fields.all()[1:]:
             if output.shape != shape:
-                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {inputs} {shape}")
+                raise UserError(f"{OUTPUT} of {output.path} has {output.shape} cells, but {INPUT} of {path} {shape}")
         transform = file_transform(config.transform, {field.path: field.attributes for field in fields.all()})
         physical = config.allow_physical_values or prediction is not None
         for field in fields.all():
@@ -135,13 +114,9 @@ class VolumeFields:
         """False if one of the files says that it is not."""
         return all(bool(fields.attributes.get("periodic", True)) for fields in self.all())
 
-    def evaluate(
-        self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World, new_flux: NewFlux | None = None
-    ) -> Results:
-        """Evaluates the predicted slabs; every rank calls it. `new_flux` None: without the flux."""
-        statistics = volume_statistics(self.config, self.inputs, world)
-        flux = new_flux(None) if new_flux else None
-        return evaluate_slabs(slabs, self.target.planes, statistics, metadata, world, flux=flux)
+    def evaluate(self, slabs: Iterable[Slab], metadata: Mapping[str, Any], world: World) -> Results:
+        """Evaluates the predicted slabs; every rank calls it."""
+        return evaluate_slabs(self.config, self.inputs, slabs, self.target.planes, metadata, world)
 
     def stored_slabs(self, world: World) -> Iterator[Slab]:
         """The slabs of the prediction's file."""
@@ -153,17 +128,6 @@ class VolumeFields:
                 ]
             yield Slab(number, planes.start, *(torch.from_numpy(part).to(world.device) for part in parts))
 
-    def log_warnings(self, is_periodic: bool, world: World) -> None:
-        """Logs on the first rank that the volume is not periodic."""
-        if world.is_root and not is_periodic:
-            log.warning("Note: %s", NOT_PERIODIC)
-
     def close(self) -> None:
         for fields in self.all():
             fields.close()
-
-
-def predicted_slabs(predictor: SlidingWindowPredictor, title: str) -> Iterator[Slab]:
-    """The predictor's slabs, with a progress bar."""
-    with Progress(title, predictor.window_count(), "windows") as progress:
-        yield from predictor.slabs(advance=progress.advance)

@@ -47,9 +47,7 @@ class ExportedNetwork:
         if units == "channel":
             return cls(module=trained.network, inputs=inputs, targets=targets, divisor=divisor, density_floor=None)
         check_physical_units((*inputs, *targets), "give --units channel")
-        floor = trained.simulation.get(FLOOR)  # of the training data, as predict.py's inputs have it
-        if not isinstance(floor, float) or not 0 < floor < 1:
-            floor = DENSITY_FLOOR
+        floor = float(trained.simulation.get(FLOOR, DENSITY_FLOOR))  # of the training data
         module = PhysicalNetwork(trained.network, inputs, targets, floor).eval()
         return cls(module=module, inputs=inputs, targets=targets, divisor=divisor, density_floor=floor)
 

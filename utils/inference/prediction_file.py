@@ -10,54 +10,64 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from utils.data.files.hdf5 import IMPORTER, FieldReader
+from utils.data.files.hdf5 import FieldReader
+from utils.data.files.values import check_sample
 from utils.data.files.writer import ResumableHDF5Writer
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.inference.layouts import Layout
-from utils.inference.options import InferenceOptions
-from utils.inference.sliding_window import Slab, SlidingWindowPredictor
-from utils.progress import Progress, format_duration
+from utils.inference.sliding_window import SlidingWindowPredictor, predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork
+from utils.progress import format_duration
+from utils.provenance import provenance
 from utils.training.checkpoint import digest
 
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")
-PROBED_PLANES = 8
-LARGEST_LIKELY = 30.0  # of a channel; larger values are physical ones
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictionOptions(InferenceOptions):
+    """The command line of predict.py; the flags have the same names."""
+
+    checkpoint: str
+    input: str
+    output: str
+    format: str = "volume"
+    physical: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
 class PredictionFile:
     """The output of a prediction and the inputs it is made from. Rank 0 writes; every rank calls `write`."""
 
-    path: Path
+    options: PredictionOptions
     source: FieldReader
     weights: Path
+    trained: TrainedNetwork
     layout: Layout
-    options: InferenceOptions
-    overwrite: bool
-    attributes: Mapping[str, Any]  # of the file, in addition to those that follow from the other fields
 
     def write(self, predictor: SlidingWindowPredictor, world: World, signals: Signals) -> None:
         """Predicts and writes the planes that the file lacks; raises Stopped after a signal."""
         writer: ResumableHDF5Writer | None = None
-        with world.raise_together():
-            if world.is_root:
-                _warn_about_scale(self.source)
-                writer = self._open(predictor)
+        record = provenance(world)
         try:
+            with world.raise_together():
+                if world.is_root:
+                    source, physical = self.source, self.trained.config.allow_physical_values
+                    check_sample(source.path, source.name, source.values, physical)
+                    writer = self._open(predictor, record)
             self._write_slabs(predictor, writer, world, signals)
         finally:
             if writer is not None:
                 writer.close()
 
-    def _open(self, predictor: SlidingWindowPredictor) -> ResumableHDF5Writer:
-        grid = predictor.grid
+    def _open(self, predictor: SlidingWindowPredictor, record: Mapping[str, Any]) -> ResumableHDF5Writer:
+        grid, options, layout = predictor.grid, self.options, self.layout
         origins = [axis.origins for axis in (grid.x, grid.y, grid.z)]
         box, source = self.source.attributes, Path(self.source.path).resolve()
         sha256, status = digest(self.weights), source.stat()
@@ -69,27 +79,26 @@ class PredictionFile:
             "input": str(source),
             "window": grid.x.window,
             "window_origins": json.dumps(origins),
-            "precision": self.options.precision,
-            "periodic": self.options.wraps(box),
-            **self.attributes,
+            "precision": options.precision,
+            "periodic": options.wraps(box),
+            **self.trained.attributes(),
+            "provenance": json.dumps(record),
         }
-        file_attributes = self.layout.attributes()
-        file_attributes[""] = {**attributes, **file_attributes.get("", {})}
+        file_attributes = {**layout.attributes, "": {**attributes, **layout.attributes.get("", {})}}
         # An unfinished file with other values is not resumed.
         identity = {
             "weights": sha256,
             "input": str(source),
             "input's size and time": [status.st_size, status.st_mtime_ns],
             "windows": [grid.x.window, *origins],
-            "precision": self.options.precision,
-            **self.layout.identity,
+            "precision": options.precision,
+            **layout.identity,
         }
-        writer = ResumableHDF5Writer(
-            self.path, self.layout.datasets(grid.shape), file_attributes, identity, self.overwrite
-        )
+        path = Path(options.output)
+        writer = ResumableHDF5Writer(path, layout.datasets, file_attributes, identity, options.overwrite)
         if writer.changed:
             changed = ", ".join(writer.changed)
-            log.info("The unfinished %s was started with other %s: starting from scratch", self.path, changed)
+            log.info("The unfinished %s was started with other %s: starting from scratch", path, changed)
         return writer
 
     def _write_slabs(
@@ -100,32 +109,17 @@ class PredictionFile:
         if first:
             log.info("Resuming after plane %d of %d", starts[first], starts[-1])
         if first < len(starts) - 1:
-            windows = predictor.window_count(first)
-            with Progress(f"predicting {self.path}", windows, "windows") as progress:
-                for slab in predictor.slabs(first, progress.advance):
-                    self._write_slab(slab, writer, world)
-                    _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
+            for slab in predicted_slabs(predictor, f"predicting {self.options.output}", first):
+                with world.raise_together():
+                    if writer is not None:
+                        writer.write(self.layout.values(slab))
+                _stop_if_signaled(starts[slab.number + 1], starts[-1], world, signals)
         with world.raise_together():
             if writer is not None:
                 writer.finish()
         grid, took = predictor.grid, format_duration(time.monotonic() - started)
-        cells = " × ".join(map(str, grid.shape))
-        log.info("wrote %s: %s cells, %d windows of %d³, in %s", self.path, cells, grid.count, grid.x.window, took)
-
-    def _write_slab(self, slab: Slab, writer: ResumableHDF5Writer | None, world: World) -> None:
-        with world.raise_together():
-            if writer is not None:
-                writer.write(self.layout.values(slab))
-
-
-def _warn_about_scale(source: FieldReader) -> None:
-    """Warns if the first planes hold physical values instead of channels."""
-    largest = float(np.abs(source.planes(0, min(PROBED_PLANES, source.shape[0]))).max())
-    if largest > LARGEST_LIKELY:
-        log.warning(
-            f"Values of {source.path} reach {largest:,.0f}, but networks are trained on channels of about 1: import "
-            f"them with {IMPORTER}. (A file written by export.py takes physical values.)"
-        )
+        cells, path = " × ".join(map(str, grid.shape)), self.options.output
+        log.info("wrote %s: %s cells, %d windows of %d³, in %s", path, cells, grid.count, grid.x.window, took)
 
 
 def _stop_if_signaled(done: int, total: int, world: World, signals: Signals) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from utils.distributed.world import World
 from utils.inference.window_grid import Segment, WindowGrid, wrapped_segments
+from utils.progress import Progress
 
 # (start, stop) -> input planes [C, stop - start, Y, Z], float32, within the volume.
 ReadPlanes = Callable[[int, int], np.ndarray]
@@ -115,6 +116,12 @@ class SlidingWindowPredictor:
             for axis, number in ((self.grid.y, y), (self.grid.z, z))
         )
         return itertools.product(along_y, along_z)
+
+
+def predicted_slabs(predictor: SlidingWindowPredictor, title: str, first: int = 0) -> Iterator[Slab]:
+    """The predictor's slabs from number `first` on, with a progress bar."""
+    with Progress(title, predictor.window_count(first), "windows") as progress:
+        yield from predictor.slabs(first, progress.advance)
 
 
 def layers(grid: WindowGrid, first: int = 0) -> list[tuple[int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +13,47 @@ from torch import nn
 
 from networks.norms import ghost_batch
 from utils import config as configs
+from utils.cli import positive
 from utils.config import Config
 from utils.data.channels import Channel, volume_channels
 from utils.data.files.attributes import Simulation, warn_of_other_simulation
 from utils.data.files.hdf5 import FieldReader
 from utils.distributed.world import World
-from utils.errors import UserError, value_errors_for_users
-from utils.inference.options import InferenceOptions
+from utils.errors import UserError
 from utils.inference.sliding_window import SlidingWindowPredictor, forward_pass
 from utils.inference.window_grid import build_window_grid
 from utils.steps import build
-from utils.steps.eager import first_difference
 from utils.training.checkpoint import read_weights
 
 DEFAULT_BATCH_SIZES = {"cpu": 4, "cuda": 32}  # windows per rank and forward pass
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions:
+    """Options of a prediction, shared by predict.py and evaluate.py; the flags have the same names."""
+
+    window: int | None = None
+    overlap: int | None = None
+    batch_size: int | None = None
+    precision: str = "float32"
+    device: str = "auto"
+    not_periodic: bool = False
+
+    def wraps(self, attributes: Mapping[str, Any]) -> bool:
+        """True if windows wrap around the faces of a box, whose file may state that it is not periodic."""
+        return not self.not_periodic and bool(attributes.get("periodic", True))
+
+
+def add_inference_options(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for each field of InferenceOptions."""
+    group, devices = parser.add_argument_group("inference"), ("auto", "cpu", "cuda")
+    group.add_argument("--window", type=positive, help="cells per side of one network input (the config's data_size)")
+    group.add_argument("--overlap", type=int, help="cells by which neighboring windows overlap (half a window)")
+    group.add_argument("--batch_size", type=positive, help="windows per rank and forward pass (4; on a GPU 32)")
+    group.add_argument("--precision", choices=PRECISIONS, default="float32", help="arithmetic precision (%(default)s)")
+    group.add_argument("--device", choices=devices, default="auto", help="device to run on (%(default)s)")
+    group.add_argument("--not_periodic", action="store_true", help="do not wrap around the faces of the box")
 
 
 @dataclass(frozen=True)
@@ -52,12 +81,8 @@ class TrainedNetwork:
             "accumulation_steps": 1,
             "local_batch_size": ghost_batch(config.network.norm) or 1,
         }
-        with value_errors_for_users():
-            network = build.network(config.model_copy(update=plain))
-        try:
-            network.load_state_dict(content["network"])
-        except (RuntimeError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} does not match the network in its config: {first_difference(error)}") from None
+        network = build.network(config.model_copy(update=plain))
+        network.load_state_dict(content["network"])
         record = {str(key): content[key] for key in ("epoch", "step", "final_loss") if key in content}
         return cls(network.to(device).eval(), config, record, content.get("simulation", {}))
 

@@ -58,14 +58,8 @@ VALUES_AT_ONCE = 2**17
 WIDENING = 1.25  # of the profiles from the first to the last cell of a block
 LARGEST_LOG_SCALE, LARGEST_STEP = 60.0, 5.0  # ln of factors of the optical depth that float32 can hold
 
-# What a file states of its simulation, in the order of Universe's fields, and the ranges in which it is possible.
-STATED = {
-    "redshift": (0.0, 1e3),
-    "cosmology_H0": (1.0, 1e3),
-    "cosmology_Om0": (1e-6, 1e3),
-    "cosmology_Ode0": (-1e3, 1e3),
-    "cosmology_Ob0": (1e-6, 1e3),
-}
+# What a file must state of its simulation, in the order of Universe's fields.
+STATED = ("redshift", "cosmology_H0", "cosmology_Om0", "cosmology_Ode0", "cosmology_Ob0")
 
 
 @dataclass(frozen=True)
@@ -79,15 +73,10 @@ class Universe:
     omega_b: float
 
     @classmethod
-    def of(cls, simulation: Simulation) -> Universe | None:
-        """None if the simulation does not state all five numbers, or states impossible ones, such as no baryons."""
-        given = (simulation.get(name) for name in STATED)
-        values = [value if isinstance(value, float) else math.nan for value in given]
-        if not all(low <= value <= high for value, (low, high) in zip(values, STATED.values(), strict=True)):
-            return None
-        redshift, hubble, *densities = values
-        universe = cls(redshift, hubble / 100, *densities)
-        return universe if universe._squared_expansion() > 0 else None
+    def of(cls, simulation: Simulation) -> Universe:
+        """The universe of a simulation that states all five numbers."""
+        redshift, hubble, *densities = (float(simulation[name]) for name in STATED)
+        return cls(redshift, hubble / 100, *densities)
 
     def pixel_width(self, cell: float) -> float:
         """Hubble flow in km/s across a cell whose side is `cell` comoving Mpc/h."""
@@ -105,11 +94,8 @@ class Universe:
 
     def _expansion(self) -> float:
         """H(z) / H0."""
-        return math.sqrt(self._squared_expansion())
-
-    def _squared_expansion(self) -> float:
         a, curvature = 1 + self.redshift, 1 - self.omega_m - self.omega_l
-        return self.omega_m * a**3 + curvature * a**2 + self.omega_l
+        return math.sqrt(self.omega_m * a**3 + curvature * a**2 + self.omega_l)
 
 
 # --- gas -------------------------------------------------------------------------------------------------------------

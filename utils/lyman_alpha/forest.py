@@ -9,32 +9,23 @@ they depend neither on the number of ranks nor on the slabs' thickness: bit for 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from utils.config import Config
-from utils.data.files.hdf5 import FieldReader, Volume
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.evaluation.results import PREDICTION, TARGET, Flux, FluxField
-from utils.evaluation.volume import NewFlux
 from utils.lyman_alpha.flux import fgpa_temperature, flux_power, optical_depth, power_sums, solve_scale
+from utils.lyman_alpha.results import PREDICTION, TARGET, Flux, FluxField
 from utils.lyman_alpha.setup import FluxSetup
 
 PDF_BINS = 20  # of F in [0, 1]; as wide as those of published measurements (McDonald et al. 2000, ApJ 543, 1)
 TRUNCATE = 4.0  # standard deviations at which the smoothing ends
 VALUES_AT_ONCE = 2**20  # of optical depth, for temporary arrays of a few MiB
-
-Progress = Callable[[], object]
-
-log = logging.getLogger(__name__)
 
 
 class Sightlines:
@@ -68,14 +59,6 @@ class Sightlines:
                 yield place, fields[:, x - start].movedim(self.axis, -1)[:, self.columns]
 
 
-def flux_of_volume(
-    volume: Volume | FieldReader, config: Config, world: World, note: Callable[[str], object] = log.warning
-) -> NewFlux | None:
-    """Makes the statistics of each evaluation of a volume; None, and on rank 0 a line for `note`, if there are none."""
-    setup = FluxSetup.of(volume, config, note if world.is_root else lambda line: None)
-    return functools.partial(FluxStatistics, setup, world) if setup else None
-
-
 class FluxStatistics:
     """Accumulates a predicted volume and its target slab by slab. Every rank makes the same calls."""
 
@@ -102,7 +85,7 @@ class FluxStatistics:
             self._add_dark_matter(self._dark, start, inputs)
 
     @torch.no_grad()
-    def results(self, progress: Progress = lambda: None) -> Flux:
+    def results(self) -> Flux:
         """The results, equal on every rank; to be called once, after all planes."""
         setup, last = self._setup, self._lines[-1]
         for name, values in self._along_x.items():
@@ -110,11 +93,11 @@ class FluxStatistics:
                 out.copy_(self._gas_depth(values[:, row], 0))
         self._along_x.clear()
         if self._dark is not None:
-            self._compute_baseline(self._dark, progress)
+            self._compute_baseline(self._dark)
             self._dark = None
         measured = {}
         for name in list(self._depths):
-            progress()
+            self._progress()
             measured[name] = self._measure(self._depths.pop(name))
         fields = {**(self._known.fields if self._known else {}), **measured}
         width = setup.universe.pixel_width(setup.cell)
@@ -164,7 +147,7 @@ class FluxStatistics:
 
     def _gas_depth(self, values: Tensor, axis: int) -> Tensor:
         """Optical depth of one row, from its channel values [3, columns, cells]."""
-        self._world.heartbeat.progress("prediction")  # a slab of hot gas takes minutes
+        self._progress()  # a slab of hot gas takes minutes
         setup = self._setup
         channels = [setup.target_channels[number] for number in setup.gas_channels(axis)]
         # Contiguous: torch may round exponentials of others differently.
@@ -173,17 +156,20 @@ class FluxStatistics:
         )
         return optical_depth(density, velocity, temperature, setup.universe, setup.cell)
 
-    def _compute_baseline(self, dark: Tensor, progress: Progress) -> None:
+    def _compute_baseline(self, dark: Tensor) -> None:
         """Replaces the velocities of the dark matter by optical depths."""
         setup = self._setup
         if setup.smoothing:
-            smooth(dark, setup.smoothing / setup.cell, progress)
+            smooth(dark, setup.smoothing / setup.cell)
         for lines, depths in zip(self._lines, self._depths[setup.baseline], strict=True):
             for row, velocity in zip(lines.rows, depths, strict=True):
-                progress()
+                self._progress()
                 density = lines.of_row(dark, row)
                 temperature = fgpa_temperature(density, setup.universe.redshift)
                 velocity.copy_(optical_depth(density, velocity, temperature, setup.universe, setup.cell))
+
+    def _progress(self) -> None:
+        self._world.heartbeat.progress("prediction")
 
     # --- flux ---
 
@@ -252,31 +238,20 @@ class FluxStatistics:
         return np.where(modes > 0, sums, math.nan), counts @ sums / (counts @ modes)
 
 
-def smooth(field: Tensor, sigma: float, progress: Progress = lambda: None) -> None:
+def smooth(field: Tensor, sigma: float) -> None:
     """Convolves a periodic field [X, Y, Z] in place with a Gaussian of `sigma` cells.
 
     In real space, where the weights are positive: a density stays positive next to a dense clump. If `sigma` is at
     least as long as a side, values along it become their mean.
     """
     along_x, along_y, along_z = (_smoothing_matrix(cells, sigma).to(field.device) for cells in field.shape)
-    with _without_tf32():
-        for plane in field:
-            progress()
-            plane.copy_(along_y @ plane @ along_z)
-        for plane in field.unbind(1):
-            progress()
-            plane.copy_(along_x @ plane)
-
-
-@contextlib.contextmanager
-def _without_tf32() -> Iterator[None]:
-    """Matrix products on a GPU in full float32, regardless of the precision of training."""
     switches = torch.backends.cuda.matmul
-    before, switches.allow_tf32 = switches.allow_tf32, False
-    try:
-        yield
-    finally:
-        switches.allow_tf32 = before
+    tf32, switches.allow_tf32 = switches.allow_tf32, False  # regardless of the precision of training
+    for plane in field:
+        plane.copy_(along_y @ plane @ along_z)
+    for plane in field.unbind(1):
+        plane.copy_(along_x @ plane)
+    switches.allow_tf32 = tf32
 
 
 def _smoothing_matrix(cells: int, sigma: float) -> Tensor:

@@ -1,24 +1,49 @@
-"""The constants of the Lyman-alpha flux of one volume, and the reasons for which it cannot be computed."""
+"""The options and constants of the Lyman-alpha flux of one volume, and the reasons why it cannot be computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from utils.config import Config
+from utils.config import Config, parse_value, validate_section
 from utils.config.sections import EvaluationConfig
 from utils.data.channels import DENSITY_UNIT, TEMPERATURE_UNIT, VELOCITY_UNIT, Channel, volume_channels
 from utils.data.files.hdf5 import FieldReader, Volume
 from utils.errors import UserError
-from utils.evaluation.results import FGPA, REAL_FGPA
 from utils.lyman_alpha.flux import STATED, Universe, published_mean_flux
+from utils.lyman_alpha.results import FGPA, REAL_FGPA
 
 SMALLEST_SIDE = 4  # cells; shorter sight-lines have no modes below half of Nyquist's wavenumber
 RESOLVED = 0.5  # cells: a Gaussian of a smaller standard deviation changes nothing on the grid
 
+# Flags of evaluate.py for keys of the config's section `evaluation`.
+FLAGS = {
+    "mean_flux": "to which all fields are rescaled (the observed one at the file's redshift)",
+    "sightlines": "number along each axis, at most; 0: all (%(default)s)",
+    "pressure_smoothing": "of the dark matter for the baseline: standard deviation in Mpc/h (%(default)s)",
+}
+
 Channels = Sequence[Channel]
 Vectors = Sequence[Sequence[int]]
+
+log = logging.getLogger(__name__)
+
+
+def add_flux_options(parser: argparse.ArgumentParser) -> None:
+    """Adds FLAGS and `--no_flux` to the parser of evaluate.py."""
+    group, defaults = parser.add_argument_group("Lyman-alpha flux"), EvaluationConfig()
+    group.add_argument("--no_flux", dest="flux", action="store_false", help="skip it")
+    for name, text in FLAGS.items():
+        group.add_argument(f"--{name}", type=parse_value, default=getattr(defaults, name), help=text)
+
+
+def take_flux_options(arguments: dict[str, Any]) -> EvaluationConfig:
+    """Removes the values of these flags and returns them as a section; UserError if one is outside its limits."""
+    values = {name: arguments.pop(name) for name in ("flux", *FLAGS)}
+    return validate_section(EvaluationConfig, values, "Lyman-alpha flux")
 
 
 class Field(NamedTuple):
@@ -44,31 +69,31 @@ class FluxSetup:
     options: EvaluationConfig
 
     @classmethod
-    def of(cls, volume: Volume | FieldReader, config: Config, note: Callable[[str], object]) -> FluxSetup | None:
-        """None if the flux is switched off, or if something is missing, which one line passed to `note` reports."""
-        options, (inputs, targets) = config.evaluation, volume_channels(config)
-        if not options.flux:
+    def of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup | None:
+        """None if the flux is switched off, or if something is missing, which one line of the log reports."""
+        try:
+            return cls._of(volume, config) if config.evaluation.flux else None
+        except UserError as error:
+            log.info("Lyman-alpha flux skipped: %s", error)
             return None
-        dark, gas = _find(inputs, config.vector_channels.inputs), _find(targets, config.vector_channels.targets)
-        universe, cell = Universe.of(volume.simulation), volume.cell
+
+    @classmethod
+    def _of(cls, volume: Volume | FieldReader, config: Config) -> FluxSetup:
+        """Raises UserError if something is missing."""
+        options, (inputs, targets), cell = config.evaluation, volume_channels(config), volume.cell
         unstated = [name for name in STATED if name not in volume.simulation]
-        unstated += ["box_size_mpc_h"] if cell is None else []
-        reasons = [f"{volume.path} does not state {', '.join(unstated)}"] if unstated else []
-        if universe is None and not unstated:
-            reasons.append(f"{volume.path} states no possible cosmology")
+        if unstated or cell is None:
+            missing = [*unstated, *(["box_size_mpc_h"] if cell is None else [])]
+            raise UserError(f"{volume.path} does not state {', '.join(missing)}")
+        dark, gas = _find(inputs, config.vector_channels.inputs), _find(targets, config.vector_channels.targets)
         if gas is None or not gas.velocity or gas.temperature is None:
-            reasons.append("the gas lacks density, velocity or temperature in physical units")
+            raise UserError("the gas lacks density, velocity or temperature in physical units")
         if min(volume.shape) < SMALLEST_SIDE:
-            reasons.append(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
-        mean_flux = options.mean_flux
-        if universe and mean_flux is None:
-            try:
-                mean_flux = published_mean_flux(universe.redshift)
-            except UserError as error:
-                reasons.append(str(error))
-        if reasons or universe is None or cell is None or gas is None or mean_flux is None:
-            note(f"Lyman-alpha flux skipped: {'; '.join(reasons)}")
-            return None
+            raise UserError(f"the volume has a side of fewer than {SMALLEST_SIDE} cells")
+        universe = Universe.of(volume.simulation)
+        if universe.omega_b <= 0:
+            raise UserError(f"{volume.path} states a universe without baryons")
+        mean_flux = options.mean_flux or published_mean_flux(universe.redshift)
         return cls(volume.shape, cell, universe, mean_flux, inputs, targets, gas, dark, options)
 
     @property

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from colossus.cosmology import cosmology as colossus
 
-HIGHEST_REDSHIFT = 200.0  # colossus tabulates growth up to here
-
 
 def cosmology_names() -> list[str]:
     """Names of colossus cosmologies that define all parameters."""

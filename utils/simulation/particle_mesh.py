@@ -32,7 +32,8 @@ from utils.simulation.linear_theory import GrowthClock
 # of threads. The result is therefore bitwise independent of the number of threads.
 SLABS = 16
 CHUNK = 1 << 15  # particles; their indices and weights fit in a core's cache, and larger arrays cause page faults
-TRACERS_PER_CELL_SIDE = 3  # points that carry the final mass; fewer points cause ripples in deep voids
+TRACERS_PER_SIDE = 3  # points per cell side that carry the final mass; fewer cause ripples in deep voids
+ROUNDING = 0.01  # cells
 
 Offset = tuple[float, float, float]
 
@@ -42,43 +43,41 @@ Offset = tuple[float, float, float]
 
 @dataclasses.dataclass
 class Particles:
-    """Particles of equal mass that start from a cubic lattice; float32, in cells of the mesh."""
+    """Particles of equal mass that start from the centers of the cells; float32, in cells."""
 
-    displacement: np.ndarray  # [3, p, p, p], from the lattice site, not wrapped
-    velocity: np.ndarray  # [3, p, p, p], dx/dD
-    grid: int  # cells per side of the mesh
+    displacement: np.ndarray  # [3, n, n, n], from the lattice site, not wrapped
+    velocity: np.ndarray  # [3, n, n, n], dx/dD
 
     @property
-    def side(self) -> int:
-        """Particles per side, p."""
+    def grid(self) -> int:
+        """Particles, and cells of the mesh, per side: n."""
         return self.displacement.shape[1]
 
     def positions(self, rows: slice, offset: Offset = (0.0, 0.0, 0.0)) -> np.ndarray:
         """Positions [3, points], not wrapped, of the lattice sites in these rows, shifted by `offset` sites."""
         positions = np.empty_like(self.displacement[:, rows])
-        sites = np.arange(self.side)
+        sites = np.arange(self.grid)
         for axis, part in enumerate(np.ix_(sites[rows], sites, sites)):
-            site = ((part + offset[axis]) * (self.grid / self.side)).astype(np.float32)
+            site = (part + offset[axis]).astype(np.float32)
             np.add(_between(self.displacement[axis], rows, offset), site, out=positions[axis])
         return positions.reshape(3, -1)
 
     def extent(self, rows: slice) -> tuple[float, float]:
         """Lower and upper bound of x for these rows, the next row, and all points in between."""
-        planes = [(row, self.displacement[0, row % self.side]) for row in range(rows.start, rows.stop + 1)]
-        spacing, rounding = self.grid / self.side, 0.01
-        lowest = min(row * spacing + float(plane.min()) for row, plane in planes)
-        highest = max(row * spacing + float(plane.max()) for row, plane in planes)
-        return lowest - rounding, highest + rounding
+        planes = [(row, self.displacement[0, row % self.grid]) for row in range(rows.start, rows.stop + 1)]
+        lowest = min(row + float(plane.min()) for row, plane in planes)
+        highest = max(row + float(plane.max()) for row, plane in planes)
+        return lowest - ROUNDING, highest + ROUNDING
 
     def pieces(self, rows: slice) -> Iterator[slice]:
         """Yields these rows in pieces of about CHUNK particles."""
-        step = max(1, CHUNK // self.side**2)
+        step = max(1, CHUNK // self.grid**2)
         for start in range(rows.start, rows.stop, step):
             yield slice(start, min(start + step, rows.stop))
 
 
 def _between(field: np.ndarray, rows: slice, offset: Offset) -> np.ndarray:
-    """A periodic lattice field [p, p, p] interpolated at the sites of `rows` shifted by `offset`: [rows, p, p]."""
+    """A periodic lattice field [n, n, n] interpolated at the sites of `rows` shifted by `offset`: [rows, n, n]."""
     part = field[rows]
     if offset[0]:
         following = field.take(np.arange(rows.start + 1, rows.stop + 1), axis=0, mode="wrap")
@@ -89,20 +88,18 @@ def _between(field: np.ndarray, rows: slice, offset: Offset) -> np.ndarray:
     return part
 
 
-def lpt_particles(
-    modes: np.ndarray, grid: int, start_growth: float, omega_m: float = 1.0, threads: int = 1
-) -> Particles:
+def lpt_particles(modes: np.ndarray, start_growth: float, omega_m: float = 1.0, threads: int = 1) -> Particles:
     """Particles displaced by second-order Lagrangian perturbation theory (Scoccimarro 1998).
 
     x = q - D grad phi1 + D2 grad phi2, laplacian phi1 = delta, laplacian phi2 = sum_{i>j} (phi1,ii phi1,jj -
     phi1,ij^2), D2 = -3/7 D^2 omega_m^(-1/143). `modes` are the modes of delta at D = 1, `omega_m` is the value at the
     start.
     """
-    p = len(modes)
-    displacement, velocity = np.empty((3, p, p, p), np.float32), np.empty((3, p, p, p), np.float32)
+    n = len(modes)
+    displacement, velocity = np.empty((3, n, n, n), np.float32), np.empty((3, n, n, n), np.float32)
 
     def second_derivative(i: int, j: int) -> np.ndarray:
-        return backward(multiplied(modes, lambda *k: k[i] * k[j] * inverse_square(*k), threads), p, threads)
+        return backward(multiplied(modes, lambda *k: k[i] * k[j] * inverse_square(*k), threads), n, threads)
 
     # Each product is added at once: two fields in memory in addition to the sum, instead of six.
     first, second = second_derivative(0, 0), second_derivative(1, 1)
@@ -118,18 +115,16 @@ def lpt_particles(
     source_modes = forward(source, threads)
     del source
 
-    spacing = np.float32(grid / p)  # from cells of the lattice to cells of the mesh
     second_growth = 3 / 7 * start_growth**2 * omega_m ** (-1 / 143)
     for axis in range(3):
         velocity[axis] = inverse_gradient(modes, axis, threads)
         second_order = inverse_gradient(source_modes, axis, threads)
-        velocity[axis] *= spacing
-        second_order *= spacing * np.float32(second_growth)
+        second_order *= np.float32(second_growth)
         np.multiply(velocity[axis], np.float32(start_growth), out=displacement[axis])
         displacement[axis] += second_order
         second_order *= np.float32(2 / start_growth)  # D2 grows as D^2
         velocity[axis] += second_order
-    return Particles(displacement, velocity, grid)
+    return Particles(displacement, velocity)
 
 
 # --- mesh ---------------------------------------------------------------------------------------------------------
@@ -197,7 +192,7 @@ def deposit(
 
     Each particle is replaced by `per_side`^3 points, interpolated between it and its neighbors on the lattice.
     """
-    grid, slabs = particles.grid, min(SLABS, particles.side)
+    grid, slabs = particles.grid, min(SLABS, particles.grid)
     fractions = [step / per_side for step in range(per_side)]
 
     def deposit_slab(rows: slice) -> tuple[int, np.ndarray]:
@@ -213,13 +208,13 @@ def deposit(
         return base, window.numpy().reshape(len(window), touched, grid, grid)
 
     total = np.zeros((1 + len(velocity), grid, grid, grid), np.float32)
-    deposits = in_order(deposit_slab, split_rows(particles.side, slabs), threads)
+    deposits = in_order(deposit_slab, split_rows(grid, slabs), threads)
     for done, (base, window) in enumerate(deposits):
         for row in range(window.shape[1]):
             total[:, (base + row) % grid] += window[:, row]
         if progress:
             progress.advance(0, f"fields {done / slabs:.0%}")
-    total *= np.float32((grid / (particles.side * per_side)) ** 3)
+    total *= np.float32((1 / per_side) ** 3)
     return total
 
 
@@ -279,7 +274,7 @@ def kick_and_drift(
             velocity += pull.reshape(velocity.shape)
             particles.displacement[:, piece] += np.float32(drift) * velocity
 
-    in_slabs(work, particles.side, threads)
+    in_slabs(work, particles.grid, threads)
 
 
 def evolve(particles: Particles, clock: GrowthClock, threads: int = 1, progress: Progress | None = None) -> None:
@@ -303,8 +298,7 @@ def mass_and_momentum(particles: Particles, threads: int = 1, progress: Progress
     """Density in units of the mean, and density times dx/dD: [4, n, n, n].
 
     The particles are vertices of a sheet that carries the mass (Abel, Hahn & Kaehler 2012; Hahn, Angulo & Abel 2015):
-    points interpolated on the lattice between them are deposited, at least three per cell side, each with an equal
-    share of the mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
+    points interpolated on the lattice between them are deposited, three per cell side, each with an equal share of the
+    mass. If only the particles were deposited, the lattice and empty cells would be visible in voids.
     """
-    per_side = max(1, math.ceil(TRACERS_PER_CELL_SIDE * particles.grid / particles.side))
-    return deposit(particles, threads, list(particles.velocity), per_side, progress)
+    return deposit(particles, threads, list(particles.velocity), TRACERS_PER_SIDE, progress)
