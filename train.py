@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.summary import describe_config
 from utils.data import open_loaders, resolve_config
 from utils.distributed.device_memory import out_of_memory_for_users
 from utils.distributed.launch import run_script
@@ -67,7 +66,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         reserve = reserved_bytes(config, world)
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
             state = run.restore(step)
-            log.info(describe_config(config, options.config, options.overrides))
+            log.info(configs.describe_config(config, options.config))
             build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)

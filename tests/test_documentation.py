@@ -324,7 +324,7 @@ def unknown_key(setting: str) -> Iterator[str]:
 
 @cache
 def config_names() -> set[str]:
-    return {name for path in (ROOT / "config").glob("*.yaml") for name in config.names(str(path))}
+    return {name for path in (ROOT / "config").glob("*.yaml") for name in config.read_file(str(path))}
 
 
 @docs

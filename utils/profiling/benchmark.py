@@ -22,9 +22,8 @@ import torch
 from pydantic import Field
 
 from utils.cli import Options
-from utils.config import Config, parse_value, validate_section
+from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.config.summary import describe_config
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
@@ -209,7 +208,7 @@ def run(options: Options, config: Config, world: World, step_class: type[EagerSt
     """Measures the step and the training loader. Every rank calls it."""
     settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
-        log.info(describe_config(config, options.config, options.overrides))
+        log.info(describe_config(config, options.config))
         build.log_settings(config, step, world)
         Benchmark(config, step, loaders.train, world, settings).run()
     log.info("DONE ---- rank %d", world.rank)
