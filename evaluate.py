@@ -25,7 +25,7 @@ from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
-from utils.inference.options import InferenceOptions, add_inference_options
+from utils.inference.options import REMEDY, InferenceOptions, add_inference_options
 from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.forest import flux_of_volume
@@ -49,14 +49,13 @@ class Options(InferenceOptions):
     flux: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates; invalid input is reported in one line, with exit code 2."""
-    with one_line_errors():
-        options = parse(argv)
-        with connect(options.device, nccl=True) as world:
-            configure_logging(world.rank)
-            with out_of_memory_for_users("lower --batch_size or --window"):
-                evaluate(options, world)
+    options = parse(argv)
+    with connect(options.device, nccl=True) as world, out_of_memory_for_users(REMEDY):
+        configure_logging(world.rank)
+        evaluate(options, world)
 
 
 def evaluate(options: Options, world: World) -> None:

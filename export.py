@@ -50,10 +50,10 @@ class Options:
     overwrite: bool = False
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2."""
-    with one_line_errors():
-        export(parse(argv))
+    export(parse(argv))
 
 
 def export(options: Options) -> None:
@@ -62,8 +62,6 @@ def export(options: Options) -> None:
     if target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)
-    if not target.parent.is_dir():
-        raise UserError(f"directory {target.parent} does not exist; create it, or give another --output")
     weights = weights_file(Path(options.checkpoint))  # once: a run in progress may move its best checkpoint
     trained = TrainedNetwork.load(weights, cpu)
     exported = ExportedNetwork.of(trained, options.units)

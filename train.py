@@ -35,26 +35,25 @@ from utils.training.trainer import Trainer
 log = logging.getLogger("utils.training")
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerStep) -> None:
     """Trains. Invalid input is reported in one line with exit code 2; a stop signal leads to exit code 75."""
-    with one_line_errors():
-        options = cli.parse(argv)
-        config = configs.load(options.yaml_config, options.config, options.overrides)
-        if options.preflight is not None:
-            preflight.run(options, config, step_class)
-            return
-        signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
-        nccl = not config.noddp
-        with signals, connect(config.device, config.timeouts, identity(config, options), nccl=nccl) as world:
-            configure_logging(world.rank)
-            with out_of_memory_for_users():
-                config = resolve_config(config, world)
-                step_class.check(world, build.step_options(config))
-                set_backends(config, world.device)
-                if config.enable_benchy:
-                    benchmark.run(options, config, world, step_class)
-                else:
-                    run(options, config, world, step_class, signals)
+    options = cli.parse(argv)
+    config = configs.load(options.yaml_config, options.config, options.overrides)
+    if options.preflight is not None:
+        preflight.run(options, config, step_class)
+        return
+    signals: Signals = NullSignals() if config.enable_benchy else StopSignals(config.stop_signal)
+    connection = connect(config.device, config.timeouts, identity(config, options), nccl=not config.noddp)
+    with signals, connection as world, out_of_memory_for_users():
+        configure_logging(world.rank)
+        config = resolve_config(config, world)
+        step_class.check(world, build.step_options(config))
+        set_backends(config, world.device)
+        if config.enable_benchy:
+            benchmark.run(options, config, world, step_class)
+        else:
+            run(options, config, world, step_class, signals)
 
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import shutil
 import stat
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from utils.errors import UserError, os_errors_for_users
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
-ABANDONED_SECONDS = 24 * 3600.0  # no process writes a file for that long without a change to it
 LARGEST_TEXT = 64 * MIB  # larger files are data, given in place of a text by mistake
 
 
@@ -60,12 +57,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         if target.exists():  # a rename does not replace a directory that has files
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
-        try:
-            os.rename(partial, target)
-        except BaseException:
-            if replaced.exists():
-                os.rename(replaced, target)
-            raise
+        os.rename(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
         _flush(target.parent)
     finally:
@@ -84,11 +76,7 @@ def recover(directory: Path) -> None:
 
 
 def _partial(target: Path) -> Path:
-    """A new temporary name. Removes files of the same target that a process has left when it was killed."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 32}.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:  # else another process may be writing it
-                _remove(left)
+    """A new temporary name in the target's directory, which another process may write to at the same time."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
 
 
