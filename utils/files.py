@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
@@ -26,6 +26,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
     Earlier files of those names stay until then. The temporary files are in the same directory, since a rename does
     not cross file systems. Their names do not contain process ids, which containers that share a directory may share.
+    An OSError names the first target.
     """
     partials = [_partial(target) for target in targets]
     try:
@@ -35,6 +36,9 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
         _flush(targets[0].parent)  # makes the new names survive a crash
+    except OSError as error:
+        error.filename = targets[0]
+        raise
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)
@@ -44,11 +48,11 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields a temporary directory to write files to; it replaces the target at the end.
 
-    Its files are flushed to disk before that. It is removed if the block fails.
+    Its files are flushed to disk before that. It is removed if the block fails. An OSError names the target.
     """
     partial = _partial(target)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         for file in partial.iterdir():
             _flush(file)
@@ -60,6 +64,9 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         os.rename(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
         _flush(target.parent)
+    except OSError as error:
+        error.filename = target
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -156,9 +163,8 @@ def make_output_directory(directory: Path, size: int, remedy: str = "give anothe
 
     A quota may leave less space than the check sees.
     """
-    with os_errors_for_users(f"cannot write to {directory}", remedy):
-        directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UserError(f"directory {directory} is not writable; {remedy}")
     if free < size:

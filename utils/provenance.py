@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import sys
 import time
@@ -14,10 +13,7 @@ import torch
 from utils import git_commit
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, hostnames
-from utils.errors import os_reason
 from utils.files import read_json
-
-log = logging.getLogger(__name__)
 
 
 def provenance(world: World) -> dict[str, Any]:
@@ -44,16 +40,8 @@ def command() -> list[str]:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The record in a provenance.json; with a warning an empty one, if the file is missing or damaged."""
-    try:
-        record = read_json(path)
-        if isinstance(record, dict):
-            return record
-        reason = "it is not a mapping"
-    except (OSError, ValueError) as error:
-        reason = os_reason(error) if isinstance(error, OSError) else str(error)
-    log.warning("Cannot read %s: %s; the earlier provenance is lost", path, reason)
-    return {}
+    """The record in a provenance.json; empty if there is no such file."""
+    return dict(read_json(path)) if path.exists() else {}
 
 
 def versions() -> dict[str, str]:

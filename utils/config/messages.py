@@ -46,15 +46,17 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterable[str]:
 
 def similar(word: str, known: Iterable[str]) -> list[str]:
     """The few known names that contain `word` or are spelled almost like it; of dotted keys, the last part counts."""
-    word, names = word.rpartition(".")[2].lower(), {name: name.rpartition(".")[2].lower() for name in known}
+    section, _, word = word.lower().rpartition(".")
+    names = {name: name.rpartition(".")[2].lower() for name in known}
     close = difflib.get_close_matches(word, names.values(), n=1, cutoff=SIMILAR)
     for matches in (
         [name for name, last in names.items() if last == word],
         [name for name, last in names.items() if len(word) > 1 and word in last],
         [name for name, last in names.items() if last in close],
     ):
-        if 0 < len(matches) <= MOST_SUGGESTED:
-            return matches
+        siblings = [name for name in matches if section and name.lower().startswith(f"{section}.")]
+        if 0 < len(siblings or matches) <= MOST_SUGGESTED:
+            return siblings or matches
     return []
 
 

@@ -8,6 +8,7 @@ otherwise there is one rank.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import logging
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from utils.errors import LocalError, UserError, os_errors_for_users, record_exit_code
+from utils.errors import LocalError, UserError, record_exit_code
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 # As set by Open MPI; MVAPICH; MPICH and Intel MPI; Cray's PMI; PALS. The first one that is set counts.
@@ -173,7 +174,7 @@ def _mpi_address(env: Mapping[str, str], size: int) -> str:
     first, remedy = first_host(env.get("SLURM_JOB_NODELIST", "")), "export MASTER_ADDR=<name of rank 0's node>"
     if env.get("PBS_NODEFILE"):
         remedy = 'export MASTER_ADDR="$(head -n 1 "$PBS_NODEFILE")" before mpiexec'
-        with os_errors_for_users("cannot read PBS_NODEFILE for the first node's name", remedy, LocalError):
+        with contextlib.suppress(OSError):  # PBS writes it on the job's first node only
             first = Path(env["PBS_NODEFILE"]).read_text(errors="replace").partition("\n")[0].strip()
     if not first:
         raise LocalError(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from utils.config.sections import TimeoutsConfig
 from utils.distributed.devices import choose_device, device_identity
 from utils.distributed.launch import Launch
-from utils.errors import EXIT_USER_ERROR, LocalError, UserError, os_errors_for_users, record_exit_code
+from utils.errors import EXIT_USER_ERROR, LocalError, UserError, record_exit_code
 
 LIMIT_SECONDS = 3.0  # after the rendezvous timeout, for errors that are more precise than "no answer"
 REFUSAL_SECONDS = 3.0  # for which rank 0, whose process may hold the store, waits until the others have read a refusal
@@ -224,10 +224,9 @@ def program_digest() -> str:
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     # Editors create hidden files next to those that they edit, also links to nowhere.
     paths = sorted(path for package in ("networks", "utils") for path in (TOP / package).rglob("[!.]*.py"))
-    with os_errors_for_users("cannot read the program's files", "check the file system", LocalError):
-        files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
-        if script.is_file():
-            files["script"] = script.read_bytes()
+    files = {str(path.relative_to(TOP)): path.read_bytes() for path in paths}
+    if script.is_file():
+        files["script"] = script.read_bytes()
     return digest("".join(f"{name}\0{hashlib.sha256(data).hexdigest()}\n" for name, data in files.items()))
 
 

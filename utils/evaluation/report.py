@@ -15,7 +15,7 @@ import jinja2
 import numpy as np
 
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.evaluation import figures, results, training_figures
 from utils.evaluation.results import FGPA, REAL_FGPA, Flux, Results, Spectrum
 from utils.files import atomic_directory, atomic_write
@@ -40,11 +40,10 @@ def check_directory(output: Path, overwrite: bool) -> None:
     """UserError if a report must not or cannot be written there."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output {output} is a file; give the name of a directory")
-    with os_errors_for_users(f"cannot write {output}", "give another --output"):
-        existing = {path.name for path in output.iterdir()} if output.exists() else set()
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output.absolute().parent) as file:
-            file.write(bytes(SPACE))
+    existing = {path.name for path in output.iterdir()} if output.exists() else set()
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=output.absolute().parent) as file:
+        file.write(bytes(SPACE))
     others = sorted(existing - REPORT_FILES)
     if others:  # --overwrite would remove them
         raise UserError(f"output {output} holds {others[0]}, which is not part of a report; give another --output")
@@ -60,10 +59,7 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         for line in evaluation.lines():
             log.info(line)
         pictures = {name: figures.encode_png(figure) for name, figure in figures.draw_all(evaluation).items()}
-        with (
-            os_errors_for_users(f"cannot write {output}", "give another --output"),
-            atomic_directory(output) as partial,
-        ):
+        with atomic_directory(output) as partial:
             results.save(evaluation, partial / ARRAYS)
             (partial / SUMMARY).write_text(
                 json.dumps(_summary(evaluation, provenance), indent=2) + "\n", encoding="utf-8"

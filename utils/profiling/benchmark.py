@@ -26,7 +26,7 @@ from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.files import atomic_write, read_text
 from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
@@ -69,9 +69,7 @@ def read_settings(world: World) -> Settings:
     Every rank calls it. Raises UserError if the settings are invalid or rank 0 could not write the output later.
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
-    with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
-        text = read_text(path)
-    settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
+    settings = validate_section(Settings, parse_value(read_text(path), str(path)) or {}, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
@@ -196,10 +194,7 @@ class Benchmark:
         path = self._settings.output
         with self._world.raise_together():
             if self._world.is_root:
-                with (
-                    os_errors_for_users(f"cannot write {path}", "set BENCHY_OUTPUT"),
-                    atomic_write([Path(path)]) as (partial,),
-                ):
+                with atomic_write([Path(path)]) as (partial,):
                     partial.write_text(json.dumps(results, indent=2) + "\n")
         log.info(f"Benchmark results: {path}")
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from utils.distributed.control_groups import control_groups
 from utils.distributed.world import World
-from utils.errors import os_errors_for_users
 from utils.files import GIB, MIB, copy_file
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     Every rank calls it, waits, and then enters its arrays, which are mapped from the files, into its page table.
     """
     paths = list(dict.fromkeys(paths))  # training and validation may read the same file
-    with world.raise_together(), os_errors_for_users(f"cannot read {', '.join(paths)}"):
+    with world.raise_together():
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
         if world.is_node_leader:
             names = f"{', '.join(os.path.basename(path) for path in paths)}: {_text(size)}"
