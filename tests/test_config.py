@@ -133,7 +133,7 @@ def test_invalid_yaml_file_is_refused_in_one_line(tmp_path: Path, text: str, say
 
 
 def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "it is a directory")):
+    for path, reason in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=f"cannot read {re.escape(str(path))}: {reason}.*--yaml_config"):
             read_file(str(path))
 

@@ -1,4 +1,4 @@
-"""Atomic writes, checks of a command's output, and reading of small files."""
+"""Atomic writes, copies with a progress bar, and checks of a command's output."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import errno
 import json
 import os
 import shutil
-import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from utils.errors import UserError
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
-LARGEST_TEXT = 64 * MIB  # larger files are data, given in place of a text by mistake
 
 
 @contextlib.contextmanager
@@ -121,30 +119,9 @@ def copy_file(source: str | Path, target: str | Path, description: str) -> None:
             progress.advance(done // MIB - progress.done)
 
 
-# --- small files ----------------------------------------------------------------------------------------------------
-
-
-def open_regular(path: str | Path) -> IO[bytes]:
-    """Opens a file for reading; raises OSError for a directory, and for a pipe or a device, which may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block otherwise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise IsADirectoryError("it is a directory") if stat.S_ISDIR(mode) else OSError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_text(path: str | Path, limit: int = LARGEST_TEXT, errors: str = "replace") -> str:
-    """The text of a regular file, decoded with `errors`; raises OSError if it has more than `limit` bytes."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise OSError(f"it has more than {limit} bytes")
-        return file.read().decode("utf-8", errors=errors)
-
-
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises OSError or ValueError if there is none."""
-    return json.loads(read_text(path))
+    return json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ import yaml
 
 from utils.config.messages import did_you_mean
 from utils.errors import UserError
-from utils.files import read_text
 
 EXTENDS = "extends"
 Configs = dict[str, dict[str, Any]]  # name -> keys and values
@@ -104,7 +103,7 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
     if os.path.realpath(path) in map(os.path.realpath, extended_by):
         raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
     try:
-        configs = parse_value(read_text(path), path)
+        configs = parse_value(Path(path).read_text(encoding="utf-8", errors="replace"), path)
     except OSError as error:
         source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
         raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None

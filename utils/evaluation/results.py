@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.data.channels import Channel
 from utils.errors import UserError
-from utils.files import atomic_write, open_regular
+from utils.files import atomic_write
 from utils.training import evaluations, tags
 
 ARRAY = "stored array"  # key of a JSON object that refers to an array
@@ -241,7 +241,7 @@ def save(results: Results, path: Path) -> None:
 def load(path: Path) -> Results:
     """Reads a file that `save` wrote; UserError for any other file."""
     try:
-        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         values = json.loads(
             str(arrays["text"]), object_hook=lambda part: arrays[part[ARRAY]] if ARRAY in part else part

@@ -27,7 +27,7 @@ from utils.config.sections import Section
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.files import atomic_write, read_text
+from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.timing import matmul_tflops, peak_caveat, summary, synchronize
@@ -69,7 +69,7 @@ def read_settings(world: World) -> Settings:
     Every rank calls it. Raises UserError if the settings are invalid or rank 0 could not write the output later.
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
-    settings = validate_section(Settings, parse_value(read_text(path), str(path)) or {}, str(path))
+    settings = validate_section(Settings, parse_value(path.read_text(encoding="utf-8"), str(path)) or {}, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():

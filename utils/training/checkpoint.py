@@ -22,7 +22,7 @@ import torch
 
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_directory, open_regular, read_text
+from utils.files import atomic_directory
 from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS and, if both are checked, it lists nothing else."""
     lines, reading = {}, CHECKSUMS
     try:
-        listed = read_text(directory / CHECKSUMS).splitlines(keepends=True)
+        listed = (directory / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         for reading in names:
             lines[reading] = f"{digest(directory / reading)}  {reading}\n"
     except OSError as error:
@@ -112,7 +112,7 @@ def reason_of(error: Exception) -> str:
 def digest(path: Path) -> str:
     """SHA-256 of a regular file."""
     sha256 = hashlib.sha256()
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         while block := file.read(2**22):
             sha256.update(block)
     return sha256.hexdigest()

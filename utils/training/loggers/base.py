@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from utils.config import Config
-from utils.files import GIB, atomic_write, read_text
+from utils.files import atomic_write
 from utils.training import tags
 
 METRICS = "metrics.jsonl"
@@ -94,7 +94,7 @@ class RunLogger(Logger):
     def _metrics(self) -> IO[str]:
         path = self._run.directory / METRICS
         try:
-            lines = read_text(path, GIB).splitlines(keepends=True)
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         except FileNotFoundError:
             lines = []
         kept = [line for line in lines if line.endswith("\n") and self._run.keeps(_record(line))]
@@ -145,7 +145,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The readable lines of a metrics.jsonl, each with a step and numbers; a full disk may have truncated some."""
     if not path.exists():
         return []
-    return [record for line in read_text(path, GIB).splitlines() if (record := _record(line))]
+    return [
+        record for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if (record := _record(line))
+    ]
 
 
 def _record(line: str) -> dict[str, Any]:

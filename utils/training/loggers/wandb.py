@@ -19,7 +19,7 @@ from typing import Any
 
 from utils.config import Config
 from utils.errors import EXIT_RESUMABLE, Stopped, UserError
-from utils.files import atomic_write, read_text
+from utils.files import atomic_write
 from utils.training import tags
 from utils.training.loggers.base import LoggedRun, Logger
 
@@ -130,7 +130,7 @@ class WandbLogger(Logger):
         """The id of the W&B run that resumes, or a new one for a training run from scratch."""
         path = self._logged.directory / "wandb" / "id"
         if self._logged.resumed.step >= 0 and path.exists():
-            stored = read_text(path).strip()
+            stored = path.read_text(encoding="utf-8", errors="replace").strip()
             if re.fullmatch(r"[0-9a-z]{16}", stored):
                 return stored
         new = secrets.token_hex(8)
