@@ -23,7 +23,7 @@ EXTENDS = "extends"
 Configs = dict[str, dict[str, Any]]  # name -> keys and values
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictSafeLoader(yaml.SafeLoader):
     """PyYAML's safe loader with other implicit types, which refuses duplicate keys."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -39,7 +39,7 @@ class _Dumper(yaml.SafeDumper):
     """PyYAML's safe dumper; also quotes strings that this module's loader would read as something else."""
 
 
-_Loader.yaml_implicit_resolvers = {}
+_StrictSafeLoader.yaml_implicit_resolvers = {}
 for _kind, _pattern, _first in (
     ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?(0|[1-9]\d*)", "-+0123456789"),
@@ -47,14 +47,14 @@ for _kind, _pattern, _first in (
     ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),  # None as in the tutorial's configs
     ("merge", "<<", "<"),
 ):
-    for _class in (_Loader, _Dumper):
+    for _class in (_StrictSafeLoader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), list(_first))
 
 
 def parse_value(text: str, name: str = "a value") -> Any:
     """One YAML value. Errors mention `name`."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_StrictSafeLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a wrong tag, such as !!int word
         raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
 
