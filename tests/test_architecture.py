@@ -211,34 +211,11 @@ def test_utils_has_at_most_20_entries() -> None:
     assert len(entries) <= 20, sorted(entries)
 
 
-@pytest.mark.parametrize(
-    ("script", "limit"), [("train", 85), ("train_graph", 80), ("predict", 100), ("evaluate", 105), ("export", 100)]
-)
-def test_entry_scripts_are_short(script: str, limit: int) -> None:
-    assert len(SOURCES[script].read_text(encoding="utf-8").splitlines()) <= limit
-
-
 @pytest.mark.parametrize("module", [*sorted(ENTRY_SCRIPTS), "utils.training.trainer"])
 def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank(module: str) -> None:
     tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "is_root"]
     assert lines == []
-
-
-def test_tensorboard_tags_are_defined_in_one_module() -> None:
-    owner = "utils.training.tags"
-    tags = {text for text in strings(owner) if "/" in text} | {"Avg iters per sec", "Learning Rate"}
-    assert {"Loss/train", "Loss/valid", "hparam/"} <= tags
-    program = [module for module in SOURCES if not within(module, "benchmarks") and module != owner]
-    assert [(module, text) for module in program for text in strings(module) if text in tags] == []
-
-
-def strings(module: str) -> list[str]:
-    """The string literals of a module, and the literal parts of its f-strings, without docstrings."""
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
-    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 # --- calls that execute data -----------------------------------------------------------------------------------------
