@@ -25,7 +25,7 @@ from utils.distributed.world import World, connect
 from utils.errors import one_line_errors
 from utils.evaluation import report
 from utils.evaluation.volume import INPUT, NOT_PERIODIC, OUTPUT, VolumeFields, config_of_files, predicted_slabs
-from utils.inference.options import REMEDY, InferenceOptions, add_inference_options
+from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.forest import flux_of_volume
@@ -52,8 +52,8 @@ class Options(InferenceOptions):
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates; invalid input is reported in one line, with exit code 2."""
-    options = parse(argv)
-    with connect(options.device, nccl=True) as world, out_of_memory_for_users(REMEDY):
+    options, one_line = parse(argv), out_of_memory_for_users("lower --batch_size or --window")
+    with connect(options.device, nccl=True) as world, one_line:
         configure_logging(world.rank)
         evaluate(options, world)
 

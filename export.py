@@ -18,10 +18,10 @@ predict.to("cuda") moves it to a GPU. The file describes itself in JSON, with th
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,23 +40,13 @@ from utils.training.checkpoint import digest, weights_file
 UNITS = ("physical", "channel")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line; the flags have the same names."""
-
-    checkpoint: str
-    output: str
-    units: str = "physical"
-    overwrite: bool = False
-
-
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2."""
     export(parse(argv))
 
 
-def export(options: Options) -> None:
+def export(options: argparse.Namespace) -> None:
     """Writes the file; raises UserError, and writes none, if it cannot hold the network."""
     target, cpu = Path(options.output), torch.device("cpu")
     if target.suffix != ".pt2":
@@ -76,7 +66,7 @@ def export(options: Options) -> None:
     print(exported.write(target, metadata))
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; raises UserError if it is wrong."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
@@ -88,7 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         help="%(default)s: the file contains the transforms; channel: values as in training",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    return Options(**vars(parser.parse_args(argv)))
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

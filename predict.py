@@ -23,7 +23,7 @@ from utils.distributed.world import World, connect
 from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.layouts import FORMATS, INPUT, OUTPUT, PHYSICAL, choose_layout
-from utils.inference.options import REMEDY, InferenceOptions, add_inference_options
+from utils.inference.options import InferenceOptions, add_inference_options
 from utils.inference.prediction_file import PredictionFile
 from utils.inference.trained_network import TrainedNetwork, build_predictor
 from utils.log import configure_logging
@@ -46,8 +46,8 @@ class Options(InferenceOptions):
 @one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predicts; invalid input is reported in one line, with exit code 2; a stop signal ends with exit code 75."""
-    options = parse(argv)
-    with StopSignals() as signals, connect(options.device, nccl=True) as world, out_of_memory_for_users(REMEDY):
+    options, one_line = parse(argv), out_of_memory_for_users("lower --batch_size or --window")
+    with StopSignals() as signals, connect(options.device, nccl=True) as world, one_line:
         configure_logging(world.rank)
         predict(options, world, signals)
 
@@ -65,7 +65,10 @@ def predict(options: Options, world: World, signals: Signals) -> None:
             raise UserError(f"output {options.output} is the input; give another --output")
         layout = choose_layout(options.format, options.physical, trained.channels, source)
         predictor = build_predictor(trained, source, options, world)
-    attributes = {**trained.attributes(), "provenance": json.dumps(provenance(world))}
+    attributes = {
+        **trained.attributes(),
+        "provenance": json.dumps(provenance(world)),
+    }
     with closing(source):
         PredictionFile(
             path=Path(options.output),

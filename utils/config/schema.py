@@ -51,7 +51,7 @@ class NeutralKeys(Section):
     `result_changes`.
     """
 
-    # Keys of the tutorial (SC21).
+    # Keys and flags of the tutorial (SC21).
     enable_benchy: bool = False  # measure the throughput, then exit
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
@@ -63,8 +63,6 @@ class NeutralKeys(Section):
     val_path_npy_data: PathText | None = None
     val_path_npy_label: PathText | None = None
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
-
-    # Command-line flags of the tutorial that had no key.
     local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
 
@@ -86,7 +84,7 @@ class NeutralKeys(Section):
 class Config(NeutralKeys):
     """All keys of a config."""
 
-    # Keys of the tutorial (SC21), with its names and meaning.
+    # Keys and flags of the tutorial (SC21), with its names and meaning.
     weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # false: five scales instead of six
@@ -104,8 +102,6 @@ class Config(NeutralKeys):
     box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Positive = 64  # cells per side of a crop
     N_out_channels: Positive = 5
-
-    # Command-line flags of the tutorial that had no key.
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication

@@ -10,7 +10,6 @@ from typing import Any
 from utils.cli import positive
 
 PRECISIONS = ("float32", "tf32", "bfloat16")
-REMEDY = "lower --batch_size or --window"  # if the memory is full
 
 
 @dataclass(frozen=True, kw_only=True)
