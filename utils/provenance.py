@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import sys
 import time
@@ -14,6 +15,8 @@ from utils import git_commit
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World, hostnames
 from utils.files import read_json
+
+log = logging.getLogger(__name__)
 
 
 def provenance(world: World) -> dict[str, Any]:
@@ -40,8 +43,12 @@ def command() -> list[str]:
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The record in a provenance.json; empty if there is no such file."""
-    return dict(read_json(path)) if path.exists() else {}
+    """The record in a provenance.json; with a warning an empty one, if the file is missing or damaged."""
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("Cannot read %s: %s; the earlier provenance is lost", path, error)
+        return {}
 
 
 def versions() -> dict[str, str]:
