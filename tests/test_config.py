@@ -328,7 +328,7 @@ def test_unknown_keys_are_answered_with_similar_keys_of_all_sections(key: str, h
 def test_only_near_names_are_suggested() -> None:
     """A fixed bug: amp_mode was answered with Nsamples, and patch_size with data_size."""
     keys = list(Config.model_fields)
-    names = {"num_epoch": "num_epochs", "num_workers": "num_data_workers", "nsamples": "Nsamples"}
+    names = {"num_epoch": "num_epochs", "sed": "seed", "num_workers": "num_data_workers", "nsamples": "Nsamples"}
     for word, name in (names | {"exp_dir": "expdir", "cache": "use_cache"}).items():
         assert similar(word, keys) == [name]
     for word in ("amp_mode", "patch_size", "data_dir", "num_iters", "world_size", ""):

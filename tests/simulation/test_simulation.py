@@ -365,7 +365,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(
 ) -> None:
     monkeypatch.setattr(simulate, "simulate", lambda *_: pytest.fail("the simulation ran"))
     (tmp_path / "file").write_text("a file where a directory is needed")
-    assert "give another --output" in refused(capsys, command(tmp_path / "file" / "box.h5"))
+    assert f"{tmp_path / 'file'}: File exists" in refused(capsys, command(tmp_path / "file" / "box.h5"))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "free some space" in refused(capsys, command(tmp_path / "box.h5"))
     monkeypatch.undo()

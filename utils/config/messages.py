@@ -51,7 +51,7 @@ def similar(word: str, known: Iterable[str]) -> list[str]:
     close = difflib.get_close_matches(word, names.values(), n=1, cutoff=SIMILAR)
     for matches in (
         [name for name, last in names.items() if last == word],
-        [name for name, last in names.items() if len(word) > 1 and word in last],
+        [name for name, last in names.items() if len(word) > 1 and f"_{word}" in f"_{last}"],
         [name for name, last in names.items() if last in close],
     ):
         siblings = [name for name in matches if section and name.lower().startswith(f"{section}.")]
