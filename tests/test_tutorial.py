@@ -148,9 +148,9 @@ def test_every_command_of_the_tutorial_has_its_effect(folder: Path) -> None:
         if "--enable_benchy" in text:
             for kind in ("IO", "SYNTHETIC", "FULL"):
                 assert f"BENCHY::SUMMARY::{kind} average trial throughput: " in ended.stderr, what
-            (
-                folder / ("benchy.json" if "BENCHY_OUTPUT" not in text else f"{text.split()[0].split('=')[1]}.json")
-            ).unlink()
+            written = re.match(r"BENCHY_OUTPUT=(\w+)|", text)
+            assert written is not None
+            (folder / f"{written[1] or 'benchy'}.json").unlink()
             assert runs == known, f"a benchmark has no run directory; {what}"
             continue
         assert "Avg train loss=" in ended.stderr, what
@@ -159,3 +159,5 @@ def test_every_command_of_the_tutorial_has_its_effect(folder: Path) -> None:
         assert (run / "summary.json").is_file(), what
         assert (run / "trace.json.gz").exists() == ("profiling" in text), what
         known = runs
+    names = sorted(path.name for path in folder.glob("runs/short/1ranks/*"))
+    assert names == sorted(["00", *(f"00-{number}" for number in range(2, 12))])
