@@ -44,14 +44,13 @@ class Options(InferenceOptions):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # of the flux
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates; invalid input is reported in one line, with exit code 2."""
-    with one_line_errors():
-        options = parse(argv)
-        with connect(options.device, nccl=True) as world:
-            configure_logging(world.rank)
-            with out_of_memory_for_users("lower --batch_size or --window"):
-                evaluate(options, world)
+    options, one_line = parse(argv), out_of_memory_for_users("lower --batch_size or --window")
+    with connect(options.device, nccl=True) as world, one_line:
+        configure_logging(world.rank)
+        evaluate(options, world)
 
 
 def evaluate(options: Options, world: World) -> None:

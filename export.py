@@ -18,10 +18,10 @@ predict.to("cuda") moves it to a GPU. The file describes itself in JSON, with th
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,30 +40,18 @@ from utils.training.checkpoint import digest, weights_file
 UNITS = ("physical", "channel")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line; the flags have the same names."""
-
-    checkpoint: str
-    output: str
-    units: str = "physical"
-    overwrite: bool = False
-
-
+@one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Exports a network; invalid input is reported in one line, with exit code 2."""
-    with one_line_errors():
-        export(parse(argv))
+    export(parse(argv))
 
 
-def export(options: Options) -> None:
+def export(options: argparse.Namespace) -> None:
     """Writes the file; raises UserError, and writes none, if it cannot hold the network."""
     target, cpu = Path(options.output), torch.device("cpu")
     if target.suffix != ".pt2":
         raise UserError(f"output {target} does not end in .pt2, which torch.export.load requires; rename it")
     check_target(target, options.overwrite)
-    if not target.parent.is_dir():
-        raise UserError(f"directory {target.parent} does not exist; create it, or give another --output")
     weights = weights_file(Path(options.checkpoint))  # once: a run in progress may move its best checkpoint
     trained = TrainedNetwork.load(weights, cpu)
     exported = ExportedNetwork.of(trained, options.units)
@@ -78,7 +66,7 @@ def export(options: Options) -> None:
     print(exported.write(target, metadata))
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line; raises UserError if it is wrong."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
@@ -90,7 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         help="%(default)s: the file contains the transforms; channel: values as in training",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    return Options(**vars(parser.parse_args(argv)))
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,13 @@ from utils.log import configure_logging
 from utils.training.checkpoint import resolve_weights
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predicts; invalid input is reported in one line, with exit code 2; a stop signal ends with exit code 75."""
-    with one_line_errors():
-        options = parse(argv)
-        with StopSignals() as signals, connect(options.device, nccl=True) as world:
-            configure_logging(world.rank)
-            with out_of_memory_for_users("lower --batch_size or --window"):
-                predict(options, world, signals)
+    options, one_line = parse(argv), out_of_memory_for_users("lower --batch_size or --window")
+    with StopSignals() as signals, connect(options.device, nccl=True) as world, one_line:
+        configure_logging(world.rank)
+        predict(options, world, signals)
 
 
 def predict(options: PredictionOptions, world: World, signals: Signals) -> None:

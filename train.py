@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from utils import cli
 from utils import config as configs
 from utils.config import Config
-from utils.config.summary import describe_config
 from utils.data import open_loaders, resolve_config
 from utils.distributed.devices import out_of_memory_for_users
 from utils.distributed.launch import run_script
@@ -34,26 +33,25 @@ from utils.training.trainer import Trainer
 log = logging.getLogger("utils.training")
 
 
+@one_line_errors()
 def main(argv: Sequence[str] | None = None, step_class: type[EagerStep] = EagerStep) -> None:
     """Trains. Invalid input is reported in one line with exit code 2; a stop signal leads to exit code 75."""
-    with one_line_errors():
-        options = cli.parse(argv)
-        config = configs.load(options.yaml_config, options.config, options.overrides)
-        if options.preflight is not None:
-            preflight.run(options, config, step_class)
-            return
-        signals = Signals() if config.enable_benchy else StopSignals(config.stop_signal)
-        nccl = not config.noddp
-        with signals, connect(config.device, config.timeouts, identity(config, options), nccl=nccl) as world:
-            configure_logging(world.rank)
-            with out_of_memory_for_users():
-                config = resolve_config(config, world)
-                step_class.check(config, world)
-                set_backends(config, world.device)
-                if config.enable_benchy:
-                    benchmark.run(options, config, world, step_class)
-                else:
-                    run(options, config, world, step_class, signals)
+    options = cli.parse(argv)
+    config = configs.load(options.yaml_config, options.config, options.overrides)
+    if options.preflight is not None:
+        preflight.run(options, config, step_class)
+        return
+    signals = Signals() if config.enable_benchy else StopSignals(config.stop_signal)
+    connection = connect(config.device, config.timeouts, identity(config, options), nccl=not config.noddp)
+    with signals, connection as world, out_of_memory_for_users():
+        configure_logging(world.rank)
+        config = resolve_config(config, world)
+        step_class.check(config, world)
+        set_backends(config, world.device)
+        if config.enable_benchy:
+            benchmark.run(options, config, world, step_class)
+        else:
+            run(options, config, world, step_class, signals)
 
 
 def run(options: cli.Options, config: Config, world: World, step_class: type[EagerStep], signals: Signals) -> None:
@@ -65,7 +63,7 @@ def run(options: cli.Options, config: Config, world: World, step_class: type[Eag
         reserve = reserved_bytes(config, world)
         with open_loaders(config, world, reserve) as loaders, build.step(config, world, model, step_class) as step:
             state = run.restore(step)
-            log.info(describe_config(config, options.config, options.overrides))
+            log.info(configs.describe_config(config, options.config))
             build.log_settings(config, step, world)
             profiler = build_profiler(config, world, run.directory)
             evaluation = build_evaluation(config, volume, step, run)

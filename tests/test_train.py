@@ -60,8 +60,15 @@ def test_benchmark_measures_the_step_that_training_makes(flags: list[str], monke
         assert options["training", switch].log_noise_scale == (switch == "true")
 
 
-def test_loaders_are_closed_when_a_run_fails(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_loaders_are_closed_when_a_run_fails_even_if_the_first_fails_to_close(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = []
+
+    def close(loader: Any) -> None:
+        closed.append(loader)
+        raise Ended
+
     monkeypatch.setattr(Trainer, "fit", refuse)
     monkeypatch.setattr(DataSplits, "__exit__", lambda loaders, *_: closed.append(loaders))
     with pytest.raises(Ended):

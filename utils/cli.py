@@ -6,16 +6,15 @@ Also holds the parser and the options that the other entry scripts share.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from utils import version_line
-from utils.config import default_name, load, meant_keys, parse_value, similar, to_yaml, translate
+from utils.config import Config, default_name, did_you_mean, flatten, load, parse_value, to_yaml, translate
+from utils.config.messages import similar
 from utils.errors import UserError, launched_rank
 
 
@@ -48,16 +47,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help=text)
 
     def error(self, message: str) -> NoReturn:
-        prefix, hint = "unrecognized arguments: ", "see --help"
+        prefix, hint = "unrecognized arguments: ", "; see --help"
         if message.startswith(prefix):
-            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0].lstrip("-")
-            match = similar(unknown, [option.lstrip("-") for option in self._option_string_actions])
-            keys = meant_keys(unknown) if "--set" in self._option_string_actions else []
-            if match:
-                hint = f"did you mean --{match}?"
+            unknown = re.split(r"[=\s]", message.removeprefix(prefix))[0]
+            keys = similar(unknown.lstrip("-"), flatten(Config())) if "--set" in self._option_string_actions else []
+            if question := did_you_mean(unknown, self._option_string_actions):
+                hint = question
             elif keys:
-                hint = f"config keys are set with {' or '.join(f'--set {key}=VALUE' for key in keys)}"
-        raise UserError(f"{message}; {hint}")
+                hint = f"; config keys are set with {' or '.join(f'--set {key}=VALUE' for key in keys)}"
+        raise UserError(message + hint)
 
     def print_help(self, file: Any = None) -> None:
         if launched_rank() == 0:
@@ -165,18 +163,16 @@ def read_changes(texts: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"--set {text}: expected key=value")
         changes[key] = parse_value(value, f"--set {text}")
         if str(changes[key]).count("#") < value.count("#"):
-            quoted = f"{key}=" + json.dumps(value, ensure_ascii=False)
             raise UserError(
-                f"--set {text}: YAML takes # for the start of a comment; to keep it, quote the value: "
-                f"--set {shlex.quote(quoted)}"
+                f"--set {text}: YAML takes # for the start of a comment; quote the value: --set '{key}=\"…\"'"
             )
     return changes
 
 
-def _check_run_num(name: str) -> None:
+def _check_name(flag: str, name: str) -> None:
     """Raises UserError for a name that is no single part of a path."""
     if not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
-        raise UserError(f"--run_num {name!r} must be a plain name, because it is the last part of a path")
+        raise UserError(f"{flag} {name!r} must be a plain name, because it is a part of the run directory's path")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -186,25 +182,20 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     flags = {KEYS.get(name, name): value for name, value in given.items()}
     changes = read_changes(arguments.set)
     # Each is translated on its own, so that --set overrides flags regardless of the spelling of either.
-    flags, changes = (translate(values, "command line", on_command_line=True) for values in (flags, changes))
-    _check_run_num(arguments.run_num)
-    if arguments.config == "":
-        raise UserError("--config is empty; give the name of a config, or omit --config")
+    flags, changes = map(translate, (flags, changes))
+    name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config
+    _check_name("--run_num", arguments.run_num)
+    _check_name("--config", name)
     options = Options(
         yaml_config=arguments.yaml_config,
-        config=arguments.config or default_name(arguments.yaml_config),
+        config=name,
         overrides=flags | changes,
         **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from")},
     )
     if arguments.print_config:
-        _print_config(options)
+        config = load(options.yaml_config, options.config, options.overrides)
+        config.for_world(1)  # checks what no section can
+        if launched_rank() == 0:
+            print(to_yaml(config, options.config), end="")
+        raise SystemExit(0)
     return options
-
-
-def _print_config(options: Options) -> NoReturn:
-    """Prints the config on rank 0, and exits. A local batch size stays, since it suits any number of ranks."""
-    config = load(options.yaml_config, options.config, options.overrides)
-    config.for_world(1)  # checks what no section can
-    if launched_rank() == 0:
-        print(to_yaml(config, options.config), end="")
-    raise SystemExit(0)

@@ -14,6 +14,7 @@ EXIT_RESUMABLE = 75  # BSD's EX_TEMPFAIL: a checkpoint is saved, and the same co
 EXIT_HANG = 76  # a rank hangs or is gone
 EXIT_INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 GRACE_SECONDS = 10.0
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def record_exit_code(code: int) -> None:
@@ -55,20 +56,18 @@ def launched_rank() -> int:
 def one_line_errors() -> Iterator[None]:
     """The one translation of expected errors, at the top of each program.
 
-    A UserError becomes one line on stderr and exit code 2, an OSError that names a file likewise; Stopped becomes exit
-    code 75. All ranks raise the same UserError, because they read the same command line and exchange errors that depend
-    on the machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
+    A UserError becomes one line on stderr and exit code 2, an OSError of a file likewise; Stopped becomes exit code 75.
+    All ranks raise the same UserError, because they read the same command line and exchange errors that depend on the
+    machine (`World.raise_together`). So only rank 0 prints it. Each rank prints its own LocalError and OSError.
     """
     try:
         yield
     except (UserError, OSError) as error:
-        text = str(error)
-        if isinstance(error, OSError):
-            if error.filename is None:  # a fault of the program or of the network; the traceback says where
-                raise
-            text = f"{error.filename}: {os_reason(error)}"
-        if launched_rank() == 0 or not isinstance(error, UserError) or isinstance(error, LocalError):
-            sys.stderr.write(f"error: {' '.join(text.split())}\n")
+        expected = as_local_error(error)
+        if not isinstance(expected, UserError):  # a fault of the program or of the network; the traceback says where
+            raise
+        if launched_rank() == 0 or isinstance(expected, LocalError):
+            sys.stderr.write(f"error: {' '.join(str(expected).split())}\n")
             sys.stderr.flush()
         else:
             # A launcher stops all ranks when the first one exits: give rank 0 the time to print.
@@ -93,6 +92,16 @@ def value_errors_for_users() -> Iterator[None]:
         raise UserError(str(error)) from None
 
 
+def as_local_error(error: BaseException) -> BaseException:
+    """A LocalError in place of an OSError that names a file or means a full disk; any other error unchanged."""
+    is_full = isinstance(error, OSError) and error.errno in DISK_IS_FULL
+    if not isinstance(error, OSError) or not (error.filename or is_full):
+        return error
+    parts = [str(error.filename)] if error.filename else []
+    remedy = "; free some space and run the command again" if is_full else ""
+    return LocalError(": ".join([*parts, os_reason(error)]) + remedy)
+
+
 def os_reason(error: OSError) -> str:
     """The reason of an OSError in one line; HDF5's own text is a paragraph."""
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split()) or type(error).__name__
@@ -104,6 +113,6 @@ def os_errors_for_users(action: str, remedy: str = "", error_type: type[UserErro
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_IS_FULL:
             remedy = ", or ".join(filter(None, ("free some space and run the command again", remedy)))
         raise error_type("; ".join(filter(None, (f"{action}: {os_reason(error)}", remedy)))) from error

@@ -1,26 +1,21 @@
-"""Atomic writes, checks of a command's output, and reading of small files."""
+"""Atomic writes, copies with a progress bar, and checks of a command's output."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import json
 import os
 import shutil
-import stat
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.progress import Progress
 
 MIB, GIB = 2**20, 2**30
-ABANDONED_SECONDS = 24 * 3600.0  # no process writes a file for that long without a change to it
-LARGEST_TEXT = 64 * MIB  # larger files are data, given in place of a text by mistake
 
 
 @contextlib.contextmanager
@@ -29,6 +24,7 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
     Earlier files of those names stay until then. The temporary files are in the same directory, since a rename does
     not cross file systems. Their names do not contain process ids, which containers that share a directory may share.
+    An OSError names the first target.
     """
     partials = [_partial(target) for target in targets]
     try:
@@ -38,6 +34,9 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
         for partial, target in zip(partials, targets, strict=True):
             os.replace(partial, target)
         _flush(targets[0].parent)  # makes the new names survive a crash
+    except OSError as error:
+        error.filename = targets[0]
+        raise
     finally:
         for partial in partials:
             partial.unlink(missing_ok=True)
@@ -47,11 +46,11 @@ def atomic_write(targets: Sequence[Path]) -> Iterator[list[Path]]:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yields a temporary directory to write files to; it replaces the target at the end.
 
-    Its files are flushed to disk before that. It is removed if the block fails.
+    Its files are flushed to disk before that. It is removed if the block fails. An OSError names the target.
     """
     partial = _partial(target)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         for file in partial.iterdir():
             _flush(file)
@@ -60,14 +59,12 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         if target.exists():  # a rename does not replace a directory that has files
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
-        try:
-            os.rename(partial, target)
-        except BaseException:
-            if replaced.exists():
-                os.rename(replaced, target)
-            raise
+        os.rename(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
         _flush(target.parent)
+    except OSError as error:
+        error.filename = target
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -84,11 +81,7 @@ def recover(directory: Path) -> None:
 
 
 def _partial(target: Path) -> Path:
-    """A new temporary name. Removes files of the same target that a process has left when it was killed."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 32}.partial"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:  # else another process may be writing it
-                _remove(left)
+    """A new temporary name in the target's directory, which another process may write to at the same time."""
     return target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
 
 
@@ -126,30 +119,9 @@ def copy_file(source: str | Path, target: str | Path, description: str) -> None:
             progress.advance(done // MIB - progress.done)
 
 
-# --- small files ----------------------------------------------------------------------------------------------------
-
-
-def open_regular(path: str | Path) -> IO[bytes]:
-    """Opens a file for reading; raises OSError for a directory, and for a pipe or a device, which may never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block otherwise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise IsADirectoryError("it is a directory") if stat.S_ISDIR(mode) else OSError("it is not a regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_text(path: str | Path, limit: int = LARGEST_TEXT, errors: str = "replace") -> str:
-    """The text of a regular file, decoded with `errors`; raises OSError if it has more than `limit` bytes."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise OSError(f"it has more than {limit} bytes")
-        return file.read().decode("utf-8", errors=errors)
-
-
 def read_json(path: Path) -> Any:
     """The value of a JSON file; raises OSError or ValueError if there is none."""
-    return json.loads(read_text(path))
+    return json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
 # --- the output of a command ----------------------------------------------------------------------------------------
@@ -168,9 +140,8 @@ def make_output_directory(directory: Path, size: int, remedy: str = "give anothe
 
     A quota may leave less space than the check sees.
     """
-    with os_errors_for_users(f"cannot write to {directory}", remedy):
-        directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UserError(f"directory {directory} is not writable; {remedy}")
     if free < size:

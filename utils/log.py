@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import logging.handlers
 import sys
 from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ class _StderrHandler(logging.StreamHandler):
         return sys.stderr
 
 
-class _EarlyLines(logging.handlers.MemoryHandler):
-    """Keeps the lines from before the log file is open."""
-
-    def __init__(self) -> None:
-        super().__init__(EARLY_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-
-
 class _LogFile(logging.FileHandler):
     """A log file on a disk that may be full: a line that cannot be written is lost, without a traceback."""
 
@@ -41,17 +34,15 @@ class _LogFile(logging.FileHandler):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
-
 
 def configure_logging(rank: int) -> None:
     """Logs to stderr: everything on rank 0, warnings and errors of this rank alone on the other ranks.
 
     The lines of utils.training are equal on all ranks, which is why only rank 0 logs them.
     """
-    handlers = [_StderrHandler(), *([_EarlyLines()] if rank == 0 else [])]
+    handlers: list[logging.Handler] = [_StderrHandler()]
+    if rank == 0:
+        handlers.append(MemoryHandler(EARLY_LINES, flushLevel=logging.CRITICAL + 1, flushOnClose=False))
     logging.basicConfig(level=logging.WARNING if rank else logging.INFO, format=FORMAT, handlers=handlers, force=True)
     logging.getLogger("utils.training").setLevel(logging.ERROR if rank else logging.NOTSET)
 
@@ -61,7 +52,7 @@ def log_file(path: Path) -> Iterator[None]:
     """Context in which lines are also appended to a file, after the lines since `configure_logging`."""
     root, file = logging.getLogger(), _LogFile(path)
     file.setFormatter(logging.Formatter(FORMAT))
-    for early in [handler for handler in root.handlers if isinstance(handler, _EarlyLines)]:
+    for early in [handler for handler in root.handlers if isinstance(handler, MemoryHandler)]:
         early.setTarget(file)
         early.flush()
         root.removeHandler(early)
@@ -72,8 +63,9 @@ def log_file(path: Path) -> Iterator[None]:
         if not isinstance(error, Stopped):
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             text = kind + " ".join(str(error).split())
-            file.handle(root.makeRecord(root.name, logging.ERROR, "", 0, "%s", (text,), None))
+            file.handle(logging.LogRecord(root.name, logging.ERROR, "", 0, text, None, None))
         raise
     finally:
         root.removeHandler(file)
-        file.close()
+        with contextlib.suppress(OSError):
+            file.close()

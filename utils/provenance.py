@@ -15,7 +15,6 @@ import torch
 from utils import git_commit
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
-from utils.errors import os_reason
 from utils.files import read_json
 
 log = logging.getLogger(__name__)
@@ -47,14 +46,10 @@ def command() -> list[str]:
 def read_provenance(path: Path) -> dict[str, Any]:
     """The record in a provenance.json; with a warning an empty one, if the file is missing or damaged."""
     try:
-        record = read_json(path)
-        if isinstance(record, dict):
-            return record
-        reason = "it is not a mapping"
-    except (OSError, ValueError) as error:
-        reason = os_reason(error) if isinstance(error, OSError) else str(error)
-    log.warning("Cannot read %s: %s; the earlier provenance is lost", path, reason)
-    return {}
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("Cannot read %s: %s; the earlier provenance is lost", path, error)
+        return {}
 
 
 def versions() -> dict[str, str]:

@@ -49,7 +49,7 @@ def valid_losses(arguments: list[str], ranks: int, run_num: str) -> list[float]:
 
 RUN: dict[str, Any] = {"cwd": TOP, "capture_output": True, "text": True, "timeout": GENEROUS}
 INVALID = ["--set=global_batch_size=9"]
-REFUSAL = "global_batch_size 9 is not divisible by 2 ranks; use 8"
+REFUSAL = "global_batch_size 9 is not divisible by 2 ranks; use"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

@@ -20,8 +20,6 @@ from trainings import YAML
 
 from utils import config as configs
 from utils.config import Config
-from utils.config.schema import NEUTRAL_KEYS
-from utils.config.summary import describe_config
 from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
@@ -181,11 +179,6 @@ def test_settings_that_change_no_result_do_not_count(first: Path, run: Any) -> N
         assert chosen(first, config=config(**{key: value}))[0] == "00-2", key
 
 
-def test_every_key_that_changes_no_result_is_a_key() -> None:
-    flat = configs.flatten(TEST)
-    assert not {key for key in NEUTRAL_KEYS if not any(name == key or name.startswith(f"{key}.") for name in flat)}
-
-
 def test_weights_and_other_runs_are_part_of_what_a_run_is(first: Path, run: Any) -> None:
     """A run that began with --init_from is not continued by a command without it, nor with other weights."""
     run(1, finished=False, origin="--init_from=/weights.pt")
@@ -292,16 +285,15 @@ def test_run_directories_are_named_after_gpus_only_where_there_are_some(
     assert run_directory(config, "demo", "00", 4) == Path("runs", "demo", name, "00")
 
 
-def test_the_log_shows_what_differs_from_the_defaults_and_first_what_the_user_typed() -> None:
+def test_the_log_shows_what_differs_from_the_defaults() -> None:
     """It once began with all hundred keys."""
-    few = configs.validate({"num_epochs": 3, "network": {"width": 8}, "train_path": "/a.h5"}, "x")
-    assert describe_config(few, "x", ["network", "train_path"]).splitlines() == [
+    few = {"num_epochs": 3, "network": {"width": 8}, "train_path": "/a.h5"}
+    assert configs.describe_config(configs.validate(few, "x"), "x").splitlines() == [
         "Config x, keys that differ from the defaults:",
         "  train_path: /a.h5 (default /data/train.h5)",
-        "  network.width: 8 (default 64)",
         "  num_epochs: 3 (default 10)",
+        "  network.width: 8 (default 64)",
     ]
-    assert len(describe_config(configs.load(YAML, "demo_opt"), "demo_opt", []).splitlines()) <= 15
 
 
 # --- one writer ------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """The configuration of a run: one named config of a YAML file, plus overrides; typed, checked and frozen.
 
-`schema` and `sections` declare every key, `paths` the type of those that are paths; `aliases` translates other names of
-some keys; `yaml_files` reads named configs; `messages` describes faults. This module applies overrides, and writes a
-config back.
+`schema` and `sections` declare every key; `yaml_files` reads named configs; `messages` describes faults. This module
+translates the tutorial's later keys, applies overrides, and writes a config back.
 """
 
 from __future__ import annotations
@@ -12,52 +11,48 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from utils.config.aliases import translate
-from utils.config.messages import describe, meant_keys, nearest, similar
-from utils.config.paths import EXPAND, FOR_A_FILE
-from utils.config.schema import NEUTRAL_KEYS, Config
+from utils.config.messages import describe, did_you_mean
+from utils.config.schema import Config, NeutralKeys
 from utils.config.sections import Section
-from utils.config.yaml_files import default_name, find, names, read_file
-from utils.config.yaml_values import dump, parse_value
+from utils.config.yaml_files import default_name, dump, find, parse_value, read_file
 from utils.errors import UserError
 
-__all__ = (
-    "Config",
-    "Section",
-    "changes_result",
-    "default_name",
-    "differences",
-    "flatten",
-    "load",
-    "meant_keys",
-    "names",
-    "nearest",
-    "parse_value",
-    "read_file",
-    "result_changes",
-    "similar",
-    "to_yaml",
-    "translate",
-    "validate",
-    "validate_section",
-)
+__all__ = ("Config", "Section", "default_name", "did_you_mean", "parse_value", "read_file")
 
 AnySection = TypeVar("AnySection", bound=Section)
+
+# The values of amp_mode in the tutorial's later editions (SC22 to SC25), and their precision.
+AMP_MODES = {"none": None, "fp16": "float16", "bf16": "bfloat16"}
 
 
 def load(path: str, name: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The config `name` of the file, or of another file in its directory, with overrides applied.
 
-    Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}. `~` and environment variables are
-    expanded in all paths.
+    Overrides use dotted keys: {'num_epochs': 3, 'lr_schedule.start_lr': 1e-3}.
     """
-    source = f"config '{name}'"
-    values, overrides = translate(find(path, name), source), translate(overrides or {}, source, on_command_line=True)
+    values, overrides = translate(find(path, name)), translate(overrides or {})
     if "global_batch_size" in overrides:  # It replaces a local batch size in the file.
         values = {**values, "local_batch_size": None}
     for key, value in overrides.items():
         values = _replace(values, key.split("."), value, name)
-    return validate_section(Config, values, source, EXPAND)
+    return validate(values, name)
+
+
+def translate(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `values`, which all come from one source, with this project's keys only.
+
+    Either of amp_mode and enable_amp turns mixed precision on: configs of SC22 inherit `amp_mode: none` and set
+    `enable_amp: True`. enable_fused has no effect, because Adam is always fused.
+    """
+    translated = {key: value for key, value in values.items() if key not in ("amp_mode", "enable_fused")}
+    if "amp_mode" not in values:
+        return translated
+    mode = values["amp_mode"] or "none"  # YAML reads None as null
+    if mode not in AMP_MODES:
+        raise UserError(f"amp_mode must be none, fp16 or bf16, got {mode!r}")
+    if mode == "none":
+        return {"enable_amp": False, **translated}
+    return {"precision": AMP_MODES[mode], **translated, "enable_amp": True}
 
 
 def validate(values: Mapping[str, Any], name: str) -> Config:
@@ -65,12 +60,10 @@ def validate(values: Mapping[str, Any], name: str) -> Config:
     return validate_section(Config, values, f"config '{name}'")
 
 
-def validate_section(
-    section: type[AnySection], values: Any, name: str, context: Mapping[str, Any] | None = None
-) -> AnySection:
+def validate_section(section: type[AnySection], values: Any, name: str) -> AnySection:
     """The typed and checked values; raises UserError with all faults in one line that begins with `name`."""
     try:
-        return section.model_validate(values, context=context)
+        return section.model_validate(values)
     except ValidationError as error:
         raise UserError(f"{name}: {describe(section, error)}") from None
 
@@ -94,9 +87,16 @@ def differences(config: Config, base: Config | None = None) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if value != before[key]}
 
 
+def describe_config(config: Config, name: str) -> str:
+    """The keys that differ from the defaults, for the log."""
+    defaults = flatten(Config())
+    lines = [f"  {key}: {value!s:.80} (default {defaults[key]})" for key, value in differences(config).items()]
+    return "\n".join([f"Config {name}, keys that differ from the defaults:", *lines])
+
+
 def changes_result(key: str) -> bool:
     """False for a dotted key that only says where files are, how they are read, or what is logged and saved."""
-    return not {key, key.split(".")[0]} & NEUTRAL_KEYS
+    return key.split(".")[0] not in NeutralKeys.model_fields and key not in ("dataset.directory", "dataset.verify")
 
 
 def result_changes(before: Config, now: Config) -> list[str]:
@@ -114,7 +114,7 @@ def result_changes(before: Config, now: Config) -> list[str]:
 
 def to_yaml(config: Config, name: str) -> str:
     """A YAML file with this one config and all of its keys; `load` reads it back."""
-    return dump({name: config.model_dump(mode=FOR_A_FILE)})
+    return dump({name: config.model_dump()})
 
 
 def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from utils.config.paths import PathText
-
-# The limits are far above all useful values. They keep a slip, such as a digit too many, from filling the memory or
-# from failing later with an error that does not name the key.
+# The limits are far above all useful values. They keep a digit too many from filling the memory.
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 Count = Annotated[int, Field(ge=0, le=10**9)]
-Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
-BatchSize = Annotated[int, Field(ge=1, le=2**20)]
-Samples = Annotated[int, Field(ge=1, le=10**8)]  # a plan of that size needs several GB on each rank
-Cells = Annotated[int, Field(ge=1, le=2**16)]  # per side
-Channels = Annotated[int, Field(ge=1, le=1024)]
-Width = Annotated[int, Field(ge=1, le=4096)]  # with 6 scales, 4096 is 480 billion parameters
-Scales = Annotated[int, Field(ge=1, le=16)]  # Cells has 16 powers of two
-Epochs = Annotated[int, Field(ge=1, le=10**6)]
-Threads = Annotated[int, Field(ge=0, le=1024)]
-LearningRate = Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
-LearningRateOrZero = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]  # four months
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-SecondsOrZero = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+Triple = Annotated[list[Count], Field(min_length=3, max_length=3)]
+
+
+def expand(path: str) -> str:
+    """The path with `~` and environment variables expanded; ValueError if one of them is unknown."""
+    expanded = os.path.expandvars(os.path.expanduser(path))
+    if "$" in expanded or expanded.startswith("~"):
+        raise ValueError(f"{path}: no such environment variable or home directory; set it, or write the whole path")
+    return expanded
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand)]
+
+# Tags of the two types of a value that may also be a list; error messages omit them.
+ONE, LIST = "=one", "=list"
+one_or_list = Discriminator(lambda value: LIST if isinstance(value, list) else ONE)
+PathTexts = Annotated[
+    Annotated[PathText, Tag(ONE)] | Annotated[list[PathText], Field(min_length=1), Tag(LIST)], one_or_list
+]
 
 
 class Section(BaseModel):
@@ -50,20 +56,28 @@ class LrScheduleConfig(Section):
 
     shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
-    start_lr: LearningRate = 2e-4  # at base_batch_size
-    end_lr: LearningRateOrZero = 0.0  # cosine: learning rate of the last step
+    start_lr: PositiveFloat = 2e-4  # at base_batch_size
+    end_lr: Rate = 0.0  # cosine: learning rate of the last step
     drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
-    drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    drop_factor: Fraction = 0.1
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
     warmup_epochs: Rate = 0.0  # alternative to warmup_steps
+
+    @model_validator(mode="after")
+    def _check(self) -> LrScheduleConfig:
+        if self.warmup_steps and self.warmup_epochs:
+            raise ValueError("warmup_steps and warmup_epochs are both set; set one of them to 0")
+        if self.shape == "step" and not self.drop_epochs:
+            raise ValueError("shape step needs drop_epochs; set them")
+        return self
 
 
 class NetworkConfig(Section):
     """The network."""
 
     name: str = "unet"  # a name of NETWORKS in networks
-    width: Width = 64  # unet and smooth_unet: channels at the first scale
-    scales: Scales | None = None  # and number of downsamplings; None: 6, or 5 if full_scale is false
+    width: Positive = 64  # unet and smooth_unet: channels at the first scale
+    scales: Positive | None = None  # and number of downsamplings; None: 6, or 5 if full_scale is false
     # unet (smooth_unet: all but last): layers computed as dense convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last", "down2", "up2", "up3", "up4"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
@@ -120,10 +134,10 @@ class EvaluationConfig(Section):
     """Evaluation of the whole validation volume during training; see utils/evaluation."""
 
     every_epochs: Count = 0  # 0: never; else also after the last epoch
-    window: Cells | None = None  # cells per side of the network's input; None: data_size
+    window: Positive | None = None  # cells per side of the network's input; None: data_size
     overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
     flux: bool = True  # of the Lyman-alpha forest, if the file states redshift, cosmology and box size
-    mean_flux: Annotated[float, Field(gt=0, lt=1)] | None = None  # of all fields; None: the observed one
+    mean_flux: Fraction | None = None  # of all fields; None: the observed one
     sightlines: Count = 65536  # at most, along each of x, y and z; 0: all
     pressure_smoothing: Rate = 0.1  # Mpc/h, standard deviation for the density of the baseline
 
@@ -131,8 +145,8 @@ class EvaluationConfig(Section):
 class VectorChannelsConfig(Section):
     """Triples of channels that are the x, y and z components of a vector; all other channels are scalars."""
 
-    inputs: list[list[Count]] = [[1, 2, 3]]
-    targets: list[list[Count]] = [[1, 2, 3]]
+    inputs: list[Triple] = [[1, 2, 3]]
+    targets: list[Triple] = [[1, 2, 3]]
 
 
 class ProfileConfig(Section):
@@ -147,9 +161,9 @@ class ProfileConfig(Section):
 class TimeoutsConfig(Section):
     """Timeouts in seconds."""
 
-    rendezvous: Seconds = 600.0  # until all ranks are connected
-    collective: Seconds = 1800.0  # for one collective operation
-    hang: SecondsOrZero = 600.0  # without progress of any rank; then the run ends; 0: no limit
+    rendezvous: PositiveFloat = 600.0  # until all ranks are connected
+    collective: PositiveFloat = 1800.0  # for one collective operation
+    hang: Rate = 600.0  # without progress of any rank; then the run ends; 0: no limit
 
 
 class CheckpointConfig(Section):

@@ -1,24 +1,67 @@
 """YAML files of named configs, and `extends`, by which a file or a config inherits from another.
 
 `extends: UNet.yaml` at the top of a file adds the configs of another file, named relative to this one; a config that is
-in both inherits the keys of the other one. `extends: base` in a config inherits the keys of another config. Keys are
+in both inherits the keys of the other one. `extends: base` in a config inherits the keys of an earlier config. Keys are
 inherited as by `<<: *base`: a section that is given again replaces the whole section.
+
+Numbers and booleans are those of YAML 1.2: 1e-4 is a number, `on` and 1:30 are strings. Duplicate keys are errors.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from utils.config.messages import nearest
-from utils.config.paths import expand
-from utils.config.yaml_values import parse_value
-from utils.errors import UserError, os_errors_for_users
-from utils.files import read_text
+import yaml
+
+from utils.config.messages import did_you_mean
+from utils.errors import UserError
 
 EXTENDS = "extends"
 Configs = dict[str, dict[str, Any]]  # name -> keys and values
+
+
+class _StrictSafeLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with other implicit types, which refuses duplicate keys."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.YAMLError(f"line {node.start_mark.line + 1}: duplicate key {name}; remove one")
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; also quotes strings that this module's loader would read as something else."""
+
+
+_StrictSafeLoader.yaml_implicit_resolvers = {}
+for _kind, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9]\d*)", "-+0123456789"),
+    ("float", r"[-+]?(\.\d+|\d+\.\d*)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|[-+]?\.inf|\.nan", "-+.0123456789"),
+    ("null", "~|null|Null|NULL|None|", ["~", "n", "N", ""]),  # None as in the tutorial's configs
+    ("merge", "<<", "<"),
+):
+    for _class in (_StrictSafeLoader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"^({_pattern})$"), list(_first))
+
+
+def parse_value(text: str, name: str = "a value") -> Any:
+    """One YAML value. Errors mention `name`."""
+    try:
+        return yaml.load(text, Loader=_StrictSafeLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a wrong tag, such as !!int word
+        raise UserError(f"cannot read {name}: {' '.join(str(error).split())}") from None
+
+
+def dump(values: dict[str, Any]) -> str:
+    """A YAML text that `parse_value` reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None)
 
 
 def read_file(path: str) -> Configs:
@@ -32,25 +75,14 @@ def default_name(path: str) -> str:
     return next(iter(configs)) if len(configs) == 1 else "base"
 
 
-def names(path: str) -> list[str]:
-    """The names of a file's own configs; empty if the file belongs to another program."""
-    try:
-        return list(read_file(path))
-    except UserError:
-        return []
-
-
 def find(path: str, name: str) -> dict[str, Any]:
     """The values of config `name` in the file, or else in the only other YAML file of its directory that has it."""
     configs, inherited = _read(path)
     known = inherited | configs
-    if name in known:
-        return known[name]
-    matches: Configs = {}
-    faults = ""
-    for neighbor in sorted(Path(path).parent.glob("*.yaml")):
+    matches, faults = {path: known[name]} if name in known else {}, ""
+    for neighbor in [] if matches else sorted(Path(path).parent.glob("*.yaml")):
         try:
-            configs = {} if neighbor == Path(path) else read_file(str(neighbor))
+            configs = read_file(str(neighbor))
         except UserError as error:  # possibly a file of another program
             configs, faults = {}, f"{faults}; {error}"
         known |= configs
@@ -61,8 +93,8 @@ def find(path: str, name: str) -> dict[str, Any]:
     for values in matches.values():
         return values
     raise UserError(
-        f"unknown config {name} in {path} and the other YAML files of its directory; known: "
-        f"{', '.join(known)}{nearest(name, known)}{faults}"
+        f"unknown config {name} in {path} and the other YAML files of its directory{did_you_mean(name, known)}; "
+        f"known: {', '.join(known)}{faults}"
     )
 
 
@@ -70,56 +102,26 @@ def _read(path: str, extended_by: tuple[str, ...] = ()) -> tuple[Configs, Config
     """The configs of a file, and those of the files that it extends, all with the keys that they inherit."""
     if os.path.realpath(path) in map(os.path.realpath, extended_by):
         raise UserError(f"the files {' -> '.join((*extended_by, path))} extend each other; remove one of the extends")
-    action, remedy = f"cannot read yaml_config {path}", "run from the repository's root, or set --yaml_config"
-    if extended_by:
-        action, remedy = f"cannot read {path}, which {extended_by[-1]} extends", "correct the path after extends"
     try:
-        with os_errors_for_users(action, remedy):
-            configs = parse_value(read_text(path, errors="strict"), path)
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: {error}; save the file in the encoding UTF-8") from None
-    parent = configs.pop(EXTENDS, None) if isinstance(configs, dict) else None
-    _check_configs(path, configs)
-    inherited: Configs = {}
+        configs = parse_value(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+    except OSError as error:
+        source = f"{EXTENDS} in {extended_by[-1]}" if extended_by else "--yaml_config"
+        raise UserError(f"cannot read {path}: {error.strerror or error}; correct {source}") from None
+    entries = configs.items() if isinstance(configs, dict) else [("the file", configs)]
+    for name, values in entries:
+        if not isinstance(values, dict) and name != EXTENDS:
+            raise UserError(f"{path} must hold named configs, such as base: {{seed: 1}}, but {name} is {values!r:.100}")
+    parent, inherited = configs.pop(EXTENDS, None), Configs()
     if parent is not None:
-        if not isinstance(parent, str) or not parent:
-            raise UserError(f"{path}: extends: expected the path of a YAML file, such as UNet.yaml, got {parent!r}")
-        try:
-            target = Path(path).parent / expand(parent)
-        except ValueError as error:
-            raise UserError(f"{path}: extends: {error}") from None
+        target = Path(path).parent / os.path.expandvars(os.path.expanduser(str(parent)))
         extended, further = _read(str(target), (*extended_by, path))
         inherited = further | extended
-    return {name: _complete(path, name, configs, inherited) for name in configs}, inherited
-
-
-def _check_configs(path: str, configs: Any) -> None:
-    """Raises UserError if the values of a file are not named configs; names the first entry that is none."""
-    rule = f"{path} must hold named configs, each a mapping of keys to values, such as base: {{seed: 1}}"
-    if not isinstance(configs, dict):
-        raise UserError(rule)
+    complete = Configs()
     for name, values in configs.items():
-        if not isinstance(name, str) or not isinstance(values, dict):
-            raise UserError(f"{rule}; correct or remove {name}, which is {values!r:.100}")
-
-
-def _complete(
-    path: str, name: str, configs: Configs, inherited: Configs, extended_by: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """The keys of config `name` of a file, and those that it inherits from the file or from the `inherited` configs."""
-    values = {key: value for key, value in configs[name].items() if key != EXTENDS}
-    if name in extended_by:
-        raise UserError(f"config '{name}' of {path} extends itself; remove one of the extends")
-    if EXTENDS not in configs[name]:
-        return inherited.get(name, {}) | values
-    base = configs[name][EXTENDS]
-    known = [key for key in inherited | configs if key != name or key in inherited]
-    if not isinstance(base, str) or base not in known:
-        expected = f"expected one of {', '.join(known)}" if known else "but no other config is known"
-        hint = nearest(str(base), known)
-        if not inherited and not hint:
-            hint = f"; to extend configs of another file, add `{EXTENDS}: …/UNet.yaml` as the first line"
-        raise UserError(f"{path}: config '{name}' extends {base!r}, {expected}{hint}")
-    if base == name or base not in configs:
-        return inherited[base] | values
-    return _complete(path, base, configs, inherited, (*extended_by, name)) | values
+        base, known = values.pop(EXTENDS, name), inherited | complete
+        if base != name and base not in known:
+            raise UserError(
+                f"{path}: config {name} extends {base}, which is no earlier config{did_you_mean(str(base), known)}"
+            )
+        complete[name] = (inherited if base == name else known).get(base, {}) | values
+    return complete, inherited

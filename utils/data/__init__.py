@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from utils.config import Config, nearest
+from utils.config import Config, did_you_mean
 from utils.data.loaders import auto, classification, dali, gpu_resident, synthetic, threaded
 from utils.data.loaders.base import Batch, DataSplits, Loader
 from utils.data.volumes import check_data, with_file_values
@@ -43,7 +43,7 @@ def get_loader(name: str) -> LoaderSpec:
     """The loader `name`; UserError if the name is unknown."""
     if name not in LOADERS:
         known = ", ".join(LOADERS)
-        hint = nearest(name, LOADERS) or "; choose one with --data_loader_config"
+        hint = did_you_mean(name, LOADERS) or "; choose one with --data_loader_config"
         raise UserError(f"unknown data_loader_config {name}; known: {known}{hint}")
     return LOADERS[name]
 

@@ -24,7 +24,7 @@ from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import Launch, read_launch
 from utils.distributed.rendezvous import rendezvous
 from utils.distributed.threads import set_threads
-from utils.errors import LocalError, Stopped, UserError
+from utils.errors import LocalError, Stopped, UserError, as_local_error
 
 DEFAULT_TIMEOUTS = TimeoutsConfig()
 
@@ -96,11 +96,11 @@ class World:
         Every rank enters and leaves the block. A collective inside the block is safe only if nothing before it in the
         block can fail.
         """
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield
         except Exception as caught:
-            error = caught
+            error = as_local_error(caught)
         line = None if error is None else str(error) if isinstance(error, UserError) else repr(error)
         lines = self.gather_json(line)
         failed = [rank for rank, line in enumerate(lines) if line is not None]
@@ -187,7 +187,8 @@ def _beating(heartbeat: Heartbeat) -> Iterator[None]:
     heartbeat.start()
     try:
         yield
-    except BaseException as error:
+    except BaseException as caught:
+        error = as_local_error(caught)
         heartbeat.failed(error)
-        raise
+        raise error  # noqa: B904
     heartbeat.leave()

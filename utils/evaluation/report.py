@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.evaluation import figures, results, tables
 from utils.evaluation.results import Results
 from utils.files import atomic_write, make_output_directory
@@ -53,14 +53,13 @@ def write_report(output: Path, evaluation: Results, provenance: Mapping[str, Any
         contents = {f"{name}.png": picture for name, picture in pictures.items()}
         contents[SUMMARY] = (json.dumps(_summary(evaluation, provenance), indent=2) + "\n").encode()
         contents[PAGE] = page(evaluation, pictures, provenance).encode()
-        with os_errors_for_users(f"cannot write {output}", "give another --output"):
-            output.mkdir(exist_ok=True)
-            results.save(evaluation, output / ARRAYS)
-            with atomic_write([output / name for name in contents]) as partials:
-                for partial, content in zip(partials, contents.values(), strict=True):
-                    partial.write_bytes(content)
-            for name in figures.PICTURES.keys() - pictures.keys():  # of an earlier report
-                (output / f"{name}.png").unlink(missing_ok=True)
+        output.mkdir(exist_ok=True)
+        results.save(evaluation, output / ARRAYS)
+        with atomic_write([output / name for name in contents]) as partials:
+            for partial, content in zip(partials, contents.values(), strict=True):
+                partial.write_bytes(content)
+        for name in figures.PICTURES.keys() - pictures.keys():  # of an earlier report
+            (output / f"{name}.png").unlink(missing_ok=True)
         log.info("report: %s", output / PAGE)
 
 

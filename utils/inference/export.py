@@ -17,7 +17,7 @@ from torch.export import Dim
 from networks.physical import DENSITY_FLOOR, PhysicalNetwork
 from utils.data.channels import Channel, check_physical_units
 from utils.data.files.attributes import FLOOR
-from utils.errors import UserError, os_errors_for_users
+from utils.errors import UserError
 from utils.files import atomic_write
 from utils.inference.trained_network import TrainedNetwork
 
@@ -89,10 +89,7 @@ class ExportedNetwork:
         """
         self.module.requires_grad_(False)
         content = self._pack(json.dumps(metadata, indent=2, allow_nan=False))
-        with (
-            os_errors_for_users(f"cannot write {target}", "give another --output"),
-            atomic_write([target]) as (partial,),
-        ):
+        with atomic_write([target]) as (partial,):
             partial.write_bytes(content)
             with open(partial, "rb") as file:
                 difference = self.largest_difference(load_program(file))

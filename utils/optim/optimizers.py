@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from utils.config import nearest
+from utils.config import did_you_mean
 from utils.config.sections import OptimizerConfig
 from utils.optim.lamb import Lamb
 from utils.optim.soap import Soap
@@ -45,7 +45,7 @@ def build_optimizer(
 def check_optimizer(name: str) -> None:
     """Raises ValueError for an unknown name."""
     if name not in OPTIMIZERS:
-        hint = nearest(name, OPTIMIZERS)
+        hint = did_you_mean(name, OPTIMIZERS)
         raise ValueError(f"optimizer.name: unknown optimizer {name}; known: {', '.join(OPTIMIZERS)}{hint}")
 
 

@@ -22,13 +22,12 @@ import torch
 from pydantic import Field
 
 from utils.cli import Options
-from utils.config import Config, parse_value, validate_section
+from utils.config import Config, describe_config, parse_value, validate_section
 from utils.config.sections import Section
-from utils.config.summary import describe_config
 from utils.data import Batch, Loader, open_loaders
 from utils.distributed.world import World
-from utils.errors import UserError, os_errors_for_users
-from utils.files import atomic_write, read_text
+from utils.errors import UserError
+from utils.files import atomic_write
 from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.timing import summary, synchronize
@@ -66,9 +65,7 @@ def read_settings(world: World) -> Settings:
     Every rank calls it.
     """
     path = Path(os.environ.get("BENCHY_CONFIG_FILE", DEFAULT_SETTINGS))
-    with os_errors_for_users(f"cannot read BENCHY_CONFIG_FILE {path}"):
-        text = read_text(path)
-    settings = validate_section(Settings, parse_value(text, str(path)) or {}, str(path))
+    settings = validate_section(Settings, parse_value(path.read_text(encoding="utf-8"), str(path)) or {}, str(path))
     name = os.environ.get("BENCHY_OUTPUT") or settings.output
     output = Path(name if name.endswith(".json") else f"{name}.json")
     with world.raise_together():
@@ -155,7 +152,7 @@ def run(options: Options, config: Config, world: World, step_class: type[EagerSt
     """Measures the step and the training loader. Every rank calls it."""
     settings, modules, reserve = read_settings(world), build.model(config), reserved_bytes(config, world)
     with open_loaders(config, world, reserve) as loaders, build.step(config, world, modules, step_class) as step:
-        log.info(describe_config(config, options.config, options.overrides))
+        log.info(describe_config(config, options.config))
         build.log_settings(config, step, world)
         Benchmark(config, step, loaders.train, world, settings).run()
     log.info("DONE ---- rank %d", world.rank)

@@ -15,8 +15,7 @@ import torch
 
 from networks.norms import ghost_batch
 from utils.cli import Options
-from utils.config import Config
-from utils.config.summary import describe_config
+from utils.config import Config, describe_config
 from utils.data import get_loader, open_loaders
 from utils.data.volumes import check_all_values, with_file_values
 from utils.distributed.devices import choose_device
@@ -78,7 +77,7 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
     check_memory(config, ranks)
     _log_learning_rate(config)
-    log.info(describe_config(config, options.config, options.overrides))
+    log.info(describe_config(config, options.config))
     if config.enable_benchy:
         read_settings(alone)
         start = None

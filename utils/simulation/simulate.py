@@ -25,7 +25,7 @@ from colossus.cosmology import cosmology as colossus
 from utils.cli import Parser, positive
 from utils.data.files.nyx import from_physical, layout_attributes
 from utils.data.files.snapshots import FIELDS
-from utils.errors import UserError, one_line_errors, os_errors_for_users
+from utils.errors import UserError, one_line_errors
 from utils.files import atomic_write, check_target, make_output_directory
 from utils.progress import Progress
 from utils.simulation import gas
@@ -167,11 +167,7 @@ def write(
         channels = zip(FIELDS, (channel for field in fields for channel in field), strict=True)
         datasets = {f"native_fields/{name}": from_physical(name, channel) for name, channel in channels}
         attributes_by_group = layout_attributes(list(FIELDS), (options.grid,) * 3, options.cell, attributes)
-    with (
-        os_errors_for_users(f"cannot write {target}", "give another --output"),
-        atomic_write([target]) as (partial,),
-        h5py.File(partial, "w") as file,
-    ):
+    with atomic_write([target]) as (partial,), h5py.File(partial, "w") as file:
         for name, values in datasets.items():
             file[name] = values
         for place, described in attributes_by_group.items():

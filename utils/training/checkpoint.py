@@ -20,7 +20,7 @@ import torch
 
 from utils.distributed.world import World
 from utils.errors import UserError, os_reason
-from utils.files import atomic_directory, open_regular, read_text
+from utils.files import atomic_directory
 from utils.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
     """Raises DamagedCheckpoint unless the files match SHA256SUMS."""
     reading = CHECKSUMS
     try:
-        listed = read_text(directory / CHECKSUMS).splitlines()
+        listed = (directory / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
         for reading in names:
             if f"{digest(directory / reading)}  {reading}" not in listed:
                 raise DamagedCheckpoint(directory, f"{reading} is damaged: its digest does not match")
@@ -147,7 +147,7 @@ def verify(directory: Path, names: Sequence[str] = (WEIGHTS, TRAINING)) -> None:
 def digest(path: Path) -> str:
     """SHA-256 of a regular file."""
     sha256 = hashlib.sha256()
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         while block := file.read(2**22):
             sha256.update(block)
     return sha256.hexdigest()

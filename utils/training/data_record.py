@@ -13,7 +13,7 @@ from utils.config import Config
 from utils.data import get_loader
 from utils.data.plan import SPLITS
 from utils.data.volumes import split_settings
-from utils.files import MIB, open_regular
+from utils.files import MIB
 
 DIGEST = "sha256_of_samples"
 HEAD, BLOCK, BLOCKS = MIB, 2**16, 64  # bytes: 5 MiB of a file of any size; a channel of nine is sampled 7 times
@@ -55,7 +55,7 @@ def _data_files(config: Config) -> Iterator[tuple[str, Path]]:
 
 def _describe(path: Path) -> dict[str, Any]:
     """The digest is of the size, the first MiB, which holds the header, and blocks at equal distances up to the end."""
-    with open_regular(path) as file:
+    with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         digest = hashlib.sha256(f"{status.st_size} ".encode())
         digest.update(file.read(HEAD))

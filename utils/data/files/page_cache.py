@@ -21,7 +21,6 @@ import numpy as np
 
 from utils.distributed.threads import control_groups
 from utils.distributed.world import World
-from utils.errors import os_errors_for_users
 from utils.files import GIB, copy_file
 
 log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def warm_page_cache(paths: Sequence[str], arrays: Iterable[np.ndarray], world: W
     """
     paths = list(dict.fromkeys(paths))  # training and validation may read the same file
     names = ", ".join(map(os.path.basename, paths))
-    with world.raise_together(), os_errors_for_users(f"cannot read {', '.join(paths)}"):
+    with world.raise_together():
         size, available = sum(os.path.getsize(path) for path in paths), available_memory()
         text = f"{names}: {size / GIB:.2f} GiB"
         if world.is_node_leader and size > available:

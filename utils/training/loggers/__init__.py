@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from utils.config import nearest
+from utils.config import did_you_mean
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.training.loggers.base import LoggedRun, Logger
@@ -38,7 +38,9 @@ def check_loggers(names: Sequence[str], world: World) -> None:
     with world.raise_together():
         for name in names if world.is_root else ():
             if name not in LOGGERS:
-                raise UserError(f"loggers: unknown logger {name}; known: {', '.join(LOGGERS)}{nearest(name, LOGGERS)}")
+                raise UserError(
+                    f"loggers: unknown logger {name}; known: {', '.join(LOGGERS)}{did_you_mean(name, LOGGERS)}"
+                )
             requires = LOGGERS[name].requires
             if requires is not None:
                 requires()
