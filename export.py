@@ -78,8 +78,8 @@ def export(options: Options) -> None:
     print(exported.write(target, metadata))
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Reads the command line; raises UserError if it is wrong."""
+def build_parser() -> cli.Parser:
+    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")
@@ -90,7 +90,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         help="%(default)s: the file contains the transforms; channel: values as in training",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    return Options(**vars(parser.parse_args(argv)))
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Reads the command line; raises UserError if it is wrong."""
+    return Options(**vars(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":
