@@ -2,6 +2,7 @@
 # make test        runs the fast tests: every feature once, in about five minutes on two cores
 # make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
+# make docs        writes the tables of the documentation that are generated
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
 #                  kill, or 8 s with LAUNCHER=torchrun
@@ -29,7 +30,7 @@ N ?= 100
 LAUNCHER ?= plain
 CALL ?= 1
 
-.PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
+.PHONY: demo docs test test-slow coverage check soak bench-cpu bench-gpu install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The number of ranks must divide the demo's batch of 8.
@@ -67,6 +68,9 @@ check: $(READY)
 	PATH="$(BIN):$$PATH" shellcheck $(SHELL_FILES)
 	PATH="$(BIN):$$PATH" shfmt -d -i 2 $(SHELL_FILES)
 	PATH="$(BIN):$$PATH" hadolint docker/Dockerfile
+
+docs: $(READY)
+	$(BIN)/python -m docs.generate
 
 soak: $(TEST_READY)
 	$(BIN)/python tests/soak.py $(N) --launcher=$(LAUNCHER)

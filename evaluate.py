@@ -75,8 +75,8 @@ def evaluate(options: Options, world: World) -> None:
     report.write_report(Path(options.output), results, provenance(world), world)
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Reads the command line; raises UserError if it is wrong."""
+def build_parser() -> cli.Parser:
+    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     cli.add_checkpoint_option(source, required=False)
@@ -86,7 +86,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--overwrite", action="store_true", help="replace that directory")
     add_inference_options(parser)
     add_flux_options(parser)
-    arguments = vars(parser.parse_args(argv))
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Reads the command line; raises UserError if it is wrong."""
+    arguments = vars(build_parser().parse_args(argv))
     return Options(evaluation=take_flux_options(arguments), **arguments)
 
 

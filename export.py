@@ -66,8 +66,8 @@ def export(options: argparse.Namespace) -> None:
     print(exported.write(target, metadata))
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line; raises UserError if it is wrong."""
+def build_parser() -> cli.Parser:
+    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--output", required=True, help="file to write, named *.pt2")
@@ -78,7 +78,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="%(default)s: the file contains the transforms; channel: values as in training",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    return parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line; raises UserError if it is wrong."""
+    return build_parser().parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def predict(options: PredictionOptions, world: World, signals: Signals) -> None:
         PredictionFile(options, source, weights, trained, layout).write(predictor, world, signals)
 
 
-def parse(argv: Sequence[str] | None = None) -> PredictionOptions:
-    """Reads the command line; raises UserError if it is wrong."""
+def build_parser() -> cli.Parser:
+    """The parser of the command line."""
     parser = cli.Parser(__doc__)
     cli.add_checkpoint_option(parser, required=True)
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} [C, X, Y, Z]")
@@ -63,7 +63,12 @@ def parse(argv: Sequence[str] | None = None) -> PredictionOptions:
     parser.add_argument("--physical", action="store_true", help=f"also write {PHYSICAL}: mean density, km/s, K")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add_inference_options(parser)
-    return PredictionOptions(**vars(parser.parse_args(argv)))
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> PredictionOptions:
+    """Reads the command line; raises UserError if it is wrong."""
+    return PredictionOptions(**vars(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

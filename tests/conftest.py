@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import disturbance  # noqa: F401  acts if DISTURB is set
 import pytest
 import torch
 from volume_files import write_volume

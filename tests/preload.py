@@ -10,6 +10,7 @@ MODULES = (
     "pytest",
     "scipy.ndimage",
     "sklearn.datasets",
+    "disturbance",
     "torch._dynamo",
     "torch.utils.tensorboard",
     "matplotlib.figure",

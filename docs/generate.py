@@ -1,0 +1,164 @@
+"""Writes the generated tables of the documentation: python -m docs.generate, or make docs.
+
+A table lies between two markers, `<!-- table: NAME -->` and `<!-- end -->`, in a page of docs/ or in README.md. TABLES
+has a function for each name. tests/test_generated_tables.py checks that the pages are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+import evaluate
+import export
+import predict
+from utils import cli
+from utils.config import Config
+from utils.config.sections import Section
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """All pages that may contain tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(map(_escape, line))} |\n" for line in lines)
+
+
+def _escape(cell: str) -> str:
+    """Text in which Markdown sees no column and, outside code, no HTML tag."""
+    parts = cell.replace("|", "\\|").split("`")
+    return "`".join(part if index % 2 else part.replace("<", "\\<") for index, part in enumerate(parts))
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def flags(parser: argparse.ArgumentParser) -> str:
+    """The flags of a parser, with the values that they take."""
+    rows = []
+    for action in parser._actions:
+        if action.option_strings and action.help and action.dest not in ("help", "version"):
+            rows.append([f"`{_spelling(action)}`", _help(parser, action)])
+    return table(["flag", "meaning"], rows)
+
+
+def _spelling(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return action.option_strings[-1]
+    values = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    return f"{action.option_strings[-1]} {f'[{values}]' if action.nargs == '?' else values}"
+
+
+def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    text = parser._get_formatter()._expand_help(action)
+    return text if action.required is False else f"{text}; required"
+
+
+# --- config keys -----------------------------------------------------------------------------------------------------
+
+
+def comments_of(section: type[Section]) -> dict[str, str]:
+    """The comment of each key of a section: the one in its line, or those in the lines directly above."""
+    source = textwrap.dedent(inspect.getsource(section))
+    comments, alone = {}, set()
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.lstrip("# ")
+            if not token.line[: token.start[1]].strip():
+                alone.add(token.start[0])
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    result = {}
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first = node.lineno
+            while first - 1 in alone:
+                first -= 1
+            lines = range(first, (node.end_lineno or node.lineno) + 1)
+            result[node.target.id] = " ".join(comments[line] for line in lines if line in comments)
+    return result
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Key, default and meaning of all keys of a section and of the sections in it."""
+    comments = comments_of(section)
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if inspect.isclass(annotation) and issubclass(annotation, Section):
+            yield from keys_of(annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _default(field.default), _meaning(comments[name], annotation)
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else f"{value:.6g}"
+    if value is None:
+        return "None"
+    return yaml.safe_dump(value, default_flow_style=True, width=200).removesuffix("\n...\n").strip()
+
+
+def _meaning(comment: str, annotation: Any) -> str:
+    choices = [str(value) for literal in _literals(annotation) for value in get_args(literal)]
+    listed = ", ".join(f"`{choice}`" for choice in choices)
+    return f"{listed}: {comment}" if choices and comment else listed or comment
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield annotation
+    for part in get_args(annotation):
+        if get_origin(annotation) is not Literal:
+            yield from _literals(part)
+
+
+def config_keys() -> str:
+    """All keys of a config."""
+    rows = [[f"`{key}`", f"`{default}`", meaning] for key, default, meaning in keys_of(Config)]
+    return table(["key", "default", "meaning"], rows)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+TABLES: dict[str, Callable[[], str]] = {
+    "flags-train": lambda: flags(cli.build_parser()),
+    "flags-predict": lambda: flags(predict.build_parser()),
+    "flags-evaluate": lambda: flags(evaluate.build_parser()),
+    "flags-export": lambda: flags(export.build_parser()),
+    "config-keys": config_keys,
+}
+
+
+def render(text: str) -> str:
+    """The text of a page with up-to-date tables; KeyError for an unknown name."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+
+def main() -> None:
+    """Writes the pages whose tables have changed."""
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if render(text) != text:
+            page.write_text(render(text), encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""docs/generate.py: the generated tables of the documentation are up to date and complete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs import generate
+from utils import config
+
+
+@pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
+def test_tables_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.render(text) == text, "run make docs"
+
+
+def test_every_config_key_is_listed_with_its_meaning() -> None:
+    rows = {key: meaning for key, _, meaning in generate.keys_of(config.Config)}
+    assert rows.keys() == config.flatten(config.Config()).keys()
+    assert [key for key, meaning in rows.items() if not meaning] == []
+
+
+def test_an_unknown_table_is_an_error() -> None:
+    with pytest.raises(KeyError, match="loss-of-everything"):
+        generate.render("<!-- table: loss-of-everything -->\n<!-- end -->")
+
+
+def test_cells_show_what_markdown_would_hide() -> None:
+    assert generate.table(["a"], [["<x> | `<y>`"]]).splitlines()[-1] == "| \\<x> \\| `<y>` |"
