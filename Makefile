@@ -6,11 +6,10 @@
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
 #                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
 #                  two); srun starts a private Slurm of two nodes, as root on Debian
-# make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
-# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 peaks, convolutions and the fastest
-#                  options; 2 the tests that need a GPU; 3 single options, comparisons and loaders. Uses python3 without
-#                  an installation if make install was not run. BENCH: other arguments of benchmarks/gpu.py, for
-#                  example BENCH="--dry_run"
+# make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
+# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
+#                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
+#                  install was not run. BENCH: other arguments of benchmarks/step.py, for example BENCH="--dry_run"
 #
 # PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch
 # TORCH   otherwise the arguments of pip to install torch. For a machine without a GPU, PyTorch's "Get started" page
@@ -73,12 +72,11 @@ soak: $(TEST_READY)
 	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
 
 bench-cpu: $(TEST_READY)
-	$(BIN)/python -m benchmarks.ladder
-	$(BIN)/python -m benchmarks.loop_overhead
+	$(BIN)/python -m benchmarks.step
 
 # Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu --call $(CALL) $(BENCH)
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.step --call $(CALL) $(BENCH)
 
 install: $(TEST_READY)
 
