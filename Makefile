@@ -10,6 +10,7 @@
 # make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
 #                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
 #                  install was not run. BENCH: other arguments of benchmarks/step.py, for example BENCH="--dry_run"
+# make docs        writes the tables of benchmarks/results into README.md and docs/
 #
 # PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch
 # TORCH   otherwise the arguments of pip to install torch. For a machine without a GPU, PyTorch's "Get started" page
@@ -29,7 +30,7 @@ N ?= 100
 LAUNCHERS ?= plain
 CALL ?= 1
 
-.PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu install clean
+.PHONY: demo test test-slow coverage check soak bench-cpu bench-gpu docs install clean
 
 demo: $(READY) $(DEMO_DATA)
 	@# The number of ranks must divide the demo's batch of 8.
@@ -77,6 +78,9 @@ bench-cpu: $(TEST_READY)
 # Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.step --call $(CALL) $(BENCH)
+
+docs: $(READY)
+	$(BIN)/python -m benchmarks.document
 
 install: $(TEST_READY)
 

@@ -13,7 +13,8 @@ of that file. Any other comment names another source (`<!-- published -->`) and 
 links to a results file, every number with a unit of measurement needs a comment; in the table after such a paragraph,
 every decimal number.
 
-`<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file.
+`<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file. Tables between
+`<!-- table: NAME -->` and `<!-- end -->` are written by `make docs` (benchmarks/document.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks import document
 from utils import cli, config
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +44,7 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCS, ROOT / "CHANGELOG.md", *sorted((ROOT / "example_logs").rglob("*.md")), *sorted(RESULTS.rglob("*.md"))]
 SOURCES = ["*.py", "*.sh", "config/*.yaml", "docker/*", "benchmarks/*", "networks/*.py", "utils/**/*.py", "Makefile"]
 
+MARKED_TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
 COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 # A number, perhaps a unit, and the comment.
 FIGURE = re.compile(r"([-−]?\d[\d,]*(?:\.\d+)?(?::\d\d)*)(?:\s?[^\s\d<|]{1,12})?<!--(.*?)-->", re.DOTALL)
@@ -179,7 +182,7 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
             faults.append(f"{quoted}<!--{source}-->: the value is {value:.6g}")
     assert faults == []
     # A comment at the start of a line ends the paragraph, which only comments above a block may do.
-    assert re.findall(r"^\s*<!--(?! (?:quoted from|long|not run:) ).*", text, re.MULTILINE) == []
+    assert re.findall(r"^\s*<!--(?! (?:quoted from|long|not run:|table:|end) ).*", text, re.MULTILINE) == []
     comments = [source for source in COMMENT.findall(re.sub(r"`[^`]*`", "", text)) if ".json#" in source]
     assert sorted(comments) == sorted(source for _, source in found), "a comment without a number before it"
 
@@ -193,7 +196,8 @@ def test_figures_quoted_from_tables_are_in_them(page: Path) -> None:
 @docs
 def test_figures_next_to_a_link_to_results_have_a_source(page: Path) -> None:
     faults, links_before = [], False
-    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", without_blocks(page))):
+    text = MARKED_TABLE.sub("", without_blocks(page))
+    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", text)):
         links_to_results = bool(re.search(r"\]\([^)]*benchmarks/results/[^)]*\.(json|md)\)", block))
         if links_to_results:
             faults += UNSOURCED.findall(" ".join(block.split()))
@@ -201,6 +205,12 @@ def test_figures_next_to_a_link_to_results_have_a_source(page: Path) -> None:
             faults += UNSOURCED_DECIMAL.findall(COMMENT.sub("<!-- -->", block))
         links_before = links_to_results
     assert faults == []
+
+
+@docs
+def test_tables_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert document.updated(text) == text, "run make docs"
 
 
 @docs
