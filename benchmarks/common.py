@@ -65,10 +65,6 @@ class Parser(cli.Parser):
 
 
 def end_by_signal(number: int, frame: object) -> NoReturn:
-    """A signal handler that ends all process groups of `run_group`, also those of other threads."""
-    for process in list(_running):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
     sys.stderr.write(f"ended by {signal.Signals(number).name}\n")
     raise SystemExit(128 + number)
 
@@ -129,6 +125,12 @@ def run_group(
             _end(process, grace)
 
 
+def end_running(grace: float) -> None:
+    """Ends the processes that other threads have started."""
+    for process in list(_running):
+        _end(process, grace)
+
+
 def _end(process: subprocess.Popen[bytes], grace: float) -> None:
     try:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -146,17 +148,11 @@ def failure_reason(code: int | None, output: str, limit: float = 0) -> str:
         return ""
     if code is None:
         return f"stopped after {limit:.0f} s"
-    lines = [re.sub(r"^\[rank\d+\]:\s*", "", line).strip() for line in output.splitlines()]
-    reported = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    raised = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception)(:|$)", line)]
+    reported = re.findall(r"^error: (.*)", output, re.MULTILINE)
+    raised = re.findall(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*)(?:Error|Exception)(?::.*)?)$", output, re.MULTILINE)
     raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun raises it for any failed rank
-    signals = re.findall(r"Signal \d+ \((SIG\w+)\)", output)
-    if code < 0:
-        signals.append(signal.Signals(-code).name)
-    ended = f"ended by {signals[0]}" if signals else f"exit code {code}"
-    if signals[:1] == ["SIGKILL"]:
-        ended += ", possibly because memory ran out"
-    return (reported or raised or [ended])[0]
+    signals = [signal.Signals(-code).name] if code < 0 else re.findall(r"Signal \d+ \((SIG\w+)\)", output)
+    return (reported or raised or [f"ended by {name}" for name in signals] or [f"exit code {code}"])[0]
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
@@ -63,7 +63,7 @@ STORED = {
     "tail_l1": ("blocks_gradient", "loss_partial", "bias_partial"),
 }
 
-# --- the count -------------------------------------------------------------------------------------------------------
+# --- tensors ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -75,22 +75,6 @@ class Operation:
     calls: int = 0
     read: int = 0
     written: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return self.read + self.written
-
-
-@dataclass
-class Count:
-    """Operations, convolutions, and large tensors in another order than channels-last."""
-
-    operations: dict[tuple[str, str], Operation] = field(default_factory=dict)
-    convolutions: dict[tuple[str, str], Operation] = field(default_factory=dict)
-    layouts: dict[str, None] = field(default_factory=dict)
-
-    def total(self, *phases: str) -> int:
-        return sum(row.bytes for row in self.operations.values() if row.phase in (phases or PHASES))
 
 
 def size(x: torch.Tensor) -> int:
@@ -118,16 +102,25 @@ def distinct(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-# --- the trace -------------------------------------------------------------------------------------------------------
+Rows = dict[tuple[str, str], Operation]
 
 
 class Trace(TorchDispatchMode):
-    """Counts what runs inside it, in the phases that the step announces to the profiler."""
+    """Counts what runs inside it, in the phases that the step announces to the profiler.
+
+    layouts: large tensors in another order than channels-last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = Count()
+        self.operations: Rows = {}
+        self.convolutions: Rows = {}
+        self.layouts: dict[str, None] = {}
         self._phase: str | None = None
+
+    def total(self, *phases: str) -> int:
+        """Bytes of the operations of some phases, or of all."""
+        return sum(row.read + row.written for row in self.operations.values() if row.phase in (phases or PHASES))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -158,7 +151,7 @@ class Trace(TorchDispatchMode):
         operands = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         written = distinct(operands[key] for key in STORED[name])
         read = distinct(value for key, value in operands.items() if key not in STORED[name])
-        self._add(self.count.operations, f"Triton {name}", read, written)
+        self._add(self.operations, f"Triton {name}", read, written)
 
     def _operation(self, name: str, schema: Any, args: Any, kwargs: Any, result: Any) -> None:
         operands = {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
@@ -172,7 +165,7 @@ class Trace(TorchDispatchMode):
         results = [x for x in distinct(tree_leaves(result)) if x.untyped_storage()._cdata not in storages]
         if written or results:  # other operations return views
             copied = read[:1] if name in FILLED and size(results[0]) > size(read[0]) else []
-            self._add(self.count.operations, name, read, [*written, *results, *copied])
+            self._add(self.operations, name, read, [*written, *results, *copied])
 
     def _convolution(self, name: str, args: Sequence[Any], result: Any) -> Any:
         """Counts a convolution, and gives its results the layout that cuDNN gives them."""
@@ -183,7 +176,7 @@ class Trace(TorchDispatchMode):
         form = torch.channels_last_3d if torch.channels_last_3d in forms else torch.contiguous_format
         for tensor in operands:
             if not tensor.is_contiguous(memory_format=form):
-                self._add(self.count.operations, "copy before a convolution", [tensor], [tensor])
+                self._add(self.operations, "copy before a convolution", [tensor], [tensor])
         results = [
             torch.empty_like(part, memory_format=form) if isinstance(part, torch.Tensor) and part.dim() == 5 else part
             for part in (result if backward else [result])
@@ -192,13 +185,11 @@ class Trace(TorchDispatchMode):
         bias = written[2:] if backward else [part for part in args[2:3] if part is not None]
         if bias:  # a separate kernel adds it, or sums its gradient
             big = args[0] if backward else results[0]
-            self._add(self.count.operations, "bias of a convolution", [big, *bias], [] if backward else [big])
-        self._add(self.count.convolutions, name, operands, written[:2])
+            self._add(self.operations, "bias of a convolution", [big, *bias], [] if backward else [big])
+        self._add(self.convolutions, name, operands, written[:2])
         return tuple(results) if backward else results[0]
 
-    def _add(
-        self, table: dict[tuple[str, str], Operation], name: str, read: Sequence[Any], written: Sequence[Any]
-    ) -> None:
+    def _add(self, table: Rows, name: str, read: Sequence[Any], written: Sequence[Any]) -> None:
         if self._phase is None:
             return
         row = table.setdefault((self._phase, name), Operation(self._phase, name))
@@ -208,7 +199,7 @@ class Trace(TorchDispatchMode):
         for x in distinct([*read, *written]):
             if x.dim() == 5 and size(x) >= LARGE and not is_channels_last(x):
                 text = f"{self._phase}, {name}: {x.dtype} {list(x.shape)}, strides {list(x.stride())}"
-                self.count.layouts[text] = None
+                self.layouts[text] = None
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -272,7 +263,7 @@ def phases(trace: Trace) -> Iterator[None]:
         yield
 
 
-def count_step(config: Config) -> Count:
+def count_step(config: Config) -> Trace:
     """The bytes of the config's second step: the first one also creates the optimizer's state."""
     trace = Trace()
     with fake_gpu(trace):
@@ -282,7 +273,7 @@ def count_step(config: Config) -> Count:
             step(*batch, 1e-4)
         with phases(trace):
             step(*batch, 1e-4)
-    return trace.count
+    return trace
 
 
 def batch_of(config: Config) -> Batch:
@@ -314,7 +305,9 @@ def measure(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         "FLOP per sample": flops,
         "gigabytes": {key: value / 1e9 for key, value in moved.items()},
         "predicted samples/s": [batch / (seconds + count.total() / COPY) for seconds in convolutions],
-        "operations": [asdict(row) for row in sorted(count.operations.values(), key=lambda row: -row.bytes)],
+        "operations": [
+            asdict(row) for row in sorted(count.operations.values(), key=lambda row: -row.read - row.written)
+        ],
         "convolutions": [asdict(row) for row in count.convolutions.values()],
         "not channels-last": list(count.layouts) if config.channels_last else [],
     }

@@ -302,20 +302,20 @@ class Call:
     """One call: its results so far, which are written after each part."""
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
-        self._options, self._directory, self._lock = options, directory, threading.Lock()
+        self._directory, self._lock = directory, threading.Lock()
         self._deadline = STARTED + 60 * options.minutes
         self.name = f"call{options.call}" if options.call else "ladder"
         self.results: dict[str, Any] = {"settings": common.settings(options), "unit": "samples/s", "ladder": []}
-        self.results |= {"ended": {}, "failed": {}}
+        self.results |= {"last lines": {}, "failed": {}}
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """Runs the parts; the files of tests in four processes, so that a failure of the device ends one file only."""
-        pool = ThreadPoolExecutor(4) if self._options.call == 2 else None
+    def run(self, parts: Sequence[Part], processes: int) -> None:
+        """Runs the parts in that many processes at a time."""
+        pool = ThreadPoolExecutor(processes)
         try:
-            list(pool.map(self._run_part, parts) if pool else map(self._run_part, parts))
-        finally:
-            if pool:
-                pool.shutdown(cancel_futures=True)
+            list(pool.map(self._run_part, parts))
+        finally:  # also after a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            common.end_running(GRACE)
         with contextlib.suppress(ImportError):  # matplotlib is optional
             if self.results["ladder"]:
                 draw(self.results["ladder"], self._directory / f"{self.name}.png")
@@ -334,15 +334,14 @@ class Call:
                 self.results["ladder"] += read_json(result)["ladder"]
             if reason:
                 self.results["failed"][part.name] = reason
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            self.results["ended"][part.name] = lines[-1] if lines else ""
+            else:
+                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
             common.save(self.name, self.results, self._directory, self.page())
 
     def page(self) -> str:
         """All results."""
         made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
-        if self._options.call == 2:
-            made.append(common.table(("file", "last line"), self.results["ended"].items(), left=2))
+        made += [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
         made += [f"- {name}: {reason}" for name, reason in self.results["failed"].items()]
         return "\n\n".join(made)
 
@@ -392,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type != "cuda" and options.call:
         raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
     call = Call(options, directory)
-    call.run(parts)
+    call.run(parts, processes=4 if options.call == 2 else 1)  # so that a failure of the device ends one file only
     print(f"{call.page()}\n\nwritten: {directory / call.name}.json")
     return None
 

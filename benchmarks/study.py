@@ -54,7 +54,7 @@ from utils.training.loggers.base import read_records
 
 FILE = Path(__file__).with_name("studies.yaml")
 LOSS, ACCURACY = "Loss/valid", "training accuracy"
-MOST_CURVES = 8  # in a plot; more conditions are drawn as bars
+MOST_CURVES = 8  # in a plot; a study of more conditions has none
 
 
 @dataclass(frozen=True)
@@ -292,14 +292,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Curves over samples and seconds, with standard deviations; of many conditions, the final values."""
-    names = [summary["name"] for summary in summaries]
-    if len(names) > MOST_CURVES:
-        found = [(summary[study.measure]["mean"], summary[study.measure]["stdev"]) for summary in summaries]
-        final = [{"median": mean, "min": mean - spread, "max": mean + spread} for mean, spread in found]
-        with common.plot(path, (8, 1.2 + 0.3 * len(names))) as panels:
-            common.bars(panels[0, 0], names, {"": final}, xlabel=f"final {study.label}")
-        return
+    """Curves over samples and seconds, with standard deviations."""
     with common.plot(path, (9, 4.6), 2, sharey=True) as panels:
         for panel, key in zip(panels[0], ("samples", "seconds"), strict=True):
             for summary in summaries:
@@ -372,7 +365,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     result["settings"] = common.settings(options)
     study, summaries = STUDIES[options.study], result["conditions"]
     name = f"study_{options.study}"
-    common.publish(name, result, options.output, text, lambda path: draw(study, summaries, path))
+    draws = (lambda path: draw(study, summaries, path)) if len(summaries) <= MOST_CURVES else None
+    common.publish(name, result, options.output, text, draws)
     for training in training_runs[: len(study.conditions)] if options.logs else []:
         keep_logs(training, options.logs / training.condition.name)
     if failure is not None:

@@ -71,7 +71,7 @@ class Rehearsal(WaitingTrace):
             self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
         operands = args[: 3 if backward else 2]
         written = [each for each in (result if backward else [result]) if each is not None]
-        self._add(self.count.convolutions, name, operands, written)
+        self._add(self.convolutions, name, operands, written)
         return result
 
 
@@ -104,12 +104,12 @@ def rehearse_prediction() -> dict[str, Any]:
 
 
 def choices(trace: Rehearsal) -> dict[str, Any]:
-    operations = {row.name for row in trace.count.operations.values()}
+    operations = {row.name for row in trace.operations.values()}
     return {
         "convolutions": dict(trace.backends),
-        "not channels-last": list(trace.count.layouts),
+        "not channels-last": list(trace.layouts),
         "kernels": sorted(name for name in operations if name.startswith(("Triton", "_fused"))),
-        "gigabytes": trace.count.total() / 1e9,
+        "gigabytes": trace.total() / 1e9,
     }
 
 

@@ -117,11 +117,11 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     options = SimpleNamespace(call=2, minutes=8.0, **dict.fromkeys(step.SIZES))
     monkeypatch.setattr(step, "STARTED", time.perf_counter())
     call = step.Call(options, tmp_path)  # type: ignore[arg-type]
-    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)])
+    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)], 4)
     found = json.loads((tmp_path / "call2.json").read_text())
-    assert found["ended"] == {f"{n}.py": f"{n} passed" for n in range(6)}
+    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in (0, 2, 4)}
     assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
-    assert "| 2.py | 2 passed |" in call.page()
+    assert "- 2.py: 2 passed" in call.page()
 
 
 def test_sets_are_measured_in_alternating_trials_and_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,10 +81,9 @@ def test_shares_compare_with_the_whole_reference_of_the_same_seed() -> None:
     assert to_goal(losses, [result([0, 0.9]), result([0, 0.7], seed=1)], reference) == {"reached": 1}
 
 
-@pytest.mark.parametrize("count", [2, 9])
-def test_plots_show_curves_or_bars(tmp_path: Path, count: int) -> None:
-    chosen = Study([Condition(str(number), "digits_naive") for number in range(count)])
-    study.draw(chosen, summaries(chosen, *[[result([0.1, 0.5]), result([0.1, 0.7], seed=1)]] * count), tmp_path / "x")
+def test_a_plot_shows_curves(tmp_path: Path) -> None:
+    chosen = Study(CONDITIONS)
+    study.draw(chosen, summaries(chosen, *[[result([0.1, 0.5]), result([0.1, 0.7], seed=1)]] * 2), tmp_path / "x")
     assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
 
 
