@@ -296,6 +296,7 @@ def measure(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes and operations, and samples/s on an H200: the time of the convolutions plus that of all other bytes."""
     config = load(name, changes)
     count, batch = count_step(config), config.local_batch_size or 0
+    rows = sorted(count.operations.values(), key=lambda row: -row.read - row.written)
     with torch.device("meta"):
         flops = training_flops(build.network(config), torch.empty(1, config.N_in_channels, *[config.data_size] * 3))
     convolutions = [batch * flops / (share * MATMUL) for share in SHARES]
@@ -305,9 +306,7 @@ def measure(name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
         "FLOP per sample": flops,
         "gigabytes": {key: value / 1e9 for key, value in moved.items()},
         "predicted samples/s": [batch / (seconds + count.total() / COPY) for seconds in convolutions],
-        "operations": [
-            asdict(row) for row in sorted(count.operations.values(), key=lambda row: -row.read - row.written)
-        ],
+        "operations": [asdict(row) for row in rows],
         "convolutions": [asdict(row) for row in count.convolutions.values()],
         "not channels-last": list(count.layouts) if config.channels_last else [],
     }

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,6 @@ from utils.files import read_json
 
 KINDS = ("IO", "SYNTHETIC", "FULL", "NO-COMM")
 OVERHEADS = {"communication overhead": ("SYNTHETIC", "NO-COMM"), "input overhead": ("FULL", "SYNTHETIC")}
-PARTS = ("compute", "communication", "input")
 BENCHY = "benchy.yaml"
 RANKS_PER_NODE = 4  # that submit_pm.sh asks for
 
@@ -194,17 +192,10 @@ def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: [1 - run[one]["median"] / run[other]["median"] for run in runs]
         for name, (one, other) in OVERHEADS.items()
     }
-    seconds = {kind: point.ranks * point.local_batch / statistics.median(rates[kind]) for kind in KINDS}
     return {
         **asdict(point),
         "device": runs[0]["provenance"]["device"],
         **{name: common.summary(values) for name, values in {**rates, **lost}.items()},
-        # Noise can make a part negative.
-        "step ms": {
-            "compute": 1e3 * seconds["NO-COMM"],
-            "communication": 1e3 * (seconds["SYNTHETIC"] - seconds["NO-COMM"]),
-            "input": 1e3 * (seconds["FULL"] - seconds["SYNTHETIC"]),
-        },
     }
 
 
@@ -242,23 +233,16 @@ def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
 
 
 def draw(plan: Plan, points: Measured, path: Path) -> None:
-    """Efficiency, and below it the parts of a step's time; a column per series."""
-    with common.plot(path, (4.6 * len(plan.series) + 0.8, 8), len(plan.series), 2, sharey="row") as panels:
-        for (above, below), (title, series) in zip(panels.T, plan.series.items(), strict=True):
+    """Efficiency; a panel per series."""
+    with common.plot(path, (4.6 * len(plan.series) + 0.8, 4.4), len(plan.series), sharey="row") as panels:
+        for panel, (title, series) in zip(panels[0], plan.series.items(), strict=True):
             for kind in KINDS:
                 found = efficiencies(series, points, kind)
-                above.plot(list(found), [100 * value for value in found.values()], "o-", markersize=4, label=kind)
+                panel.plot(list(found), [100 * value for value in found.values()], "o-", markersize=4, label=kind)
+            panel.set(title=title, xlabel="ranks", ylabel="samples/s per rank, % of the fewest ranks", ylim=(0, None))
+            panel.set_xscale("log", base=2)
             measured = [point for point in series if point in points]
-            names = [f"{point.ranks}{plan.mark(point)}" for point in measured]
-            above.set(title=title, ylabel="samples/s per rank, % of the fewest ranks", ylim=(0, None))
-            above.set_xscale("log", base=2)
-            above.set_xticks([point.ranks for point in measured], names)
-            bottoms = [0.0] * len(measured)
-            for part in PARTS:
-                heights = [max(0.0, points[point]["step ms"][part]) for point in measured]
-                below.bar(names, heights, 0.6, bottoms, label=part)
-                bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-            below.set(xlabel="ranks (*: they share cores)" if "*" in "".join(names) else "ranks", ylabel="ms per step")
+            panel.set_xticks([point.ranks for point in measured], [f"{one.ranks}{plan.mark(one)}" for one in measured])
 
 
 def report(plan: Plan, directory: Path, output: Path) -> None:

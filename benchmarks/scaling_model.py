@@ -7,10 +7,8 @@ backward: each layer's FLOP over an achieved rate. Communication: gradients beco
 reduced once it is full and the previous one is done; the time after the end of the backward pass is exposed. Fixed: the
 update and other costs that do not grow with the batch. Jitter: all ranks wait for the slowest of p, which takes longer
 by deviation × (forward + backward + fixed) × E[maximum of p independent numbers from N(0, 1)].
-
 The fit to one and two nodes (benchmarks/published_scaling.yaml) does not use the runs on 128 GPUs, but those figures
-were known when the model was written. Costs among the four ranks of a node count as fixed time. Congestion, switches
-and file systems are not in the model.
+were known when the model was written. Costs inside a node count as fixed. Congestion is not in the model.
 """
 
 from __future__ import annotations
@@ -33,11 +31,9 @@ from utils.errors import one_line_errors
 
 
 class Layer(NamedTuple):
-    """FLOP of one sample, and bytes of the gradients in the order of the backward pass."""
-
-    forward: float
+    forward: float  # FLOP of one sample
     backward: float
-    gradients: Sequence[int]
+    gradients: Sequence[int]  # bytes, in the order of the backward pass
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,7 @@ def all_reduce_seconds(size: float, model: Model, ranks: int) -> float:
     A double binary tree: two participants send each byte once, more of them twice (NVIDIA/nccl issue 946). Or
     reduce-scatter and all-gather inside the nodes, and in between the faster of a ring and a tree.
     """
-    local = min(ranks, model.ranks_per_node)
-    nodes = ranks // local
+    local, nodes = min(ranks, model.ranks_per_node), max(1, ranks // model.ranks_per_node)
     inside = 2 * (local - 1) * (size / local / model.node_bandwidth + model.node_latency)
     ring = 2 * (nodes - 1) * (size / nodes / model.network_bandwidth + model.network_latency)
     between, hops = min(nodes - 1, 2) * size / model.network_bandwidth, 2 * math.log2(nodes) * model.network_latency
@@ -118,8 +113,7 @@ def step_seconds(model: Model, ranks: int) -> dict[str, float]:
     exposed = max(0.0, done - now) if ranks > 1 else 0.0
     compute = now + model.fixed_seconds
     together = compute + exposed + model.jitter * compute * expected_maximum(ranks)
-    full_step = together + model.input_seconds * model.local_batch
-    return {"NO-COMM": compute, "SYNTHETIC": together, "FULL": full_step}
+    return {"NO-COMM": compute, "SYNTHETIC": together, "FULL": together + model.input_seconds * model.local_batch}
 
 
 def rate(model: Model, ranks: int, kind: str) -> float:

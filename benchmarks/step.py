@@ -23,6 +23,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import statistics
 import sys
 import threading
@@ -99,7 +100,6 @@ SETS = {
     # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
     "G": Options("the tutorial's best: float16, fused Adam, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
     "dense": Options("A, strided gradients as dense convolutions", {**_A, "network.space_to_depth": _DENSE}),
-    "dense up2": Options("A, that of up2 alone", {**_A, "network.space_to_depth": _DENSE[:3]}),
     "EMA": Options("A with averaged weights", {**_A, "ema_decay": 0.999}),
     "limit 0": Options("A, cuDNN times all algorithms", {**_A, "cudnn_benchmark_limit": 0}),
     "eager 16": Options("A at batch 16", {**_A, "local_batch_size": 16}),
@@ -108,7 +108,6 @@ SETS = {
     "DALI": Options("float16 with DALI", {**_FLOAT16, "data_loader_config": "dali-lowmem"}),
     "apex": Options("float16 with apex's Adam", {**_FLOAT16, "optimizer.name": "apex_adam"}),
     "TF32": Options("the tutorial's start, 2 loader threads"),
-    "8 threads": Options("TF32, 8 loader threads", {"num_data_workers": 8}),
     "float32": Options("no TF32, 2 loader threads", {"tf32": False}),
     "bfloat16": Options("volume in memory", _BFLOAT16),
     "channels last": Options("bfloat16, channels last", _LAST),
@@ -122,7 +121,7 @@ OTHERS: list[tuple[str, ...]] = [
     ("G", "A"),
     ("eager 16", "graph 16"),
     *((name,) for name in ("dense", "EMA", "limit 0", "float16", "TF32")),
-    *((name,) for name in ("dense up2", "8 threads", "bfloat16", "channels last", "float32", "DALI", "apex")),
+    *((name,) for name in ("bfloat16", "channels last", "float32", "DALI", "apex")),
 ]
 
 # --- the measurement -------------------------------------------------------------------------------------------------
@@ -147,7 +146,6 @@ class Training:
     """A step with its loader, warmed up on the first samples of the first epoch."""
 
     def __init__(self, options: argparse.Namespace, chosen: Options, world: World, stack: ExitStack) -> None:
-        started = time.perf_counter()
         self.config, self._world = config_of(options, chosen.changes, world.device), world
         set_backends(self.config, world.device)
         opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
@@ -160,7 +158,7 @@ class Training:
         self.flops = training_flops(self.step.network, self._fixed.inputs)
         self.step.warm_up(*self._fixed)
         if self.config.enable_jit and not self.step.compiled:
-            raise RuntimeError("the compiler failed: see its warning")
+            raise UserError("the compiler failed: see its warning")
         # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
         least = WARMUP_STEPS + DEVICE_SLOTS + 1 if chosen.graph else LOSS_STEPS
         self.losses: list[float] = []
@@ -175,7 +173,6 @@ class Training:
         self.synthetic()
         seconds = common.seconds_of(self.synthetic, world.device, 2) / 2
         self.steps = max(2, math.ceil(options.seconds / seconds))
-        self.ready_after = time.perf_counter() - started
 
     def synthetic(self) -> object:
         return self.step(*self._fixed, LEARNING_RATE)
@@ -227,7 +224,6 @@ def entry_of(name: str, one: Training, rates: Mapping[tuple[str, str], Sequence[
         "TFLOP/s": synthetic["median"] * one.flops / 1e12,
         "matmul TFLOP/s": statistics.median(timing.matmul_tflops(device, dtype, 0.5)),
         "steps per trial": one.steps,
-        "ready after seconds": one.ready_after,
         "loss of the warm-up steps": one.losses,
         "gradient norm of the warm-up steps": one.gradient_norms,
         "device GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
@@ -303,7 +299,7 @@ class Call:
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self._directory, self._lock = directory, threading.Lock()
-        self._deadline = STARTED + 60 * options.minutes
+        self._deadline = STARTED - START + 60 * options.minutes
         self.name = f"call{options.call}" if options.call else "ladder"
         self.results: dict[str, Any] = {"settings": common.settings(options), "unit": "samples/s", "ladder": []}
         self.results |= {"last lines": {}, "failed": {}}
@@ -316,13 +312,14 @@ class Call:
         finally:  # also after a signal
             pool.shutdown(wait=False, cancel_futures=True)
             common.end_running(GRACE)
+        shutil.rmtree(self._directory / "part", ignore_errors=True)
         with contextlib.suppress(ImportError):  # matplotlib is optional
             if self.results["ladder"]:
                 draw(self.results["ladder"], self._directory / f"{self.name}.png")
 
     def _run_part(self, part: Part) -> None:
         left = self._deadline - WRITING - GRACE - time.perf_counter()
-        log, result = self._directory / f"{self.name}_logs" / f"{part.name}.txt", self._directory / "part/step.json"
+        log, result = self._directory / f"{self.name}-{part.name}.log", self._directory / "part/step.json"
         result.unlink(missing_ok=True)
         if part.seconds > left or left <= 0:
             reason = f"no time left: it needs about {part.seconds:.0f} s, {max(left, 0):.0f} s are left"
@@ -332,16 +329,19 @@ class Call:
         with self._lock:
             if result.exists():  # also that of a process that failed later, in the profiler
                 self.results["ladder"] += read_json(result)["ladder"]
-            if reason:
+            if log.exists():
+                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
+            if reason:  # its log is kept
                 self.results["failed"][part.name] = reason
             else:
-                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
+                log.unlink()
             common.save(self.name, self.results, self._directory, self.page())
 
     def page(self) -> str:
         """All results."""
         made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
-        made += [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
+        if not made:
+            made = [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
         made += [f"- {name}: {reason}" for name, reason in self.results["failed"].items()]
         return "\n\n".join(made)
 
@@ -391,9 +391,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if device.type != "cuda" and options.call:
         raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
     call = Call(options, directory)
-    call.run(parts, processes=4 if options.call == 2 else 1)  # so that a failure of the device ends one file only
-    print(f"{call.page()}\n\nwritten: {directory / call.name}.json")
-    return None
+    call.run(parts, processes=4 if options.call == 2 else 1)
+    return print(f"{call.page()}\n\nwritten: {directory / call.name}.json")
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_part_that_hangs_ends_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "WRITING", 0.0)
+    for name in ("WRITING", "START"):
+        monkeypatch.setattr(step, name, 0.0)
     monkeypatch.setattr(step, "GRACE", 0.1)
     parts = [Part("hang", ["-c", "import time; time.sleep(300)"], 0)]
     found = small_call(monkeypatch, tmp_path, parts, "--minutes=0.05")
@@ -119,9 +120,10 @@ def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatc
     call = step.Call(options, tmp_path)  # type: ignore[arg-type]
     call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)], 4)
     found = json.loads((tmp_path / "call2.json").read_text())
-    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in (0, 2, 4)}
+    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
     assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
     assert "- 2.py: 2 passed" in call.page()
+    assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
 
 
 def test_sets_are_measured_in_alternating_trials_and_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
