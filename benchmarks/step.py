@@ -329,7 +329,7 @@ class Call:
         with self._lock:
             if result.exists():  # also that of a process that failed later, in the profiler
                 self.results["ladder"] += read_json(result)["ladder"]
-            if log.exists():
+            if self.name == "call2" and log.exists():
                 self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
             if reason:  # its log is kept
                 self.results["failed"][part.name] = reason

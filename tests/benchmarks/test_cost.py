@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import cost
+from benchmarks.common import RESULTS
 from benchmarks.cost import PHASES, Trace, count_step, is_channels_last, load, markdown, measure
 from benchmarks.step import SETS
 from networks.unet import SPACE_TO_DEPTH
@@ -33,6 +35,8 @@ def counted(action: Callable[[], object]) -> tuple[int, int]:
 def test_a_step_moves_less_than_11_7_gigabytes(fastest: Trace) -> None:
     assert fastest.total() < 11.7e9, [row for row in fastest.operations.values() if row.read > 1e8]
     assert all(fastest.total(phase) for phase in PHASES)
+    stored = json.loads((RESULTS / "cost.json").read_text())["sets"]["tail"]["gigabytes"]["total"]
+    assert fastest.total() / 1e9 == pytest.approx(stored, rel=1e-3), "run python -m benchmarks.cost, and make docs"
 
 
 def test_an_average_reads_the_weights_and_itself_and_writes_itself(fastest: Trace) -> None:
