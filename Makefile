@@ -2,15 +2,15 @@
 # make test        runs the fast tests: every feature once, in about five minutes on two cores
 # make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
-# make docs        writes the tables of the documentation that are generated
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
-#                  kill, or 8 s with LAUNCHER=torchrun
-# make bench-cpu   runs the optimization ladder and measures the loop's overhead on this CPU: about 9 minutes
-# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 peaks, convolutions and the fastest
-#                  options; 2 the tests that need a GPU; 3 single options, comparisons and loaders. Uses python3 without
-#                  an installation if make install was not run. BENCH: other arguments of benchmarks/gpu.py, for
-#                  example BENCH="--dry_run"
+#                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
+#                  two); srun starts a private Slurm of two nodes, as root on Debian
+# make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
+# make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
+#                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
+#                  install was not run. BENCH: other arguments of benchmarks/step.py, for example BENCH="--dry_run"
+# make docs        writes the tables of flags, config keys and results into README.md and docs/
 #
 # PYTHON  the interpreter for the virtual environment; if it has torch, the environment uses that torch
 # TORCH   otherwise the arguments of pip to install torch. For a machine without a GPU, PyTorch's "Get started" page
@@ -76,12 +76,11 @@ soak: $(TEST_READY)
 	$(BIN)/python tests/soak.py $(N) --launcher=$(LAUNCHER)
 
 bench-cpu: $(TEST_READY)
-	$(BIN)/python -m benchmarks.ladder
-	$(BIN)/python -m benchmarks.loop_overhead
+	$(BIN)/python -m benchmarks.step
 
 # Installs nothing, because a machine with a GPU may have no network.
 bench-gpu:
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu --call $(CALL) $(BENCH)
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.step --call $(CALL) $(BENCH)
 
 install: $(TEST_READY)
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: command line, trials, statistics, results with provenance, tables and plots."""
+"""Shared by the benchmarks: command line, child processes, measurements, results with provenance, tables and plots."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 
@@ -21,7 +23,6 @@ from utils.data import Batch, Loader
 from utils.distributed.launch import Launch
 from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
-from utils.errors import UserError
 from utils.files import atomic_write
 from utils.profiling.timing import spread as spread
 from utils.profiling.timing import summary as summary
@@ -31,20 +32,10 @@ from utils.provenance import provenance
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 YAML = str(REPOSITORY / "config" / "UNet.yaml")
+# torchrun gives its ranks, which have process groups of their own, this long to end before it kills them.
+GRACE_SECONDS = 40.0
 
 # --- command line ----------------------------------------------------------------------------------------------------
-
-# Descriptions of options that several benchmarks have.
-HELP = {
-    "batch": "samples per step",
-    "box": "cells per side of the training volume",
-    "crop": "cells per side of a sample",
-    "scales": "scales of the network",
-    "trials": "repetitions of each measurement",
-    "valid_box": "cells per side of the validation volume",
-    "warmup_steps": "training steps before the timed ones",
-    "width": "channels of the network's first layer",
-}
 
 
 class Parser(cli.Parser):
@@ -55,24 +46,17 @@ class Parser(cli.Parser):
         self.add_argument("--output", type=Path, default=RESULTS, help="directory for the results (%(default)s)")
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Also refuses directories that cannot be written, before time is spent on measurements.
-
-        From then on SIGTERM and SIGHUP raise SystemExit, so that the benchmark ends the processes that it has started.
-        """
+        """Also has SIGTERM and SIGHUP raise SystemExit, so that the benchmark ends the processes that it started."""
         parsed, rest = super().parse_known_args(*arguments, **options)
-        for name in ("output", "runs", "logs"):
-            if isinstance(directory := getattr(parsed, name, None), Path):
-                check_writable(directory, f"--{name}")
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, end_by_signal)
         return parsed, rest
 
-    def add_integers(self, **defaults: int) -> None:
+    def add_integers(self, **defaults: int | None) -> None:
         """Adds an option --NAME, an integer above zero, for each default."""
         for name, default in defaults.items():
-            text = f"{HELP.get(name, '')} (%(default)s)".lstrip()
-            self.add_argument(f"--{name}", type=cli.positive, default=default, help=text)
+            self.add_argument(f"--{name}", type=cli.positive, default=default, help="(%(default)s)")
 
     def add_changes(self) -> None:
         """Adds --set KEY=VALUE."""
@@ -85,24 +69,6 @@ def end_by_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def check_writable(directory: Path, option: str) -> None:
-    """Raises UserError if the directory is not writable or cannot be created. Creates nothing."""
-    existing = directory.absolute()
-    while not os.path.lexists(existing):
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = f"{existing} is not a writable directory"
-        raise UserError(f"cannot write to {directory}: {reason}; choose another {option}")
-
-
-def positive_float(text: str) -> float:
-    """A finite number above zero, for argparse."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
-
-
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """The options as JSON values, without --output. Paths in the repository are relative to it."""
     kept = {key: value for key, value in vars(options).items() if key != "output"}
@@ -111,6 +77,82 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def relative(path: Path) -> str:
     return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
+
+
+# --- child processes -------------------------------------------------------------------------------------------------
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def launcher(ranks: int) -> list[str]:
+    """The words before the script's name in a command that starts `ranks` ranks on this machine."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *(torchrun if ranks > 1 else [])]
+
+
+def failure_of(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    limit: float | None = None,
+    grace: float = GRACE_SECONDS,
+) -> str:
+    """Runs the command in the repository, with its output in `log`; returns why it failed, or an empty string."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        code = run_group(command, {**os.environ, **(environment or {})}, file, limit, grace)
+    return failure_reason(code, log.read_text(encoding="utf-8", errors="replace"), limit or 0)
+
+
+def run_group(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: IO[bytes],
+    limit: float | None = None,
+    grace: float = GRACE_SECONDS,
+) -> int | None:
+    """The command's exit code, or None after `limit` seconds; all processes that it started have ended by then."""
+    output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, start_new_session=True, **output)
+    _running.add(process)
+    try:
+        return process.wait(None if limit is None else max(limit, 0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _running.remove(process)
+        if process.poll() is None:
+            _end(process, grace)
+
+
+def end_running(grace: float) -> None:
+    """Ends the processes that other threads have started."""
+    for process in list(_running):
+        _end(process, grace)
+
+
+def _end(process: subprocess.Popen[bytes], grace: float) -> None:
+    try:
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(grace)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def failure_reason(code: int | None, output: str, limit: float = 0) -> str:
+    """One line from what the processes wrote; empty if the exit code is 0."""
+    if code == 0:
+        return ""
+    if code is None:
+        return f"stopped after {limit:.0f} s"
+    reported = re.findall(r"^error: (.*)", output, re.MULTILINE)
+    raised = re.findall(r"^(?:\[rank\d+\]:\s*)?((?:[A-Za-z_][\w.]*)(?:Error|Exception)(?::.*)?)$", output, re.MULTILINE)
+    raised = [line for line in raised if "ChildFailedError" not in line]  # torchrun raises it for any failed rank
+    signals = [signal.Signals(-code).name] if code < 0 else re.findall(r"Signal \d+ \((SIG\w+)\)", output)
+    return (reported or raised or [f"ended by {name}" for name in signals] or [f"exit code {code}"])[0]
 
 
 # --- measurements ----------------------------------------------------------------------------------------------------
@@ -159,63 +201,44 @@ def endless(loader: Loader) -> Generator[Batch, None, None]:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def save(name: str, result: dict[str, Any], directory: Path = RESULTS) -> Path:
-    """Writes <directory>/<name>.json with provenance, atomically."""
+def save(name: str, result: Mapping[str, Any], directory: Path, text: str = "") -> Path:
+    """Writes <directory>/<name>.json with provenance, and the report `text` next to it as .md, each atomically."""
     path = directory / f"{name}.json"
-    text = json.dumps(finite({**result, "provenance": provenance(this_machine())}), indent=2, allow_nan=False) + "\n"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another --output") from None
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {**result, "provenance": provenance(this_machine())}
+    write_text(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
+    if text:
+        write_text(path.with_suffix(".md"), text + "\n")
     return path
+
+
+def publish(
+    name: str,
+    result: Mapping[str, Any],
+    directory: Path,
+    text: str,
+    draw: Callable[[Path], object] | None = None,
+) -> None:
+    """Writes result and report, and the plot of `draw` as <directory>/<name>.png; prints the report."""
+    path = save(name, result, directory, text)
+    if draw is not None:
+        draw(path.with_suffix(".png"))
+    sys.stdout.write(f"{text}\n\nwritten: {path}\n")
 
 
 def finite(value: Any) -> Any:
     """The value for JSON, which has no NaN and no infinity: None in their places."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def plus_minus(values: Mapping[str, Any], form: str, factor: float = 1) -> str:
-    """Mean ± standard deviation, from keys `mean`, `stdev` and `n`; the mean alone if it is of one value."""
-    names = ("mean", "stdev") if values["n"] > 1 else ("mean",)
-    return " ± ".join(format(factor * values[name], form) for name in names)
-
-
-def publish(
-    name: str, result: dict[str, Any], directory: Path, text: str, draw: Callable[[Path], object] | None = None
-) -> None:
-    """Writes <directory>/<name>.json, the report `text` as .md, and the plot of `draw` as .png; prints the report."""
-    path = save(name, result, directory)
-    write_text(path.with_suffix(".md"), text + "\n")
-    written = [path, path.with_suffix(".md")]
-    if draw is not None:
-        written.append(path.with_suffix(".png"))
-        draw(written[-1])
-    sys.stdout.write(f"{text}\n\nwritten: {', '.join(map(str, written))}\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically."""
     with atomic_write([path]) as (partial,):
         partial.write_text(text, encoding="utf-8")
-
-
-def read_json(path: Path, maker: str, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """A result of the module `maker`; UserError if the file is missing, broken or lacks a key."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; create it with python -m {maker}") from None
-    except ValueError:
-        result = None
-    if not isinstance(result, dict) or any(key not in result for key in keys):
-        raise UserError(f"{path} is not a result of {maker}; create one with python -m {maker}")
-    return result
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]], left: int = 1) -> str:
@@ -228,6 +251,12 @@ def ranged(values: Mapping[str, Any], form: str = ".4g") -> str:
     """Median and range of a summary as text."""
     middle, low, high = (format(values[key], form) for key in ("median", "min", "max"))
     return f"{middle} ({low} – {high})"
+
+
+def plus_minus(values: Mapping[str, Any], form: str, factor: float = 1) -> str:
+    """Mean ± standard deviation, from keys `mean`, `stdev` and `n`; the mean alone if it is of one value."""
+    names = ("mean", "stdev") if values["n"] > 1 else ("mean",)
+    return " ± ".join(format(factor * values[name], form) for name in names)
 
 
 # --- plots -----------------------------------------------------------------------------------------------------------
@@ -258,8 +287,9 @@ def bars(axes: Any, names: Sequence[str], groups: Mapping[str, Sequence[Mapping[
     """Horizontal bars of medians with their ranges: a row per name, the first at the top, and a color per group."""
     height = 0.8 / len(groups)
     for number, (label, values) in enumerate(groups.items()):
-        medians = [each["median"] for each in values]
-        errors = [[each["median"] - each["min"] for each in values], [each["max"] - each["median"] for each in values]]
+        medians = [value["median"] for value in values]
+        errors = [[value["median"] - value["min"] for value in values]]
+        errors += [[value["max"] - value["median"] for value in values]]
         rows = [row + number * height for row in range(len(names))]
         drawn = axes.barh(rows, medians, height, xerr=errors, capsize=2, label=label or None)
         axes.bar_label(drawn, fmt="%.4g", padding=4, fontsize="small")

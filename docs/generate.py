@@ -1,7 +1,8 @@
 """Writes the generated tables of the documentation: python -m docs.generate, or make docs.
 
 A table lies between two markers, `<!-- table: NAME -->` and `<!-- end -->`, in a page of docs/ or in README.md. TABLES
-has a function for each name. tests/test_generated_tables.py checks that the pages are up to date.
+has a function for each name; any other name is that of benchmarks/results/NAME.md, whose first table is copied, or with
+`<!-- table: NAME 2 -->` its second one. tests/test_generated_tables.py checks that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from utils.config import Config
 from utils.config.sections import Section
 
 ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -146,9 +147,20 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def stored_table(name: str, number: int) -> str:
+    """A table of a stored result, counted from 1."""
+    text = (ROOT / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8")
+    return re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)[number - 1].strip() + "\n"
+
+
 def render(text: str) -> str:
-    """The text of a page with up-to-date tables; KeyError for an unknown name."""
-    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+    """The text of a page with up-to-date tables; FileNotFoundError for an unknown name."""
+
+    def write(match: re.Match[str]) -> str:
+        lines = TABLES[match[2]]() if match[2] in TABLES else stored_table(match[2], int(match[3] or 1))
+        return f"{match[1]}\n{lines}\n{match[4]}"
+
+    return MARKED.sub(write, text)
 
 
 def main() -> None:

@@ -18,12 +18,13 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from host_waits import WaitingTrace  # noqa: E402
 
 from benchmarks import common  # noqa: E402
-from benchmarks.rungs import GPU_RUNGS  # noqa: E402
-from benchmarks.traffic import batch_of, fake_gpu, phases  # noqa: E402
-from benchmarks.traffic_trace import Trace  # noqa: E402
+from benchmarks.cost import batch_of, fake_gpu, phases  # noqa: E402
+from benchmarks.step import SETS  # noqa: E402
 from utils import config as configs  # noqa: E402
 from utils.distributed.launch import Launch  # noqa: E402
 from utils.distributed.world import World  # noqa: E402
@@ -36,7 +37,7 @@ GPU, LR = torch.device("cuda", 0), 1e-4
 STEPS: dict[str, tuple[str, Mapping[str, Any]]] = {
     **{name: (name, {}) for name in ("bs64_opt", "short_opt", "bs256_opt", "bs512_opt", "bs2048_opt", "bs8192_opt")},
     **{name: (name, {}) for name in ("bs64_fast", "bs512_fast")},
-    "tail": ("bs64_opt", GPU_RUNGS["tail"].changes),
+    "tail": ("bs64_opt", SETS["tail"].changes),
     "float32": ("base", {}),
     "bfloat16 without channels-last": ("base", {"enable_amp": True}),
 }
@@ -54,7 +55,7 @@ class Construction(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Rehearsal(Trace):
+class Rehearsal(WaitingTrace):
     """Records the backend of each convolution, and leaves the layout of its result to PyTorch."""
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Rehearsal(Trace):
             self.backends[f"{self._phase}: {backend.name} {str(x.dtype).removeprefix('torch.')}"] += 1
         operands = args[: 3 if backward else 2]
         written = [each for each in (result if backward else [result]) if each is not None]
-        self._add(self.count.convolutions, name, operands, written)
+        self._add(self.convolutions, name, operands, written)
         return result
 
 
@@ -103,12 +104,12 @@ def rehearse_prediction() -> dict[str, Any]:
 
 
 def choices(trace: Rehearsal) -> dict[str, Any]:
-    operations = {row.name for row in trace.count.operations.values()}
+    operations = {row.name for row in trace.operations.values()}
     return {
         "convolutions": dict(trace.backends),
-        "not channels-last": list(trace.count.layouts),
+        "not channels-last": list(trace.layouts),
         "kernels": sorted(name for name in operations if name.startswith(("Triton", "_fused"))),
-        "gigabytes": trace.count.total() / 1e9,
+        "gigabytes": trace.total() / 1e9,
     }
 
 

@@ -12,7 +12,8 @@ figure must be the value rounded to the digits quoted; 1:05 is compared in secon
 source (`<!-- published -->`) and is not compared. In a paragraph that links to a results file, every number with a unit
 of measurement needs a comment; in the table after such a paragraph, every decimal number.
 
-`<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file.
+`<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file. Tables between
+`<!-- table: NAME -->` and `<!-- end -->` are written by `make docs` (docs/generate.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*DOCS, ROOT / "CHANGELOG.md", *sorted((ROOT / "example_logs").rglob("*.md")), *sorted(RESULTS.rglob("*.md"))]
 SOURCES = ["*.py", "*.sh", "config/*.yaml", "docker/*", "benchmarks/*", "networks/*.py", "utils/**/*.py", "Makefile"]
 
+MARKED_TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
 COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 # A number, perhaps a unit, and the comment.
 FIGURE = re.compile(r"([-−]?\d[\d,]*(?:\.\d+)?(?::\d\d)*)(?:\s?[^\s\d<|]{1,12})?<!--(.*?)-->", re.DOTALL)
@@ -175,7 +177,8 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 @docs
 def test_figures_next_to_a_link_to_results_have_a_source(page: Path) -> None:
     faults, links_before = [], False
-    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", without_blocks(page))):
+    text = MARKED_TABLE.sub("", without_blocks(page))
+    for block in re.split(r"\n\s*\n", re.sub(r"`[^`]*`", "code", text)):
         links_to_results = bool(re.search(r"\]\([^)]*benchmarks/results/[^)]*\.(json|md)\)", block))
         if links_to_results:
             faults += UNSOURCED.findall(" ".join(block.split()))

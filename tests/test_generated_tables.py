@@ -23,7 +23,7 @@ def test_every_config_key_is_listed_with_its_meaning() -> None:
 
 
 def test_an_unknown_table_is_an_error() -> None:
-    with pytest.raises(KeyError, match="loss-of-everything"):
+    with pytest.raises(FileNotFoundError, match="loss-of-everything"):
         generate.render("<!-- table: loss-of-everything -->\n<!-- end -->")
 
 

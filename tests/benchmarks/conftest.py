@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -17,11 +16,7 @@ def run_forked(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     output = tmp_path_factory.mktemp("training") / "output"
 
     def run_group(
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: IO[bytes],
-        limit: float | None = None,
-        directory: Path | None = None,
+        command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], limit: float | None, grace: float
     ) -> int:
         assert command[0] == sys.executable
         done = run(command[1:], output, environment=environment)

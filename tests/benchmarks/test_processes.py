@@ -6,16 +6,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from processes import GENEROUS
 
-from benchmarks import processes
-from benchmarks.common import Parser
-from benchmarks.processes import failure_reason, launcher, run_group
+from benchmarks.common import Parser, failure_reason, launcher, run_group
 
 SLEEPER = f"print('ready', flush=True); import time; time.sleep({10 * GENEROUS})"
 FAMILY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]); {SLEEPER}"
@@ -69,8 +66,6 @@ def test_all_processes_end_with_the_training(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     Parser("").parse_args([])
-    if program == STUBBORN:
-        monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
     (tmp_path / "script.py").write_text(program)
     command = [*launcher(ranks), str(tmp_path / "script.py")]
     try:
@@ -79,25 +74,14 @@ def test_all_processes_end_with_the_training(
                 with pytest.raises(KeyboardInterrupt if by == "Ctrl-C" else SystemExit):
                     run_group(command, os.environ, log)
             else:
-                assert run_group(command, os.environ, log, limit=0.0) is None
+                grace = 0.0 if program == STUBBORN else 40.0
+                assert run_group(command, os.environ, log, limit=0.0, grace=grace) is None
         # The pipe ends once the last process that can write to it has ended.
         read(reader, lambda text: False)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         os.close(reader)
-
-
-def test_exit_code_and_output_are_passed_on(tmp_path: Path) -> None:
-    """Both output streams go to the log, and the command sees the environment and directory it was given."""
-    command = [
-        sys.executable,
-        "-c",
-        "import os, sys; sys.stderr.write(os.environ['WORD']); print(os.getcwd()); exit(3)",
-    ]
-    with open(tmp_path / "log", "wb") as log:
-        assert run_group(command, {**os.environ, "WORD": "hello"}, log, directory=tmp_path) == 3
-    assert (tmp_path / "log").read_text() == f"hello{tmp_path}\n"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +93,7 @@ def test_exit_code_and_output_are_passed_on(tmp_path: Path) -> None:
         (
             1,
             "ChildFailedError:\n Signal 9 (SIGKILL) received by PID 3",
-            "ended by SIGKILL, possibly because memory ran out",
+            "ended by SIGKILL",
         ),
     ],
 )

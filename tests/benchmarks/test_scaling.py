@@ -11,9 +11,9 @@ from typing import IO, Any
 
 import pytest
 
-from benchmarks import processes, scaling
-from benchmarks.scaling import Plan, Point, Series, combined, efficiencies, gather, measure, studies
-from utils.config import Config
+from benchmarks import common, scaling
+from benchmarks.scaling import Plan, Point, combined, efficiencies, gather, measure, series_of
+from utils.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 SYNTHETIC = ["--config=test", "--data_loader_config=synthetic", "--set", "device=cpu"]
@@ -31,7 +31,7 @@ def benchy(ranks: int, local: int, synthetic: float, full: float, no_comm: float
 
 
 def plan_of(ranks: list[int], weak: list[int], strong: list[int], trials: int = 3, **options: Any) -> Plan:
-    return Plan(tuple(SYNTHETIC), tuple(studies(ranks, weak, strong)), trials, 2, Config().model_dump(), **options)
+    return Plan(SYNTHETIC, series_of(ranks, weak, strong), trials, 2, **options)
 
 
 def results(directory: Path, rates: dict[Point, list[dict[str, Any]]]) -> Path:
@@ -43,26 +43,12 @@ def results(directory: Path, rates: dict[Point, list[dict[str, Any]]]) -> Path:
     return directory
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr("sys.argv", ["scaling", *words])
-    scaling.main()
-
-
-def complaint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line on stderr of a call that ends with exit code 2."""
-    with pytest.raises(SystemExit) as stopped:
-        call(monkeypatch, *words)
-    assert stopped.value.code == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    return line
-
-
 def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one() -> None:
-    """Rounds alternate between the points, and a point that both studies share is measured once."""
-    weak, strong = studies([4, 1, 2], [8], [8])
-    assert weak == Series("weak", 8, (Point(1, 8), Point(2, 8), Point(4, 8)))
-    assert strong == Series("strong", 8, (Point(1, 8), Point(2, 4), Point(4, 2)))
+    """Rounds alternate between the points, and a point that both series share is measured once."""
+    assert series_of([4, 1, 2], [8], [8]) == {
+        "weak, local batch 8": [Point(1, 8), Point(2, 8), Point(4, 8)],
+        "strong, global batch 8": [Point(1, 8), Point(2, 4), Point(4, 2)],
+    }
     plan = plan_of([1, 2], [8], [8], threads=2, cores=4)
     assert list(plan.runs()) == [
         (point, number) for number in (1, 2, 3) for point in (Point(1, 8), Point(2, 4), Point(2, 8))
@@ -73,20 +59,18 @@ def test_weak_scaling_keeps_the_local_batch_and_strong_scaling_the_global_one() 
     ("words", "text"),
     [
         (["--ranks", "1", "3"], "--strong 8 cannot be divided among 3 ranks"),
-        (["--trials", "2"], "2 rounds are too few for a spread"),
         (["--ranks", "1", "--weak", "9999999"], "Nsamples 64 is less than global_batch_size"),
-        (["--noddp"], "--noddp is set by this command"),
         (["--set", "widht=3"], "unknown key widht"),
         (["--submit", "--ranks", "6", "--strong", "6"], "6 ranks do not fill nodes of 4"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: list[str], text: str
+def test_bad_input_is_found_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
 ) -> None:
-    monkeypatch.setattr(processes, "run_group", lambda *_: pytest.fail("nothing must run"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, "run_group", lambda *_: pytest.fail("nothing must run"))
     yaml = f"--yaml_config={REPOSITORY / 'config' / 'UNet.yaml'}"
-    assert text in complaint(monkeypatch, capsys, *SYNTHETIC, yaml, *words, "--output=out")
+    with pytest.raises(UserError, match=text):
+        scaling.main([*SYNTHETIC, yaml, *words, f"--output={tmp_path / 'out'}"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,8 +81,7 @@ class Recorder:
         self.calls: list[tuple[list[str], dict[str, str]]] = []
         self._code, self._says = code, says
 
-    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], limit: None, directory: Path) -> int:
-        assert directory == REPOSITORY
+    def __call__(self, words: list[str], env: dict[str, str], log: IO[bytes], limit: None, grace: float) -> int:
         self.calls.append((words, env))
         log.write(self._says.encode())
         ranks = int(next((word for word in words if "nproc" in word), "=1").split("=")[1])
@@ -113,10 +96,10 @@ def test_the_study_launches_every_point_with_the_same_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     run = Recorder()
-    monkeypatch.setattr(processes, "run_group", run)
+    monkeypatch.setattr(common, "run_group", run)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)), raising=False)
-    call(monkeypatch, *SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path))
+    scaling.main([*SYNTHETIC, "--ranks", "1", "2", "4", "--bucket_cap_mb=3", "--output", str(tmp_path)])
     assert len(run.calls) == 3 * 5
     assert {env[name] for _, env in run.calls for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {"2"}
     assert {env["BENCHY_CONFIG_FILE"] for _, env in run.calls} == {str(tmp_path / "points" / "benchy.yaml")}
@@ -134,12 +117,10 @@ def test_the_study_launches_every_point_with_the_same_threads(
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_ends_the_study_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(processes, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
-    line = complaint(monkeypatch, capsys, *SYNTHETIC, "--ranks", "1", "--output", str(tmp_path))
-    assert line == f"error: ranks 1, local batch 8: no such disk; buy one; see {tmp_path / 'points' / 'log.txt'}\n"
+def test_a_run_that_fails_ends_the_study_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "run_group", Recorder(2, "noise\nerror: no such disk; buy one\nTraceback\n"))
+    with pytest.raises(UserError, match="ranks 1, local batch 8: no such disk; buy one; see "):
+        scaling.main([*SYNTHETIC, "--ranks", "1", "--output", str(tmp_path)])
     assert not (tmp_path / "scaling.json").exists()
 
 
@@ -151,7 +132,6 @@ def test_two_real_ranks_are_measured(tmp_path: Path) -> None:
     points, missing = gather(plan, tmp_path)
     (values,) = points.values()
     assert not missing
-    assert values["hosts"] == 1
     assert all(values[kind]["median"] > 0 for kind in scaling.KINDS)
 
 
@@ -166,7 +146,7 @@ def test_every_point_without_a_result_is_submitted(
 
     monkeypatch.setattr(subprocess, "run", sbatch)
     words = ["--config=bs64_opt", "--set", "seed=3", "--ranks", "1", "4", "32", "--weak", "64", "--strong", "--submit"]
-    call(monkeypatch, *words, f"--output={tmp_path}")
+    scaling.main([*words, f"--output={tmp_path}"])
     points = [(Point(ranks, 64), number) for number in (1, 2, 3) for ranks in (1, 4, 32)]
     for (command, environment), (point, number) in zip(jobs, points, strict=True):
         assert environment["BENCHY_OUTPUT"] == str(tmp_path / "points" / point.name(number))
@@ -175,7 +155,7 @@ def test_every_point_without_a_result_is_submitted(
         flags = ["--config=bs64_opt", "--set", "seed=3", "--enable_benchy", "--local_batch_size=64"]
         assert command == ["sbatch", *size, "submit_pm.sh", *flags]
     Path(jobs[0][1]["BENCHY_OUTPUT"]).write_text("{}")
-    call(monkeypatch, *words, f"--output={tmp_path}")
+    scaling.main([*words, f"--output={tmp_path}"])
     assert len(jobs) == 2 * len(points) - 1, "a point with a result is not submitted again"
     assert "submitted 8 jobs; repeat the command with --collect" in capsys.readouterr().out
 
@@ -183,31 +163,29 @@ def test_every_point_without_a_result_is_submitted(
         raise FileNotFoundError(2, "No such file or directory", "sbatch")
 
     monkeypatch.setattr(subprocess, "run", failing)
-    assert "submit the study where sbatch works" in complaint(monkeypatch, capsys, *words, f"--output={tmp_path}")
+    with pytest.raises(UserError, match="submit the study where sbatch works"):
+        scaling.main([*words, f"--output={tmp_path}"])
 
 
 def test_overheads_and_efficiency_equal_values_computed_by_hand() -> None:
-    """2 ranks of 4 samples; medians of 80, 100 and 125 samples/s are steps of 100, 80 and 64 ms."""
+    """2 ranks of 4 samples; in the first round 80, 100 and 125 samples/s."""
     rounds = [benchy(2, 4, 100, 80, 125), benchy(2, 4, 90, 81, 100), benchy(2, 4, 110, 44, 200)]
-    values = combined(Point(2, 4), [{**each, "hosts": 1} for each in rounds])
+    values = combined(Point(2, 4), rounds)
     assert values["communication overhead"]["trials"] == pytest.approx([0.2, 0.1, 0.45])
     assert values["communication overhead"]["median"] == pytest.approx(0.2)
     assert values["input overhead"]["trials"] == pytest.approx([0.2, 0.1, 0.6])
     assert (values["FULL"]["median"], values["FULL"]["min"], values["FULL"]["max"]) == (80, 44, 81)
-    assert values["step ms"] == pytest.approx({"compute": 64, "communication": 16, "input": 20})
     points = {Point(2, 4): values, Point(8, 4): {"FULL": {"median": 240.0}}}
-    series = Series("weak", 4, (Point(1, 4), Point(2, 4), Point(8, 4)))
+    series = [Point(1, 4), Point(2, 4), Point(8, 4)]
     assert efficiencies(series, points, "FULL") == pytest.approx({2: 1.0, 8: (240 / 8) / (80 / 2)})
 
 
 COLLECT = [*SYNTHETIC, "--collect", "--strong", "--weak", "8", "--ranks"]
 
 
-def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_collecting_reports_the_results_that_exist_and_lists_the_missing(tmp_path: Path, capsys: Any) -> None:
     results(tmp_path, {Point(1, 8): [benchy(1, 8, 10, 9)] * 3, Point(4, 8): [benchy(4, 8, 36, 27, 40)]})
-    call(monkeypatch, *COLLECT, "1", "2", "4", f"--output={tmp_path}")
+    scaling.main([*COLLECT, "1", "2", "4", f"--output={tmp_path}"])
     result = json.loads((tmp_path / "scaling.json").read_text())
     assert [(point["ranks"], point["FULL"]["n"]) for point in result["points"]] == [(1, 3), (4, 1)]
     assert result["points"][0]["communication overhead"]["median"] == 0.0
@@ -217,18 +195,6 @@ def test_collecting_reports_the_results_that_exist_and_lists_the_missing(
     assert f"Missing: {Point(2, 8).name(1)}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        (benchy(2, 8, 10, 9), "{} is not a result of train --enable_benchy"),  # NO-COMM is missing
-        (benchy(4, 8, 10, 9, 11), "has 4 ranks at local batch 8"),
-        (None, "no results in "),
-    ],
-)
-def test_a_result_that_cannot_be_used_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, values: dict[str, Any] | None, says: str
-) -> None:
-    results(tmp_path, {} if values is None else {Point(2, 8): [values]})
-    line = complaint(monkeypatch, capsys, *COLLECT, "2", f"--output={tmp_path}")
-    assert says.format(tmp_path / "points" / Point(2, 8).name(1)) in line
-    assert not (tmp_path / "scaling.json").exists()
+def test_collecting_without_results_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no results in "):
+        scaling.main([*COLLECT, "2", f"--output={tmp_path}"])

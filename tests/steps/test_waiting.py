@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from host_waits import HostWaits, WaitingTrace
 
-from benchmarks.rungs import GPU_RUNGS
-from benchmarks.traffic import batch_of, fake_gpu
-from benchmarks.traffic_trace import HostWaits, Trace
+from benchmarks.cost import batch_of, fake_gpu
+from benchmarks.step import SETS
 from networks import LOSSES
 from utils import config as configs
 from utils.config import Config, yaml_files
@@ -62,8 +62,8 @@ SETTINGS: dict[str, tuple[str, Changes]] = {
     "float16 with SOAP": ("bs64_fast", {"precision": "float16"}),
     "micro-batches": ("bs64_opt", {"accumulation_steps": 2, "log_noise_scale": True, "clip_grad_norm": 0.1}),
     "smooth_unet": ("bs64_opt", {"network.name": "smooth_unet", "network.space_to_depth": []}),
-    "dense gradients": ("bs64_opt", {**GPU_RUNGS["dense"].changes, "network.scales": 4}),
-    "tail": ("bs64_opt", GPU_RUNGS["tail"].changes),
+    "dense gradients": ("bs64_opt", {**SETS["dense"].changes, "network.scales": 4}),
+    "tail": ("bs64_opt", SETS["tail"].changes),
 }
 
 
@@ -85,7 +85,7 @@ def samples(config: Config) -> Batch:
 def run_steps(config: Config, recorded: bool) -> None:
     """Two steps, the first of which creates the optimizer's state; raises HostWaits."""
     config = config.for_world(1)
-    trace = Trace()
+    trace = WaitingTrace()
     with fake_gpu(trace):
         model, world = build.model(config), World(Launch("test"), torch.device("cpu"))
         if config.channels_last:
@@ -123,13 +123,13 @@ def test_a_step_does_not_wait(name: str, recorded: bool, monkeypatch: pytest.Mon
 )
 def test_an_operation_that_waits_is_refused(action: Callable[[torch.Tensor], object]) -> None:
     """With values and without."""
-    with pytest.raises(HostWaits), Trace():
+    with pytest.raises(HostWaits), WaitingTrace():
         action(torch.ones(3, 3))
-    trace = Trace()
+    trace = WaitingTrace()
     with pytest.raises(HostWaits), fake_gpu(trace), trace:
         action(torch.ones(3, 3))
 
 
 def test_integers_as_index_do_not_wait() -> None:
-    with Trace():
+    with WaitingTrace():
         torch.ones(3)[torch.tensor([1, 0])]

@@ -1,0 +1,155 @@
+"""Simulated boxes of a study, and evaluations of its networks on them. A part of benchmarks/study.py.
+
+A study in benchmarks/studies.yaml may have
+    simulation: options of utils.simulation for all boxes, with `cell` in Mpc/h instead of the size of the box; `train`
+        and `held_out` have the cells per side and the seeds: of the training box and the validation box, and of the
+        boxes for the evaluation
+    evaluate: volumes on which all networks are evaluated, by name: a file, or changes of `simulation`
+A condition with `boxes` trains on boxes of these names.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import common
+from utils.config.sections import EvaluationConfig
+from utils.data import Batch
+from utils.errors import UserError
+from utils.evaluation import results
+from utils.evaluation.baselines import volume_losses
+from utils.evaluation.volume import VolumeFields
+from utils.inference.sliding_window import predicted_slabs
+from utils.inference.trained_network import InferenceOptions, TrainedNetwork, build_predictor
+from utils.steps import build
+
+SIGHTLINES = 4096  # along each axis
+FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0)  # h/Mpc
+FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for cells of 1 Mpc/h
+COPYING = "copying density and velocities"
+SHOWN: tuple[str, ...] = (
+    "L1",
+    "R2 gas density",
+    "R2 temperature",
+    "R2 velocity divergence",
+    "P ratio of log density, k = 2 h/Mpc",
+)
+SHOWN += (f"flux P1D error to {FLUX_LARGEST_K:g} s/km, prediction", f"flux P1D error to {FLUX_LARGEST_K:g} s/km, FGPA")
+
+
+def box(folder: Path, given: Mapping[str, Any], grid: int, seed: int) -> str:
+    """The file of a box; it is simulated if it is missing."""
+    keys = {key: value for key, value in given.items() if key not in ("cell", "train", "held_out")}
+    keys |= {"box_size": given["cell"] * grid, "grid": grid, "seed": seed}
+    path = folder / f"{'_'.join(f'{key}={value}' for key, value in sorted(keys.items()))}.h5"
+    if not path.exists():
+        sys.stderr.write(f"simulating {path}\n")
+        flags = [f"--{key}={value}" for key, value in keys.items()]
+        command = [sys.executable, "-m", "utils.simulation", *flags, f"--output={path}"]
+        if reason := common.failure_of(command, path.with_suffix(".log")):
+            raise UserError(f"simulating {path} failed: {reason}")
+    return str(path)
+
+
+def training_files(
+    simulation: Mapping[str, Any], volumes: Mapping[str, Any], names: Sequence[str], runs: Path
+) -> dict[str, Any]:
+    """Keys of the config for a training run on the boxes of these names; none without names."""
+    if not names:
+        return {}
+    (grid, valid_grid), (seed, valid_seed) = simulation["train"]["grids"], simulation["train"]["seeds"]
+    chosen = [{**simulation, **volumes[name]} for name in names]
+    files = [box(runs / "boxes", one, grid, seed) for one in chosen]
+    valid = box(runs / "boxes", chosen[0], valid_grid, valid_seed)
+    return {"train_path": files, "val_path": valid, "box_size": [grid, valid_grid]}
+
+
+def evaluations(
+    simulation: Mapping[str, Any], volumes: Mapping[str, Any], checkpoints: Mapping[str, Sequence[Path]], runs: Path
+) -> dict[str, dict[str, Any]]:
+    """Mean and standard deviation of each measure over pairs of a network and a box, by volume and condition."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, given in volumes.items():
+        if isinstance(given, str):
+            files = [given]
+        else:
+            held_out, one = simulation["held_out"], {**simulation, **given}
+            files = [box(runs / "boxes", one, held_out["grid"], seed) for seed in held_out["seeds"]]
+        found[name] = {
+            condition: spreads([measures(evaluation(path, file, runs)) for path in paths for file in files])
+            for condition, paths in checkpoints.items()
+        }
+        first = next(iter(checkpoints.values()))[0]
+        found[name][COPYING] = spreads([{"L1": copying_error(first, file)} for file in files])
+    return found
+
+
+def evaluation(checkpoint: Path, file: str, runs: Path) -> results.Results:
+    """The evaluation of a network on a volume, which is kept as long as both are older."""
+    path = runs / "evaluations" / checkpoint.parents[1].name / f"{Path(file).stem}.npz"
+    if path.exists() and path.stat().st_mtime > max(checkpoint.stat().st_mtime, Path(file).stat().st_mtime):
+        return results.load(path)
+    world = common.this_machine()
+    trained = TrainedNetwork.load(checkpoint, world.device)
+    config = trained.config.model_copy(update={"evaluation": EvaluationConfig(sightlines=SIGHTLINES)})
+    with closing(VolumeFields.open(file, None, config)) as fields:
+        predictor = build_predictor(trained, fields.inputs, InferenceOptions(), world)
+        slabs = predicted_slabs(predictor, f"{path.parent.name} on {path.stem}")
+        found = fields.evaluate(slabs, {"input": file}, world)
+    results.save(found, path)
+    return found
+
+
+def copying_error(checkpoint: Path, file: str) -> float:
+    """The error of copying the input's density and velocity, with the best constant temperature."""
+    world = common.this_machine()
+    config = TrainedNetwork.load(checkpoint, world.device).config
+    with closing(VolumeFields.open(file, None, config)) as fields:
+        size = fields.inputs.shape[0]
+        whole = [torch.from_numpy(np.array(part.planes(0, size)))[None] for part in (fields.inputs, fields.target)]
+        loader: Any = SimpleNamespace(epoch=lambda _: [Batch(*whole)])
+        return volume_losses(loader, build.loss(config), world)[COPYING]
+
+
+def measures(found: results.Results) -> dict[str, float]:
+    """Errors, and spectra at wavenumbers that all boxes have."""
+    kept = {name.partition("/")[2]: value for name, value in found.scalars().items() if " at k = " not in name}
+    for field in FIELDS:
+        spectrum = found.spectra[field]
+        for k in WAVENUMBERS:
+            for name, values in (("r", spectrum.correlation), ("P ratio", spectrum.ratio)):
+                kept[f"{name} of {field}, k = {k:g} h/Mpc"] = float(np.interp(k, spectrum.k, values))
+    if found.flux:
+        used = found.flux.k <= FLUX_LARGEST_K
+        for name, ratio in found.flux.ratios.items():
+            kept[f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}"] = float(np.abs(ratio[used] - 1).mean())
+    return kept
+
+
+def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Mean, standard deviation and number of values of each measure."""
+    summaries = {}
+    for name in found[0]:
+        values = [one[name] for one in found]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        summaries[name] = {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values)}
+    return summaries
+
+
+def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per volume and condition."""
+    rows = [
+        [volume, condition, *(common.plus_minus(one[name], ".3g") if name in one else "" for name in SHOWN)]
+        for volume, by_condition in found.items()
+        for condition, one in by_condition.items()
+    ]
+    return common.table(["volume", "condition", *SHOWN], rows, left=2)

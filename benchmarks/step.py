@@ -1,0 +1,400 @@
+"""Speed of a training step with sets of options, each in a process of its own, the most important first.
+
+python -m benchmarks.step                      the sets of a CPU: make bench-cpu
+python -m benchmarks.step --call 1             the fastest sets on a GPU, within 8 minutes: make bench-gpu CALL=1
+python -m benchmarks.step --call 2             pytest -m gpu
+python -m benchmarks.step --call 3             single options, comparisons, and loaders
+python -m benchmarks.step --call 1 --dry_run   on any machine: what the call would reach, at assumed costs
+python -m benchmarks.step --sets A G --profile     these sets, in alternating trials in one process
+
+A set is measured as `train.py --enable_benchy` does: SYNTHETIC steps on one batch, FULL steps on real ones, in
+interleaved trials. --profile adds the kernels of a step by category. Each set also reports loss and gradient norm after
+the same number of steps on the same samples (random values, from which nothing can be learned): speeds are comparable
+only if these agree. A call writes its results after each part, to benchmarks/results/<gpu> on a GPU. It needs torch,
+numpy, h5py, pyyaml, pydantic and tensorboard, and creates its data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import re
+import shlex
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common, loaders, step_profile
+from utils import config as configs
+from utils.config import Config
+from utils.data import Batch, get_loader
+from utils.data.loaders.prefetcher import DEVICE_SLOTS
+from utils.distributed.world import World
+from utils.errors import UserError, one_line_errors
+from utils.files import read_json
+from utils.profiling import timing
+from utils.provenance import device_name
+from utils.steps import build
+from utils.steps.backends import set_backends
+from utils.steps.eager import EagerStep
+from utils.steps.flops import training_flops
+from utils.steps.graph import WARMUP_STEPS, GraphStep
+
+STARTED = time.perf_counter()
+LEARNING_RATE = 2e-4
+LOSS_STEPS = 10  # after which losses are compared
+WARMUP_SECONDS = 3.0  # at most, after the steps that are necessary
+SIZES = ("batch", "crop", "width", "box", "warmup_steps", "trials")
+DEFAULTS = {  # by device
+    "cuda": {"batch": 64, "crop": 64, "width": 64, "box": 512, "warmup_steps": 30, "trials": 3, "seconds": 1.0},
+    "cpu": {"batch": 4, "crop": 64, "width": 64, "box": 128, "warmup_steps": LOSS_STEPS, "trials": 3, "seconds": 4.0},
+}
+
+# --- sets of options -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """A set of options: keys of the config 'base'."""
+
+    text: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    graph: bool = False
+
+    def command(self) -> str:
+        """The command line of this run."""
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.changes.items()}
+        script = "train_graph.py" if self.graph else "train.py"
+        return shlex.join(["python", script, "--config=base", *(f"--set={key}={text}" for key, text in texts.items())])
+
+
+_FLOAT16 = {"num_data_workers": 8, "enable_amp": True, "precision": "float16"}
+_BFLOAT16 = {"data_loader_config": "resident", "enable_amp": True, "precision": "bfloat16"}
+_LAST = {**_BFLOAT16, "channels_last": True}
+_FUSED = {**_LAST, "fused_pointwise": True}
+_BLOCKS = {"network.space_to_depth": ["down1", "last"]}
+_DENSE = ["down1", "last", "up2", "up3", "up4", "down2"]
+_A = {**_FUSED, **_BLOCKS}
+
+SETS = {
+    "A": Options("bfloat16, channels last, space-to-depth, fused kernels, volume in GPU memory", _A),
+    "B": Options("A as a CUDA graph", _A, graph=True),
+    "C": Options("A compiled instead of fused kernels", {**_A, "fused_pointwise": False, "enable_jit": True}),
+    "tail": Options("B, one kernel after the last convolution", {**_A, "fused_tail": True}, graph=True),
+    "D": Options("A at batch 128", {**_A, "local_batch_size": 128}),
+    "E": Options("A at batch 256", {**_A, "local_batch_size": 256}),
+    "F": Options("A without space-to-depth", _FUSED),
+    # DALI would need copies of the volume and is rarely installed: the threaded loader stands in for it.
+    "G": Options("the tutorial's best: float16, fused Adam, compiled, 8 threads", {**_FLOAT16, "enable_jit": True}),
+    "dense": Options("A, strided gradients as dense convolutions", {**_A, "network.space_to_depth": _DENSE}),
+    "EMA": Options("A with averaged weights", {**_A, "ema_decay": 0.999}),
+    "limit 0": Options("A, cuDNN times all algorithms", {**_A, "cudnn_benchmark_limit": 0}),
+    "eager 16": Options("A at batch 16", {**_A, "local_batch_size": 16}),
+    "graph 16": Options("B at batch 16", {**_A, "local_batch_size": 16}, graph=True),
+    "float16": Options("fused Adam, 8 loader threads", _FLOAT16),
+    "DALI": Options("float16 with DALI", {**_FLOAT16, "data_loader_config": "dali-lowmem"}),
+    "apex": Options("float16 with apex's Adam", {**_FLOAT16, "optimizer.name": "apex_adam"}),
+    "TF32": Options("the tutorial's start, 2 loader threads"),
+    "float32": Options("no TF32, 2 loader threads", {"tf32": False}),
+    "bfloat16": Options("volume in memory", _BFLOAT16),
+    "channels last": Options("bfloat16, channels last", _LAST),
+    "space-to-depth": Options("bfloat16, space-to-depth", {**_BFLOAT16, **_BLOCKS}),
+    "compiled": Options("bfloat16, compiled", {**_BFLOAT16, "enable_jit": True}),
+}
+# The sets of each call; those of a tuple are compared in alternating trials in one process.
+CPU_SETS: list[tuple[str, ...]] = [(name,) for name in ("float32", *list(SETS)[-4:])]
+FASTEST: list[tuple[str, ...]] = [(name,) for name in ("A", "B", "tail", "D", "C", "F", "E")]
+OTHERS: list[tuple[str, ...]] = [
+    ("G", "A"),
+    ("eager 16", "graph 16"),
+    *((name,) for name in ("dense", "EMA", "limit 0", "float16", "TF32")),
+    *((name,) for name in ("bfloat16", "channels last", "float32", "DALI", "apex")),
+]
+
+# --- the measurement -------------------------------------------------------------------------------------------------
+
+
+def config_of(options: argparse.Namespace, changes: Mapping[str, Any], device: torch.device) -> Config:
+    """The config of a set of options at these sizes."""
+    volumes = loaders.volumes(options.box, options.crop, npy=changes.get("data_loader_config") == "dali-lowmem")
+    base = {
+        **loaders.volume_keys(*volumes),
+        "data_size": options.crop,
+        "local_batch_size": options.batch,
+        "network.width": options.width,
+        "network.scales": min(6, (options.crop & -options.crop).bit_length() - 1),
+        "Nsamples_val": options.batch,
+        "device": device.type,
+    }
+    return configs.load(common.YAML, "base", {**base, **changes}).for_world(1)
+
+
+class Training:
+    """A step with its loader, warmed up on the first samples of the first epoch."""
+
+    def __init__(self, options: argparse.Namespace, chosen: Options, world: World, stack: ExitStack) -> None:
+        self.config, self._world = config_of(options, chosen.changes, world.device), world
+        set_backends(self.config, world.device)
+        opened = stack.enter_context(get_loader(self.config.data_loader_config).build(self.config, world))
+        step_class = GraphStep if chosen.graph else EagerStep
+        self.step = build.step(self.config, world, build.model(self.config), step_class)
+        stack.callback(self.step.close)
+        self._batches = stack.enter_context(contextlib.closing(common.endless(opened.train)))
+        first = next(self._batches)
+        self._fixed = Batch(*(part.clone(memory_format=torch.preserve_format) for part in first))
+        self.flops = training_flops(self.step.network, self._fixed.inputs)
+        self.step.warm_up(*self._fixed)
+        if self.config.enable_jit and not self.step.compiled:
+            raise UserError("the compiler failed: see its warning")
+        # A graph's first steps are eager; then it is recorded once for each of the loader's buffers.
+        least = WARMUP_STEPS + DEVICE_SLOTS + 1 if chosen.graph else LOSS_STEPS
+        self.losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        end = time.perf_counter() + WARMUP_SECONDS
+        for batch in itertools.chain([first], self._batches):
+            self.losses.append(float(self.step(*batch, LEARNING_RATE)))
+            self.gradient_norms.append(float(self.step.gradient_norm))
+            enough = len(self.losses) >= least and time.perf_counter() > end
+            if enough or len(self.losses) >= max(least, options.warmup_steps):
+                break
+        self.synthetic()
+        seconds = common.seconds_of(self.synthetic, world.device, 2) / 2
+        self.steps = max(2, math.ceil(options.seconds / seconds))
+
+    def synthetic(self) -> object:
+        return self.step(*self._fixed, LEARNING_RATE)
+
+    def full(self) -> object:
+        return self.step(*next(self._batches), LEARNING_RATE)
+
+    def rate(self, action: Callable[[], object]) -> float:
+        """Samples/s of one trial."""
+        return self.steps * len(self._fixed.inputs) / common.seconds_of(action, self._world.device, self.steps)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measures the sets in alternating trials; writes step.json before the profiler runs, and after it."""
+    world = common.this_machine()
+    with ExitStack() as stack:
+        built = {name: Training(options, SETS[name], world, stack) for name in options.sets}
+        measures = {
+            (name, kind): lambda one=one, kind=kind: one.rate(one.full if kind == "FULL" else one.synthetic)
+            for name, one in built.items()
+            for kind in ("SYNTHETIC", "FULL")
+        }
+        named = {f"{name}, {kind}": action for (name, kind), action in measures.items()}
+        rates = dict(zip(measures, common.interleaved(named, options.trials, warmup=0).values(), strict=True))
+        entries = [entry_of(name, one, rates, options.sets[0]) for name, one in built.items()]
+        result = {"settings": common.settings(options), "unit": "samples/s", "ladder": entries}
+        path = common.save("step", result, options.output, markdown(entries))
+        if options.profile:
+            for entry, one in zip(entries, built.values(), strict=True):
+                entry["profile"] = step_profile.measure(one.synthetic, world.device)
+            common.save("step", result, options.output, markdown(entries))
+    print(f"{path.with_suffix('.md').read_text()}\nwritten: {path}")
+
+
+def entry_of(name: str, one: Training, rates: Mapping[tuple[str, str], Sequence[float]], first: str) -> dict[str, Any]:
+    """The result of one set of options, and its ratio to the first one in each trial."""
+    config, device = one.config, one.step.gradient_norm.device
+    dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
+    synthetic, full = (common.summary(rates[name, kind]) for kind in ("SYNTHETIC", "FULL"))
+    pairs = zip(rates[name, "SYNTHETIC"], rates[first, "SYNTHETIC"], strict=True)
+    return {
+        "name": name,
+        "options": SETS[name].text,
+        "command": SETS[name].command(),
+        "SYNTHETIC": synthetic,
+        "FULL": full,
+        "FULL / SYNTHETIC": full["median"] / synthetic["median"],
+        "ratio to the first": common.summary([own / other for own, other in pairs]),
+        "TFLOP/s": synthetic["median"] * one.flops / 1e12,
+        "matmul TFLOP/s": statistics.median(timing.matmul_tflops(device, dtype, 0.5)),
+        "steps per trial": one.steps,
+        "loss of the warm-up steps": one.losses,
+        "gradient norm of the warm-up steps": one.gradient_norms,
+        "device GiB": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def markdown(entries: Sequence[Mapping[str, Any]]) -> str:
+    """A line per set of options, and the kernels of those that were profiled."""
+    heads = ["set", "SYNTHETIC samples/s", "/ first", "FULL samples/s", "FULL / SYNTHETIC", "TFLOP/s", "% of matmul"]
+    rows = []
+    for entry in entries:
+        finals = [entry[f"{name} of the warm-up steps"][:LOSS_STEPS][-1] for name in ("loss", "gradient norm")]
+        rows.append(
+            [
+                f"{entry['name']}: {entry['options']}",
+                common.ranged(entry["SYNTHETIC"]),
+                f"{entry['SYNTHETIC']['median'] / entries[0]['SYNTHETIC']['median']:.3f}",
+                common.ranged(entry["FULL"]),
+                f"{entry['FULL / SYNTHETIC']:.3f}",
+                f"{entry['TFLOP/s']:.4g}",
+                f"{100 * entry['TFLOP/s'] / entry['matmul TFLOP/s']:.1f}",
+                ", ".join(f"{value:.4f}" for value in finals),
+            ]
+        )
+    parts = [common.table([*heads, f"loss, gradient norm of step {LOSS_STEPS}"], rows)]
+    if profiled := {entry["name"]: entry["profile"] for entry in entries if "profile" in entry}:
+        parts.append(step_profile.markdown(profiled))
+    return "\n\n".join(parts)
+
+
+# --- the calls -------------------------------------------------------------------------------------------------------
+
+# Assumed seconds, rather too many than too few: a part starts only if it should end in time.
+VOLUME, START, SEARCH, TRIALS, COMPILATION, LOADERS = 20.0, 10.0, 30.0, 10.0, 60.0, 90.0
+WRITING, GRACE = 5.0, 5.0  # of the results at the end; for a process that is stopped
+
+
+@dataclass(frozen=True)
+class Part:
+    """A child process: its words after the interpreter's name, and the seconds that it should need."""
+
+    name: str
+    words: Sequence[str]
+    seconds: float
+
+
+def parts_of(options: argparse.Namespace, directory: Path) -> list[Part]:
+    """The parts of a call, in order."""
+    sizes = [f"--{name}={getattr(options, name)}" for name in SIZES]
+    if options.call == 2:
+        pytest = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
+        files = (common.REPOSITORY / "tests").rglob("test_*.py")
+        marked = [path for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+        marked.sort(key=lambda path: -path.stat().st_size)  # no process is left with a long one at the end
+        return [Part(path.name, [*pytest, common.relative(path)], 0) for path in marked]
+    parts = []
+    for names in {None: CPU_SETS, 1: FASTEST, 3: OTHERS}[options.call]:
+        chosen = [SETS[name] for name in names]
+        compiled = COMPILATION * any(one.changes.get("enable_jit") for one in chosen)
+        words = ["-m", "benchmarks.step", "--sets", *names, *sizes, f"--seconds={options.seconds}", "--profile"]
+        seconds = START + (SEARCH + TRIALS) * len(names) + compiled
+        parts.append(Part(", ".join(names), [*words, f"--output={directory / 'part'}"], seconds))
+    if options.call == 3:
+        words = ["-m", "benchmarks.loaders", f"--box={options.box}", f"--crop={options.crop}", "--starts=0"]
+        words += [f"--batch={options.batch}", "--workers=8", "--trials=2", f"--output={directory}"]
+        parts.insert(2, Part("loaders", words, LOADERS))
+    parts[0] = Part(parts[0].name, parts[0].words, parts[0].seconds + VOLUME)
+    return parts
+
+
+class Call:
+    """One call: its results so far, which are written after each part."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path) -> None:
+        self._directory, self._lock = directory, threading.Lock()
+        self._deadline = STARTED - START + 60 * options.minutes
+        self.name = f"call{options.call}" if options.call else "ladder"
+        self.results: dict[str, Any] = {"settings": common.settings(options), "unit": "samples/s", "ladder": []}
+        self.results |= {"last lines": {}, "failed": {}}
+
+    def run(self, parts: Sequence[Part], processes: int) -> None:
+        """Runs the parts in that many processes at a time."""
+        pool = ThreadPoolExecutor(processes)
+        try:
+            list(pool.map(self._run_part, parts))
+        finally:  # also after a signal
+            pool.shutdown(wait=False, cancel_futures=True)
+            common.end_running(GRACE)
+        shutil.rmtree(self._directory / "part", ignore_errors=True)
+        with contextlib.suppress(ImportError):  # matplotlib is optional
+            if self.results["ladder"]:
+                draw(self.results["ladder"], self._directory / f"{self.name}.png")
+
+    def _run_part(self, part: Part) -> None:
+        left = self._deadline - WRITING - GRACE - time.perf_counter()
+        log, result = self._directory / f"{self.name}-{part.name}.log", self._directory / "part/step.json"
+        result.unlink(missing_ok=True)
+        if part.seconds > left or left <= 0:
+            reason = f"no time left: it needs about {part.seconds:.0f} s, {max(left, 0):.0f} s are left"
+        else:
+            sys.stderr.write(f"== {part.name}, {left:.0f} s left\n")
+            reason = common.failure_of([sys.executable, *part.words], log, limit=left, grace=GRACE)
+        with self._lock:
+            if result.exists():  # also that of a process that failed later, in the profiler
+                self.results["ladder"] += read_json(result)["ladder"]
+            if self.name == "call2" and log.exists():
+                self.results["last lines"][part.name] = log.read_text(errors="replace").strip().splitlines()[-1:]
+            if reason:  # its log is kept
+                self.results["failed"][part.name] = reason
+            else:
+                log.unlink()
+            common.save(self.name, self.results, self._directory, self.page())
+
+    def page(self) -> str:
+        """All results."""
+        made = [markdown(self.results["ladder"])] if self.results["ladder"] else []
+        if not made:
+            made = [f"- {name}: {' '.join(line)}" for name, line in self.results["last lines"].items()]
+        made += [f"- {name}: {reason}" for name, reason in self.results["failed"].items()]
+        return "\n\n".join(made)
+
+
+def dry_run(parts: Sequence[Part], minutes: float) -> str:
+    """The parts that a call would reach at the assumed costs, with the seconds of their start and end."""
+    now, limit, rows = START, 60 * minutes - WRITING - GRACE, []
+    for part in parts:
+        if now + part.seconds <= limit:
+            rows.append((part.name, f"{now:.0f}", f"{now + part.seconds:.0f}"))
+            now += part.seconds
+        else:
+            rows.append((part.name, "not reached", ""))
+    return common.table(("part", "starts after s", "ends after s"), rows)
+
+
+def draw(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """SYNTHETIC and FULL samples/s of each set."""
+    groups = {kind: [entry[kind] for entry in entries] for kind in ("SYNTHETIC", "FULL")}
+    with common.plot(path, (8, 1.5 + 0.36 * len(entries))) as panels:
+        common.bars(panels[0, 0], [entry["name"] for entry in entries], groups, xlabel="samples/s, median and range")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.Parser(__doc__)
+    parser.set_defaults(output=None)
+    parser.add_argument("--call", type=int, choices=(1, 2, 3), help="a call for a GPU")
+    parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
+    parser.add_argument("--profile", action="store_true", help="with --sets: also the kernels of a step")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time limit of a call (%(default)s)")
+    parser.add_argument("--dry_run", action="store_true", help="print what the call would reach, and measure nothing")
+    parser.add_argument("--seconds", type=float, help="per trial")
+    parser.add_integers(**dict.fromkeys(SIZES))
+    options = parser.parse_args(argv)
+    device = common.this_machine().device
+    sizes = DEFAULTS["cuda" if options.call else device.type]
+    for name, value in sizes.items():
+        setattr(options, name, getattr(options, name) or value)
+    if options.sets:
+        options.output = options.output or Path("runs/step")
+        return measure(options)
+    name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")  # such as nvidia-h200
+    directory = (options.output or common.RESULTS / (name if options.call else "")).absolute()
+    parts = parts_of(options, directory)
+    if options.dry_run:
+        return print(dry_run(parts, options.minutes))
+    if device.type != "cuda" and options.call:
+        raise UserError("torch sees no CUDA device; on a CPU run make bench-cpu")
+    call = Call(options, directory)
+    call.run(parts, processes=4 if options.call == 2 else 1)
+    return print(f"{call.page()}\n\nwritten: {directory / call.name}.json")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

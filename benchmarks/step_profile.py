@@ -1,0 +1,159 @@
+"""Breakdown of a training step's time: kernels by category, and the gaps between them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks.common import seconds_of, table
+
+# The first pattern found in a name decides. Names of kernels on a GPU, of operators on a CPU.
+PATTERNS: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl|^c10d::|^gloo:"),
+    ("optimizer", r"multi_tensor_apply|(?i:fused_?(adam|sgd))|^aten::_foreach_|^Optimizer\."),
+    # From cuDNN, from .contiguous() and .to(), and from inductor if the kernel does nothing else.
+    ("layout and casts", r"(?i:n(cd?hw|d?hwc)_?to_?n(cd?hw|d?hwc)|nd?hwcToFolded|foldedNd?hwc|AddPadding_?Kernel)"),
+    ("layout and casts", r"(?i:convertTensor|tensorTransform|transpose\w*_kernel|transpose_readWrite)"),
+    ("layout and casts", r"(direct|b?float\d\w*)_copy_kernel|^triton_poi_fused(_(_to_copy|clone))+_\d+$"),
+    ("layout and casts", r"^aten::(copy_|_copy_from|clone|contiguous|to|_to_copy)$|mkldnn_reorder"),
+    # gather is this project's kernel that crops a volume on the GPU.
+    ("copies", r"^Mem(cpy|set)\b|^gather(_\w*)?$|vectorized_gather|scatter_gather|index_elementwise"),
+    ("copies", r"(?i:index_?select)|^aten::(index|gather|take)$"),
+    # Before the convolutions: inductor names a kernel after neighboring operators, including convolutions.
+    ("pointwise", r"^triton_(poi|red|per|for|mix|split_scan)_|^cpp_fused"),
+    ("convolutions", r"(?i:convol|conv[123]d|conv_(transpose|depthwise)|fprop|[dw]grad|im2col|col2im|vol2col|col2vol)"),
+    ("convolutions", r"(?i:xmma|cutlass|gemm|gemv|nvjet|cudnn_generated|^sm\d+_|cask_|computeOffsets|cublas|winograd)"),
+    ("convolutions", r"^triton_tem_|scalePackedTensor|kern_precompute_indices|splitK|^aten::(add|b)?mm$"),
+    ("pointwise", r"elementwise_kernel|reduce_kernel|CatArrayBatchedCopy|op_(generic_)?tensor|at::native::"),
+    # networks/kernels.py
+    ("pointwise", r"^(bias_activation|activation_backward|l1|l1_backward|tail_l1)$"),
+    (
+        "pointwise",
+        r"^aten::(?!empty|as_strided|view|_unsafe_view|reshape|resize|slice|narrow|detach|t$|select|transpose|permute"
+        r"|expand|unsqueeze|squeeze|result_type|item|_local_scalar|is_|set_|alias|lift)",
+    ),
+)
+# Where kernels overlap, the time counts for the earlier category: the later one was hidden behind it.
+CATEGORIES = ("convolutions", "pointwise", "layout and casts", "optimizer", "copies", "other", "communication")
+TOP = 15
+LONGEST_NAME = 120
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel or operator; times in µs."""
+
+    name: str
+    start: float
+    end: float
+
+
+@functools.cache
+def classify(name: str) -> str:
+    """The category of a kernel or operator by its name."""
+    return next((category for category, pattern in PATTERNS if re.search(pattern, name)), "other")
+
+
+def measure(run_step: Callable[[], object], device: torch.device, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+    """Times `steps` steps without a profiler, then profiles the kernels of as many; on a CPU, the operators."""
+    for _ in range(warmup):
+        run_step()
+    milliseconds = 1e3 * seconds_of(run_step, device, steps) / steps
+    kernels = (_kernels if device.type == "cuda" else _operators)(run_step, device, steps)
+    return breakdown(kernels, steps, milliseconds)
+
+
+def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str, Any]:
+    """Time by category in ms per step that is not hidden behind an earlier category, and the kernels that take longest.
+
+    `step_ms` is that of steps without the profiler. The times and the gaps add up to it; negative gaps mean that the
+    profiler slowed the kernels.
+    """
+    categories = {}
+    seen: list[tuple[float, float]] = []
+    busy = 0.0
+    for category in CATEGORIES:
+        seen += [(kernel.start, kernel.end) for kernel in kernels if classify(kernel.name) == category]
+        covered = union(seen)
+        categories[category] = (covered - busy) / 1e3 / steps
+        busy = covered
+    categories["gaps"] = step_ms - busy / 1e3 / steps
+    runs: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        runs[kernel.name].append(kernel.end - kernel.start)
+    longest = sorted(runs, key=lambda name: -sum(runs[name]))
+    listed = [
+        {"name": name, "category": classify(name), "ms": sum(runs[name]) / 1e3 / steps, "runs": len(runs[name]) / steps}
+        for name in longest
+    ]
+    return {
+        "steps": steps,
+        "step_ms": step_ms,
+        "kernels": len(kernels) / steps,
+        "categories": categories,
+        "top": listed[:TOP],
+        "other": [entry for entry in listed if entry["category"] == "other"],
+    }
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Total length that the intervals cover; overlaps count once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total
+
+
+def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Categories of several sets of options, and the kernels of each that take longest."""
+    rows = [["step", *(f"{result['step_ms']:.3f}" for result in results.values())]]
+    rows += [
+        [category, *(f"{result['categories'][category]:.3f}" for result in results.values())]
+        for category in (*CATEGORIES, "gaps")
+    ]
+    rows.append(["kernels per step", *(f"{result['kernels']:.0f}" for result in results.values())])
+    parts = [table(("ms per step, not hidden behind a line above", *results), rows)]
+    for name, result in results.items():
+        kernels = [
+            (f"`{entry['name'][:LONGEST_NAME]}`", entry["category"], f"{entry['ms']:.3f}", f"{entry['runs']:g}")
+            for entry in result["top"]
+        ]
+        parts.append(table((f"kernel of {name}", "category", "ms", "runs"), kernels, left=2))
+    return "\n\n".join(parts)
+
+
+def _kernels(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+    """Everything the device ran, including the kernels of a replayed graph, which no operator launches."""
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            run_step()
+        torch.cuda.synchronize(device)
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profile.events() or []
+        if event.device_type == DeviceType.CUDA
+        # Annotated ranges and waits are not work.
+        and not getattr(event, "is_user_annotation", False)
+        and not re.match(r"(Context|Stream|Event) (Sync|Wait)", event.name)
+    ]
+
+
+def _operators(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+    """Each operator's own time, without the operators it calls; laid end to end."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            run_step()
+    operators, end = [], 0.0
+    for event in profile.events() or []:
+        if event.self_cpu_time_total > 0:
+            operators.append(Kernel(event.name, end, end + event.self_cpu_time_total))
+            end += event.self_cpu_time_total
+    return operators

@@ -1,0 +1,378 @@
+"""Studies: training runs under several conditions and with several seeds, compared with the first condition.
+
+python -m benchmarks.study digits          from a naive large batch to LAMB, 8 ranks, on 1,797 digits
+python -m benchmarks.study time_to_quality recipes by samples and seconds to the loss of the tutorial's recipe
+python -m benchmarks.study networks        unet and smooth_unet, also by spectra and flux
+python -m benchmarks.study generalization  networks on other redshifts, cosmologies and cell sizes
+python -m benchmarks.study examples --logs example_logs     the runs of example_logs
+
+benchmarks/studies.yaml defines these and more. They train on the boxes of `make demo`, or simulate their own. Runs are
+kept in --runs: an interrupted study resumes with the missing ones. A run counts as finished if its config is the same,
+regardless of its commit: remove it after a change to the training itself. A run that fails, for example because it
+diverges, does not end the study.
+
+The goal is the mean, over seeds, of the first condition's final values. As in MLPerf, a run reaches it at the first
+validation that is as good; the first condition counts with its whole runs. Seconds are those of the epochs' steps with
+their data; start, compilation, validations and checkpoints do not count. A table, a plot and all curves go to --output.
+Spreads are standard deviations over seeds; each seed has its own weights and order of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks import boxes, common
+from networks.losses import accuracy
+from utils import config as configs
+from utils.cli import read_changes
+from utils.data import get_loader
+from utils.data.loaders.classification import ClassificationLoader, open_splits
+from utils.data.plan import ShufflePlan
+from utils.data.volumes import with_file_values
+from utils.distributed.launch import Launch
+from utils.distributed.world import World
+from utils.errors import UserError, one_line_errors
+from utils.provenance import read_provenance
+from utils.steps import build
+from utils.training import tags
+from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
+from utils.training.choice import run_directory
+from utils.training.loggers.base import read_records
+
+FILE = Path(__file__).with_name("studies.yaml")
+LOSS, ACCURACY = "Loss/valid", "training accuracy"
+MOST_CURVES = 8  # in a plot; a study of more conditions has none
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A way to train: a config with changes of its keys, perhaps on simulated boxes instead of its own files."""
+
+    name: str
+    config: str
+    ranks: int = 1
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    boxes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """Conditions that are compared with the first one by the scalar `measure`."""
+
+    conditions: Sequence[Condition]
+    measure: str = LOSS
+    label: str = "validation loss (mean absolute error)"
+    rises: bool = False  # larger is better
+    first_seed: int = 0
+    simulation: Mapping[str, Any] = field(default_factory=dict)  # see benchmarks/boxes.py
+    evaluate: Mapping[str, Any] = field(default_factory=dict)
+
+
+def expand(listed: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[Condition]:
+    """The condition that is listed; if it has a key `vary`, one for each value of each key in it instead."""
+    given = {key: value for key, value in listed.items() if key != "vary"}
+    condition = Condition(**{**given, "changes": {**shared, **given.get("changes", {})}})
+    if "vary" not in listed:
+        yield condition
+    for key, values in listed.get("vary", {}).items():
+        for value in values:
+            name = f"{condition.name}, {key.rpartition('.')[2]} {value}"
+            yield replace(condition, name=name, changes={**condition.changes, key: value})
+
+
+def read_studies(path: Path) -> dict[str, Study]:
+    """The studies of a YAML file."""
+    studies = {}
+    for name, values in yaml.safe_load(path.read_text(encoding="utf-8")).items():
+        if not name.startswith("."):
+            shared = values.pop("changes", {})
+            conditions = [condition for one in values.pop("conditions") for condition in expand(one, shared)]
+            studies[name] = Study(conditions, **values)
+    return studies
+
+
+STUDIES = read_studies(FILE)
+
+# --- training runs ---------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """One condition with one seed."""
+
+    def __init__(self, name: str, condition: Condition, seed: int, runs: Path, changes: Mapping[str, Any]) -> None:
+        """`name` identifies the condition in file names."""
+        self.condition, self.seed, self._runs = condition, seed, runs
+        self._changes = {**condition.changes, **changes, "seed": seed, "expdir": str(runs)}
+        self._run_num = f"{name}-seed{seed}"
+        self.config = configs.load(common.YAML, condition.config, self._changes).for_world(condition.ranks)
+        self.directory = run_directory(self.config, condition.config, self._run_num, condition.ranks)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The last one."""
+        return step_directory(self.directory / FOLDER, self.config.total_steps)
+
+    def command(self) -> list[str]:
+        flags = [f"--config={self.condition.config}", f"--run_num={self._run_num}", "--resume=no"]
+        flags += [f"--set={key}={json.dumps(value)}" for key, value in self._changes.items()]
+        return [*common.launcher(self.condition.ranks), "train.py", *flags]
+
+    def is_trained(self) -> bool:
+        """True if the run is finished, with these settings and any commit."""
+        try:
+            config = configs.load(str(self.directory / "config.yaml"), self.condition.config)
+            requested = with_file_values(self.config, get_loader(self.config.data_loader_config).reads)
+        except (OSError, ValueError, UserError):
+            return False
+        steps = saved_steps(self.directory / FOLDER)
+        return config.for_world(self.condition.ranks) == requested and requested.total_steps in steps
+
+    def run(self, limit: float) -> None:
+        """Trains; UserError with the reason if that fails."""
+        log = self._runs / f"{self._run_num}.log"
+        if reason := common.failure_of(self.command(), log, limit=limit):
+            raise UserError(f"the run {self.condition.name}, seed {self.seed}, failed: {reason}; see {log}")
+
+    def result(self) -> dict[str, Any]:
+        """The scalars of each validation, the commit, and a classifier's accuracy on its training samples."""
+        curve, seconds = [], 0.0
+        for record in read_records(self.directory / "metrics.jsonl"):
+            if tags.ITERATIONS_PER_SECOND in record:
+                seconds += self.config.steps_per_epoch / record[tags.ITERATIONS_PER_SECOND]
+            if LOSS in record:
+                step = record["step"]
+                samples = step * (self.config.global_batch_size or 0)
+                where = {"epoch": step / self.config.steps_per_epoch, "samples": samples, "step": step}
+                scalars = {name: value for name, value in record.items() if "/" in name}
+                curve.append({**where, "seconds": seconds, **scalars})
+        commit = read_provenance(self.directory / "provenance.json").get("git_commit")
+        labeled = {ACCURACY: self._training_accuracy()} if self.config.is_classification else {}
+        return {"seed": self.seed, "curve": curve, "commit": commit, **labeled}
+
+    def _training_accuracy(self) -> float:
+        network = build.network(self.config)
+        network.load_state_dict(read_weights(self.checkpoint)["network"])
+        network.eval()
+        dataset, splits = open_splits(self.config)
+        samples = len(splits["train"].labels)
+        plan, world = ShufflePlan(samples, samples, split="valid"), World(Launch("single process"), torch.device("cpu"))
+        loader = ClassificationLoader(splits["train"], plan, batch_size=500, scale=dataset.scale, world=world)
+        with torch.no_grad():
+            right = sum(float(accuracy(network(inputs), labels)) * len(labels) for inputs, labels in loader.epoch(0))
+        return right / samples
+
+
+def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, Any]) -> list[Training]:
+    """The runs of a study, seed by seed over all conditions, so that drift of the machine affects all conditions."""
+    study, training_runs = STUDIES[name], []
+    files = [boxes.training_files(study.simulation, study.evaluate, one.boxes, runs) for one in study.conditions]
+    for seed in range(study.first_seed, study.first_seed + seeds):
+        for number, (condition, keys) in enumerate(zip(study.conditions, files, strict=True)):
+            training_runs.append(Training(f"{name}-{number}", condition, seed, runs, {**keys, **changes}))
+    return training_runs
+
+
+def run_missing(training_runs: Sequence[Training], limit: float, hours: float) -> None:
+    """Trains what is not finished yet, and starts no run after `hours`; a UserError at the end if some failed.
+
+    If nothing has succeeded yet, the first failure ends it.
+    """
+    deadline, missing = time.monotonic() + 3600 * hours, [one for one in training_runs if not one.is_trained()]
+    kept, failures = len(training_runs) - len(missing), []
+    sys.stderr.write(f"{kept} of {len(training_runs)} training runs are finished, regardless of their commit\n")
+    for number, training in enumerate(missing):
+        if time.monotonic() > deadline:
+            sys.stderr.write(f"{len(missing) - number} training runs are not started after {hours:g} hours\n")
+            break
+        sys.stderr.write(f"{number + 1}/{len(missing)}: {training.condition.name}, seed {training.seed}\n")
+        try:
+            training.run(limit)
+        except UserError as error:
+            failures.append(error)
+            if len(failures) > kept + number:
+                raise
+            sys.stderr.write(f"warning: {error}\n")
+    if failures:
+        raise UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation over seeds, and the values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
+
+
+def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> dict[str, Any]:
+    """Samples and seconds of each run to the goal, and as a share of the reference's whole run of the same seed.
+
+    Without them if a run does not reach the goal: a mean over the others would be too good.
+    """
+    goal = statistics.fmean(result["curve"][-1][study.measure] for result in reference)
+
+    def first(curve: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
+        sign = 1 if study.rises else -1
+        return next((point for point in curve if sign * point[study.measure] >= sign * goal), None)
+
+    whole = {result["seed"]: result["curve"][-1] for result in reference}
+    found = {result["seed"]: first(result["curve"]) for result in results} if results is not reference else whole
+    reached = {seed: point for seed, point in found.items() if point is not None}
+    summary: dict[str, Any] = {"reached": len(reached)}
+    if len(reached) == len(results) and reached.keys() <= whole.keys():
+        for key in ("samples", "seconds"):
+            summary[key] = spread([point[key] for point in reached.values()])
+            shares = [point[key] / whole[seed][key] for seed, point in reached.items()]
+            summary[f"share of {key}"] = spread(shares)
+    return summary
+
+
+def summarize(study: Study, training_runs: Sequence[Training], results: Sequence[Any], reference: Any) -> Any:
+    """One condition's final values, its way to the goal, and mean and spread of its curve at each epoch."""
+    condition, config = training_runs[0].condition, training_runs[0].config
+    points = []
+    for parts in zip(*(result["curve"] for result in results), strict=True):
+        where = {key: parts[0][key] for key in ("epoch", "samples", "step")}
+        seconds = statistics.fmean(part["seconds"] for part in parts)
+        points.append({**where, "seconds": seconds, **spread([part[study.measure] for part in parts])})
+    last = [result["curve"][-1] for result in results]
+    accuracies = {ACCURACY: spread([result[ACCURACY] for result in results])} if ACCURACY in results[0] else {}
+    return {
+        "name": condition.name,
+        "config": condition.config,
+        "changes": dict(condition.changes),
+        "ranks": condition.ranks,
+        "global batch": config.global_batch_size,
+        "steps": config.total_steps,
+        "epochs": config.num_epochs,
+        "seeds": [result["seed"] for result in results],
+        "commits": [result["commit"] for result in results],
+        **{key: spread([point[key] for point in last]) for key in (study.measure, LOSS, "Loss/train", "seconds")},
+        **accuracies,
+        "to the goal": to_goal(study, results, reference),
+        "curve": points,
+    }
+
+
+def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Final values of each condition, and its way to the goal."""
+
+    def shown(values: Mapping[str, Any] | None, form: str, factor: float = 1) -> str:
+        return "" if values is None else common.plus_minus(values, form, factor)
+
+    measures = {study.measure: study.label} | ({ACCURACY: ACCURACY} if ACCURACY in summaries[0] else {})
+    heads = ["condition", "batch", "epochs", "steps", "seconds", *measures.values(), "reach the goal"]
+    heads += ["samples to the goal", "% of the first", "seconds to the goal", "% of the first"]
+    rows = []
+    for summary in summaries:
+        goal, seconds = summary["to the goal"], f"{summary['seconds']['mean']:.0f}"
+        cells = [summary["name"], summary["global batch"], summary["epochs"], summary["steps"], seconds]
+        for key in measures:
+            factor, form, unit = (1, ".5f", "") if key.startswith("Loss/") else (100, ".1f", " %")
+            cells.append(common.plus_minus(summary[key], form, factor) + unit)
+        cells.append(f"{goal['reached']} of {len(summary['seeds'])}")
+        for key, form in (("samples", ",.0f"), ("seconds", ",.1f")):
+            cells += [shown(goal.get(key), form), shown(goal.get(f"share of {key}"), ".1f", 100)]
+        rows.append(cells)
+    return common.table(heads, rows)
+
+
+def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Curves over samples and seconds, with standard deviations."""
+    with common.plot(path, (9, 4.6), 2, sharey=True) as panels:
+        for panel, key in zip(panels[0], ("samples", "seconds"), strict=True):
+            for summary in summaries:
+                points = summary["curve"][1:]  # the untrained network is the same under all conditions
+                places, means = [point[key] for point in points], [point["mean"] for point in points]
+                panel.plot(places, means, "o-", markersize=3, label=summary["name"])
+                low, high = ([point["mean"] + sign * point["stdev"] for point in points] for sign in (-1, 1))
+                panel.fill_between(places, low, high, alpha=0.15, linewidth=0)
+            panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
+            panel.grid(alpha=0.3, which="both")
+            panel.set(xlabel=key, yscale="linear" if study.rises else "log")
+        panels[0, 0].set_ylabel(study.label)
+
+
+def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[dict[str, Any], str]:
+    """Result and text of the finished runs; UserError if the first condition has none."""
+    study, missing = STUDIES[name], []
+    finished: dict[str, list[Training]] = {}
+    for condition in study.conditions:
+        own = [training for training in training_runs if training.condition is condition]
+        trained = [training for training in own if training.is_trained()]
+        if len(trained) < len(own):
+            missing.append(f"{condition.name} ({len(own) - len(trained)} of {len(own)})")
+        if trained:
+            finished[condition.name] = trained
+        elif condition is study.conditions[0]:
+            raise UserError(f"no training run of {condition.name} is finished; give more --hours")
+    results = {name: [training.result() for training in trained] for name, trained in finished.items()}
+    reference = next(iter(results.values()))
+    summaries = [summarize(study, trained, results[name], reference) for name, trained in finished.items()]
+    text = result_table(study, summaries)
+    result: dict[str, Any] = {"study": name, "missing": missing, "conditions": summaries}
+    if study.evaluate:
+        checkpoints = {name: [training.checkpoint for training in trained] for name, trained in finished.items()}
+        result["evaluations"] = boxes.evaluations(study.simulation, study.evaluate, checkpoints, runs)
+        text += f"\n\n{boxes.markdown(result['evaluations'])}"
+    return result, text + (f"\n\nMissing: {'; '.join(missing)}." if missing else "")
+
+
+def keep_logs(training: Training, directory: Path) -> None:
+    """Copies a run's logs, without its checkpoints."""
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(training.directory, directory, ignore=shutil.ignore_patterns(FOLDER, "evaluations", "*.html", ".*"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.Parser(__doc__)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_integers(seeds=5, limit=3600)
+    text = "start no run after this time, and report those that are finished"
+    parser.add_argument("--hours", type=float, default=math.inf, help=text)
+    parser.add_argument("--runs", type=Path, default=Path("runs/studies"), help="of the training runs (%(default)s)")
+    parser.add_argument("--logs", type=Path, help="copy the logs of the first seed's runs to this directory")
+    parser.add_changes()
+    options = parser.parse_args(argv)
+    for name in ("logs", "output", "runs"):
+        setattr(options, name, getattr(options, name) and getattr(options, name).absolute())
+    os.chdir(common.REPOSITORY)
+    runs = Path(os.path.relpath(options.runs))  # logs do not contain directories of this machine
+    training_runs = training_runs_of(options.study, options.seeds, runs, read_changes(options.changes))
+    failure: UserError | None = None
+    try:
+        run_missing(training_runs, options.limit, options.hours)
+    except UserError as error:
+        failure = error
+    try:
+        result, text = report(options.study, training_runs, runs)
+    except UserError as error:
+        raise failure or error from None
+    result["settings"] = common.settings(options)
+    study, summaries = STUDIES[options.study], result["conditions"]
+    name = f"study_{options.study}"
+    draws = (lambda path: draw(study, summaries, path)) if len(summaries) <= MOST_CURVES else None
+    common.publish(name, result, options.output, text, draws)
+    for training in training_runs[: len(study.conditions)] if options.logs else []:
+        keep_logs(training, options.logs / training.condition.name)
+    if failure is not None:
+        raise failure
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()

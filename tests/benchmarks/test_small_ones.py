@@ -1,0 +1,55 @@
+"""Small runs of the benchmarks of checkpoints, loaders and flux write their results; the gas of the flux's boxes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import checkpoints, common, flux, loaders
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "flags"),
+    [
+        (checkpoints, ["--width=2", "--scales=2", "--crop=8", "--batch=1", "--trials=2", "--steps=1"]),
+        (flux, ["--side=8", "--large=12", "--trials=2", "--threads=1"]),
+        (
+            loaders,
+            ["--box=16", "--crop=8", "--batch=1", "--trials=1", "--starts=1", "--batches=2", "--epoch_batches=2"],
+        ),
+    ],
+    ids=["checkpoints", "flux", "loaders"],
+)
+def test_a_small_run_writes_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, benchmark: Any, flags: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(flux, "GROUP", 100)  # 12² lines: the last group is smaller
+    extra = ["--settle=0", "--workers=1"] if benchmark is loaders else []
+    benchmark.main([*flags, *extra, f"--output={tmp_path}"])
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    assert result["provenance"]["command"]
+    assert path.with_suffix(".md").read_text() in capsys.readouterr().out
+    if benchmark is flux:
+        assert {case["seconds"]["n"] for case in result["cases"].values()} == {2}
+    if benchmark is loaders:
+        assert {"lowmem", "inmem", "memory copy (bound)"} <= set(result["results"])
+        assert result["starts"]["lowmem"]["first epoch seconds"] > 0
+
+
+def test_gas_is_like_that_of_the_forest() -> None:
+    density, velocity, temperature = flux.make_lines(4000, 128, 0.04, torch.Generator().manual_seed(0))
+    assert float(density.mean()) == pytest.approx(1, rel=0.05)
+    assert float(velocity.std()) == pytest.approx(flux.VELOCITY_SPREAD, rel=1e-3)
+    assert 0.04 < float((temperature > 1e5).double().mean()) < 0.07
+
+
+def test_settings_name_no_directory_of_this_machine() -> None:
+    parser = common.Parser("")
+    parser.add_argument("--runs", type=Path, default=common.REPOSITORY / "runs" / "it")
+    assert common.settings(parser.parse_args([])) == {"runs": "runs/it"}

@@ -1,0 +1,267 @@
+"""Speed of a step: sets of options, a call's parts in time, failures that lose no other result, and the kernels."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import common, step, step_profile
+from benchmarks.step import FASTEST, SETS, Part
+from benchmarks.step_profile import Kernel, breakdown, classify
+from utils import cli
+from utils import config as configs
+from utils.errors import UserError
+from utils.profiling import timing
+
+SMALL = ["--batch=2", "--crop=8", "--width=4", "--box=16", "--seconds=0.02", "--warmup_steps=3"]
+CALL_SECONDS = 480
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_printed_command_is_the_training_that_was_measured(name: str) -> None:
+    """Its command line leads to the same config as the set's changes, and every key and value exists."""
+    words = shlex.split(SETS[name].command())
+    assert words[:3] == ["python", "train_graph.py" if SETS[name].graph else "train.py", "--config=base"]
+    typed = cli.parse([f"--yaml_config={common.YAML}", *words[2:]])
+    ours = configs.load(common.YAML, "base", dict(SETS[name].changes))
+    assert configs.load(typed.yaml_config, typed.config, typed.overrides) == ours
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def timeline(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, str]:
+    """The end of each part of a dry run."""
+    step.main([*flags, "--dry_run"])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
+    return {name: end for name, _, end in rows}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_call_ends_in_time_and_lists_what_it_does_not_reach(capsys: Any, number: int) -> None:
+    for minutes in (2, 8):
+        ends = timeline(capsys, f"--call={number}", f"--minutes={minutes}")
+        assert all(not end or float(end) <= 60 * minutes for end in ends.values())
+    if number == 1:  # all its parts, at the assumed costs
+        assert list(ends) == [", ".join(names) for names in FASTEST]
+        assert all(ends.values())
+        assert (step.SEARCH, step.COMPILATION, step.TRIALS) == (30, 60, 10)
+    if number == 2:
+        assert {"test_gpu.py", "test_graph.py"} <= set(ends)
+        assert "test_step.py" in ends
+        assert "test_documentation.py" not in ends
+    if number == 3:
+        assert all(ends[name] for name in ("G, A", "eager 16, graph 16", "loaders"))
+
+
+def test_a_call_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="on a CPU run make bench-cpu"):
+        step.main(["--call=1"])
+
+
+def small_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: list[Part], *flags: str) -> dict[str, Any]:
+    """Runs these parts as a call on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(step, "STARTED", time.perf_counter())  # not when the tests were collected
+    monkeypatch.setattr(step, "parts_of", lambda *_: parts)
+    step.main([f"--output={tmp_path}", *flags])
+    return json.loads((tmp_path / "ladder.json").read_text())
+
+
+def test_a_failure_loses_no_other_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A set is measured, another process is killed after its measurement, and a third one hangs."""
+    entry = {"name": "B", "options": "text", "TFLOP/s": 1.0, "matmul TFLOP/s": 2.0, "FULL / SYNTHETIC": 1.0}
+    entry |= {kind: {"median": 3.0, "min": 2.0, "max": 4.0} for kind in ("SYNTHETIC", "FULL")}
+    entry |= {f"{name} of the warm-up steps": [1.0] for name in ("loss", "gradient norm")}
+    (tmp_path / "entry.json").write_text(json.dumps({"ladder": [entry]}))
+    copy = f"import os, shutil; os.makedirs('{tmp_path}/part', exist_ok=True); shutil.copy('{tmp_path}/entry.json', "
+    copy += f"'{tmp_path}/part/step.json'); "
+    parts = [
+        Part("fault", ["-c", f"{copy} os.kill(os.getpid(), 11)"], 0),
+        Part("error", ["-c", "raise RuntimeError('an illegal memory access was encountered')"], 0),
+        Part("B", ["-c", copy], 0),
+        Part("long", ["-c", ""], 1e6),
+    ]
+    found = small_call(monkeypatch, tmp_path, parts)
+    assert [one["name"] for one in found["ladder"]] == ["B", "B"]
+    assert found["failed"]["fault"] == "ended by SIGSEGV"
+    assert found["failed"]["error"] == "RuntimeError: an illegal memory access was encountered"
+    assert found["failed"]["long"].startswith("no time left: it needs about 1000000 s")
+    assert "| B: text | 3 (2 – 4) | 1.000 |" in capsys.readouterr().out
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert found["provenance"]["command"]
+
+
+def test_a_part_that_hangs_ends_with_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WRITING", "START"):
+        monkeypatch.setattr(step, name, 0.0)
+    monkeypatch.setattr(step, "GRACE", 0.1)
+    parts = [Part("hang", ["-c", "import time; time.sleep(300)"], 0)]
+    found = small_call(monkeypatch, tmp_path, parts, "--minutes=0.05")
+    assert found["failed"]["hang"].startswith("stopped after ")
+
+
+def test_files_of_tests_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SimpleNamespace(call=2, minutes=8.0, **dict.fromkeys(step.SIZES))
+    monkeypatch.setattr(step, "STARTED", time.perf_counter())
+    call = step.Call(options, tmp_path)  # type: ignore[arg-type]
+    call.run([Part(f"{n}.py", ["-c", f"print('{n} passed'); exit({n % 2})"], 0) for n in range(6)], 4)
+    found = json.loads((tmp_path / "call2.json").read_text())
+    assert found["last lines"] == {f"{n}.py": [f"{n} passed"] for n in range(6)}
+    assert set(found["failed"]) == {"1.py", "3.py", "5.py"}
+    assert "- 2.py: 2 passed" in call.page()
+    assert {path.name for path in tmp_path.glob("*.log")} == {f"call2-{n}.py.log" for n in (1, 3, 5)}
+
+
+def test_sets_are_measured_in_alternating_trials_and_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(timing, "matmul_size", lambda device: 64)
+    step.main(["--sets", "float32", "channels last", *SMALL, "--profile", "--output=out"])
+    result = json.loads((tmp_path / "out/step.json").read_text())
+    first, second = result["ladder"]
+    for entry in (first, second):
+        for kind in ("SYNTHETIC", "FULL"):
+            assert 0 < entry[kind]["min"] <= entry[kind]["median"] <= entry[kind]["max"]
+        assert entry["profile"]["categories"]["convolutions"] > 0
+    trials = zip(second["SYNTHETIC"]["trials"], first["SYNTHETIC"]["trials"], strict=True)
+    assert second["ratio to the first"]["trials"] == [own / other for own, other in trials]
+    # The same samples and weights: rounding alone differs.
+    for name in ("loss", "gradient norm"):
+        values = [entry[f"{name} of the warm-up steps"] for entry in (first, second)]
+        assert values[0] == pytest.approx(values[1], rel=0.05)
+    assert "| float32: no TF32, 2 loader threads |" in (tmp_path / "out/step.md").read_text()
+
+
+BLOCKED = """
+import runpy, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+sys.argv = ["step", "--call=1", "--dry_run"]
+runpy.run_module("benchmarks.step", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_calls_need_the_required_packages_only() -> None:
+    optional = ("matplotlib", "jinja2", "rich", "scipy", "colossus", "sklearn", "nvidia", "wandb", "pytest", "xdist")
+    program = BLOCKED.format(absent=optional)
+    done = subprocess.run([sys.executable, "-c", program], cwd=common.REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+NAMES = {
+    "convolutions": (
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1_"
+        "execute_segment_k_off_kernel__5x_cudnn",
+        "void cudnn::ops::scalePackedTensor_kernel<__nv_bfloat16, float>(long, __nv_bfloat16*, float)",
+        "aten::mkldnn_convolution",
+    ),
+    "layout and casts": (
+        "void cudnn::ops::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true, (cudnnKernelDataType_t)0>"
+        "(cudnn::ops::nchw2nhwc_params_t<float>, __nv_bfloat16 const*, __nv_bfloat16*)",
+        "triton_poi_fused__to_copy_clone_12",
+    ),
+    "pointwise": (
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<at::native::"
+        "(anonymous namespace)::OpaqueType<2u>, unsigned int, 5, 64, 64>(...)",
+        "triton_poi_fused__to_copy_convolution_leaky_relu_0",
+    ),
+    "optimizer": ("aten::_fused_adam_",),
+    "communication": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "gloo:all_reduce"),
+    "copies": (
+        "Memcpy HtoD (Pinned -> Device)",
+        "void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*, int, long, long, long, long, bool)",
+    ),
+    "other": ("void dali::kernels::Unknown<float>(int)", "cudaLaunchKernel"),
+}
+
+
+def test_kernels_are_classified_by_name() -> None:
+    found = {name: classify(name) for names in NAMES.values() for name in names}
+    assert found == {name: category for category, names in NAMES.items() for name in names}
+
+
+def is_kernel(node: ast.AST) -> bool:
+    """True for a function that Triton compiles and that returns nothing; others are parts of kernels."""
+    if not isinstance(node, ast.FunctionDef) or "triton.jit" not in ast.unparse(node).partition("def ")[0]:
+        return False
+    return not any(isinstance(each, ast.Return) and each.value is not None for each in ast.walk(node))
+
+
+def test_every_kernel_of_this_project_has_a_category() -> None:
+    paths = [path for folder in ("networks", "utils") for path in (common.REPOSITORY / folder).rglob("*.py")]
+    names = [node.name for path in paths for node in ast.walk(ast.parse(path.read_text())) if is_kernel(node)]
+    assert {"bias_activation", "gather", "tail_l1"} <= set(names)
+    assert [name for name in names if classify(name) == "other"] == []
+
+
+def test_overlaps_count_once_and_all_adds_up_to_the_step() -> None:
+    """Time that overlaps with a convolution is counted as the convolution's."""
+    assert step_profile.union([(5, 6), (1, 3), (2, 5), (3, 3), (8, 9)]) == 6
+    kernels = [
+        Kernel("sm90_xmma_fprop_implicit_gemm", 0, 4000),
+        Kernel("gather", 3000, 5000),
+        Kernel("gather", 6000, 7000),
+        Kernel("triton_poi_fused_relu_0", 7000, 8000),
+        Kernel("mystery", 9000, 9500),
+    ]
+    result = breakdown(kernels, steps=2, step_ms=5.0)
+    milliseconds = {name: value for name, value in result["categories"].items() if value}
+    assert milliseconds == {"convolutions": 2.0, "pointwise": 0.5, "copies": 1.0, "other": 0.25, "gaps": 1.25}
+    assert [(entry["name"], entry["ms"], entry["runs"]) for entry in result["top"][:2]] == [
+        ("sm90_xmma_fprop_implicit_gemm", 2.0, 0.5),
+        ("gather", 1.5, 1.0),
+    ]
+    assert [entry["name"] for entry in result["other"]] == ["mystery"]
+    assert breakdown([], steps=1, step_ms=1.0)["categories"]["gaps"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_of_a_cuda_graph_are_seen() -> None:
+    device = torch.device("cuda")
+    left = torch.randn(256, 256, device=device)
+    left @ left  # cuBLAS allocates its workspace before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (left @ left).relu()
+    result = step_profile.measure(graph.replay, device, steps=3)
+    assert result["kernels"] >= 2
+    assert result["categories"]["convolutions"] > 0
+    assert result["categories"]["pointwise"] > 0
+
+
+def test_named_ranges_waits_and_the_hosts_calls_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a simulated profile of a GPU."""
+
+    def event(name: str, device: DeviceType = DeviceType.CUDA, named: bool = False) -> Any:
+        time_range = SimpleNamespace(start=0, end=9)
+        return SimpleNamespace(name=name, time_range=time_range, device_type=device, is_user_annotation=named)
+
+    kernel, *others = event("sm80_xmma_dgrad_kernel"), event("cudaLaunchKernel", DeviceType.CPU), event("Context Sync")
+    events = [kernel, *others, event("Optimizer.step#Adam.step", named=True)]
+    profile = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found = step_profile._kernels(lambda: None, torch.device("cuda"), steps=2)
+    assert found == [Kernel("sm80_xmma_dgrad_kernel", 0, 9)]

@@ -1,0 +1,261 @@
+"""Studies: how training runs are evaluated, that each of them runs once, and what is reported and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import pytest
+
+from benchmarks import boxes, common, study
+from benchmarks.study import LOSS, STUDIES, Condition, Study, Training, expand, result_table, to_goal
+from utils import config as configs
+from utils.data.volumes import with_file_values
+from utils.errors import UserError
+from utils.evaluation import results
+
+CONDITIONS = tuple(Condition(name, "digits_naive") for name in ("one", "two"))
+VARY = {"lr_schedule.start_lr": [0.01, 0.1], "num_epochs": [3]}
+STUDY = Study(CONDITIONS, "Accuracy/valid", "y", rises=True)
+
+
+def result(accuracies: list[float], seed: int = 0, seconds: float = 1.0) -> dict[str, Any]:
+    """A training run of 100 samples per epoch; its losses are one less the accuracies."""
+    curve = [
+        {
+            "epoch": float(epoch),
+            "samples": 100 * epoch,
+            "step": 10 * epoch,
+            "seconds": seconds * epoch,
+            LOSS: 1 - value,
+            "Loss/train": 0.5,
+            "Accuracy/valid": value,
+        }
+        for epoch, value in enumerate(accuracies)
+    ]
+    return {"seed": seed, "commit": "abc", "curve": curve, "training accuracy": accuracies[-1] / 2}
+
+
+def summaries(chosen: Study, *found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    config = configs.load(common.YAML, "digits_naive").for_world(1)
+    runs = [SimpleNamespace(condition=condition, config=config) for condition in chosen.conditions]
+    return [
+        study.summarize(chosen, [run], made, found[0])  # type: ignore[list-item]
+        for run, made in zip(runs, found, strict=True)
+    ]
+
+
+def test_mean_and_standard_deviation_are_over_seeds() -> None:
+    first = [result([0.1, 0.5, 0.8]), result([0.1, 0.7, 0.9], seed=1, seconds=3.0)]
+    both = summaries(STUDY, first, [result([0.1, 0.9, 0.9]), result([0.1, 0.9, 0.95], seed=1)])
+    accuracy = both[0]["Accuracy/valid"]
+    assert accuracy["values"] == [0.8, 0.9]
+    assert (accuracy["mean"], accuracy["stdev"]) == pytest.approx((0.85, statistics.stdev([0.8, 0.9])))
+    assert [point["mean"] for point in both[0]["curve"]] == pytest.approx([0.1, 0.6, 0.85])
+    assert [point["seconds"] for point in both[0]["curve"]] == [0, 2, 4]
+    lines = result_table(STUDY, both).splitlines()[2:]
+    start = "| one | 32 | 12 | 528 | 4 | 85.0 ± 7.1 % | 42.5 ± 3.5 % | 2 of 2 | 200 ± 0 | 100.0 ± 0.0 |"
+    assert lines[0].startswith(start)
+    assert "| 2 of 2 | 100 ± 0 | 50.0 ± 0.0 | 1.0 ± 0.0 | 33.3 ± 23.6 |" in lines[1]
+    single = result_table(STUDY, summaries(STUDY, [result([0.1, 0.8])], [result([0.1, 0.3])]))
+    assert "| 80.0 % | 40.0 % | 1 of 1 | 100 | 100.0 |" in single
+    assert "| 30.0 % | 15.0 % | 0 of 1 |  |  |  |  |" in single
+
+
+def test_shares_compare_with_the_whole_reference_of_the_same_seed() -> None:
+    """A reference counts as a whole, although one of its seeds is at the mean of their final losses before its end."""
+    losses = Study(CONDITIONS)
+    reference = [result([0, 0.7, 0.9]), result([0, 0.5, 0.7], seed=1, seconds=2)]
+    own = to_goal(losses, reference, reference)
+    assert own["samples"]["values"] == [200, 200]
+    assert own["share of seconds"]["values"] == [1, 1]
+    found = to_goal(losses, [result([0, 0.79, 0.8]), result([0, 0.8], seed=1)], reference)
+    assert (found["samples"]["values"], found["seconds"]["values"]) == ([200, 100], [2, 1])
+    assert found["share of seconds"]["values"] == pytest.approx([1, 1 / 4])
+    assert to_goal(losses, [result([0, 0.9]), result([0, 0.7], seed=1)], reference) == {"reached": 1}
+
+
+def test_a_plot_shows_curves(tmp_path: Path) -> None:
+    chosen = Study(CONDITIONS)
+    study.draw(chosen, summaries(chosen, *[[result([0.1, 0.5]), result([0.1, 0.7], seed=1)]] * 2), tmp_path / "x")
+    assert (tmp_path / "x").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_conditions_are_valid_configs_that_differ(name: str, tmp_path: Path) -> None:
+    conditions = STUDIES[name].conditions
+    training_runs = [Training(f"{name}-{n}", condition, 3, tmp_path, {}) for n, condition in enumerate(conditions)]
+    assert all(training.config.seed == 3 and not training.is_trained() for training in training_runs)
+    batches = {training.config.global_batch_size for training in training_runs}
+    largest = {"digits": 8, "cifar10": 8, "unet": 8, "scale": 16, "demo": 4, "examples": 4}
+    assert max(batches) == largest.get(name, 1) * min(batches)
+    assert len({training.directory for training in training_runs}) == len(training_runs)
+    different = {(one.condition.boxes, configs.to_yaml(one.config, "it")) for one in map(frozen, training_runs)}
+    assert len(different) == len(training_runs)
+    volumes = STUDIES[name].evaluate
+    assert all(box in volumes for condition in conditions for box in condition.boxes)
+
+
+def frozen(training: Training) -> Any:
+    condition = training.condition
+    return SimpleNamespace(condition=SimpleNamespace(boxes=(condition.ranks, *condition.boxes)), config=training.config)
+
+
+def test_trainings_run_once_and_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_forked: Any
+) -> None:
+    """Finished runs are kept, regardless of their commit. Their logs are copied without checkpoints."""
+    monkeypatch.setitem(STUDIES, "digits", STUDY)
+    monkeypatch.setattr(common, "run_group", run_forked)
+    monkeypatch.chdir(tmp_path)  # main changes the directory
+    arguments = ["digits", "--seeds=1", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path / 'out'}"]
+    small = ["--set=num_epochs=2", "--set=Nsamples=320", "--set=Nsamples_val=40", "--set=report_pictures=false"]
+    study.main([*arguments, *small, f"--logs={tmp_path / 'logs'}"])
+    printed = capsys.readouterr()
+    assert "2/2: two, seed 0" in printed.err
+    found = json.loads((tmp_path / "out/study_digits.json").read_text())
+    curve = [(point["epoch"], point["samples"], point["step"]) for point in found["conditions"][1]["curve"]]
+    assert curve == [(0, 0, 0), (1, 320, 10), (2, 640, 20)]
+    seconds = [point["seconds"] for point in found["conditions"][1]["curve"]]
+    assert seconds[0] == 0 < seconds[1] < seconds[2]
+    assert (tmp_path / "out/study_digits.md").read_text() in printed.out
+    assert {"config.yaml", "logs", "metrics.jsonl"} <= set(os.listdir(tmp_path / "logs/one"))
+    assert "checkpoints" not in os.listdir(tmp_path / "logs/one")
+
+    started: list[str] = []
+    path = next((tmp_path / "runs").glob("**/digits-0-seed0/provenance.json"))
+    made = json.loads(path.read_text())
+    path.write_text(json.dumps({**made, "git_commit": "another"}))
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "run", lambda training, limit: started.append(training.condition.name))
+        study.main([*arguments, *small])
+        assert started == []
+        found = json.loads((tmp_path / "out/study_digits.json").read_text())
+        assert found["conditions"][0]["commits"] == ["another"]
+        with pytest.raises(UserError, match="no training run of one is finished"):
+            study.main([*arguments, *small, "--set=num_epochs=1"])
+        assert started == ["one", "two"]
+
+    wrong = Training("wrong", CONDITIONS[0], 0, tmp_path / "runs", {})
+    wrong._changes["network.name"] = "unet"
+    with pytest.raises(UserError, match="the run one, seed 0, failed: network unet cannot be used with labeled"):
+        wrong.run(60)
+
+
+def test_a_training_on_files_that_state_their_transform_runs_once(tmp_path: Path, volume_file: Any) -> None:
+    """Its config.yaml has the transform of the files, not the default."""
+    paths = {key: str(volume_file(tmp_path / f"{key}.h5")) for key in ("train_path", "val_path")}
+    with h5py.File(paths["train_path"], "r+") as file:
+        file.attrs["velocity_scale_km_s"] = 500.0
+    training = Training("it", Condition("it", "test"), 0, tmp_path / "runs", paths)
+    config = with_file_values(training.config, "hdf5")
+    training.checkpoint.mkdir(parents=True)
+    (training.directory / "config.yaml").write_text(configs.to_yaml(config, "test"))
+    assert training.is_trained()
+    (training.directory / "config.yaml").write_text(configs.to_yaml(training.config, "test"))
+    assert not training.is_trained()
+
+
+def test_a_diverged_training_does_not_end_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are trained and reported, and the study ends with the reason. A budget of time ends it early, too."""
+    conditions = list(expand({"name": "it", "config": "digits_naive", "vary": VARY}, {"num_epochs": 2}))
+    monkeypatch.setitem(STUDIES, "digits", Study(conditions, "Accuracy/valid", "y", rises=True, first_seed=100))
+    monkeypatch.chdir(tmp_path)
+    finished: list[tuple[str, int]] = []
+
+    def run(training: Training, limit: float) -> None:
+        if training.condition is conditions[1] and training.seed == 101:
+            raise UserError("it diverged")
+        finished.append((training.condition.name, training.seed))
+
+    def is_trained(training: Training) -> bool:
+        return (training.condition.name, training.seed) in finished
+
+    monkeypatch.setattr(Training, "run", run)
+    monkeypatch.setattr(Training, "is_trained", is_trained)
+    monkeypatch.setattr(Training, "result", lambda training: result([0.1, 0.5], seed=training.seed))
+    arguments = ["digits", "--seeds=2", f"--runs={tmp_path / 'runs'}", f"--output={tmp_path}"]
+    with pytest.raises(UserError, match=r"no training run of it, start_lr 0\.01 is finished; give more --hours"):
+        study.main([*arguments, "--hours=-1"])
+    with pytest.raises(UserError, match="1 of 6 training runs failed; it diverged"):
+        study.main(arguments)
+    assert finished == [
+        (each.name, seed) for seed in (100, 101) for each in conditions if (each, seed) != (conditions[1], 101)
+    ]
+    assert "Missing: it, start_lr 0.1 (1 of 2)." in capsys.readouterr().out
+    found = json.loads((tmp_path / "study_digits.json").read_text())["conditions"]
+    assert [condition["seeds"] for condition in found] == [[100, 101], [100], [100, 101]]
+
+
+def test_a_varied_condition_changes_one_key_at_a_time() -> None:
+    made = expand({"name": "it", "config": "digits_naive", "vary": VARY}, {"num_epochs": 2})
+    assert [(each.name, each.changes) for each in made] == [
+        ("it, start_lr 0.01", {"num_epochs": 2, "lr_schedule.start_lr": 0.01}),
+        ("it, start_lr 0.1", {"num_epochs": 2, "lr_schedule.start_lr": 0.1}),
+        ("it, num_epochs 3", {"num_epochs": 3}),
+    ]
+
+
+def test_networks_are_evaluated_on_every_box_and_nothing_is_done_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, volume_file: Callable[..., Path], run_forked: Any
+) -> None:
+    pytest.importorskip("colossus", reason="colossus, which simulations need, is not installed")
+    from utils.simulation import simulate
+
+    def run_group(command: Sequence[str], *rest: Any) -> int:
+        if "utils.simulation" not in command:
+            return run_forked(command, *rest)
+        options = simulate.parse(command[3:])
+        path = volume_file(options.output, options.grid, seed=options.seed + round(100 * options.redshift))
+        with h5py.File(path, "r+") as file:
+            file.attrs.update(simulate.file_attributes(options))
+        return 0
+
+    changes = {"num_epochs": 1, "report_baselines": False, "report_pictures": False, "log_noise_scale": False}
+    toy = Study(
+        [Condition("near", "test", 1, changes, ["a"]), Condition("both", "test", 1, changes, ["a", "b"])],
+        simulation={
+            **{"redshift": 2.0, "cosmology": "planck18", "cell": 0.5},
+            **{"train": {"grids": [16, 16], "seeds": [1, 2]}, "held_out": {"grid": 16, "seeds": [11, 12]}},
+        },
+        evaluate={"a": {}, "b": {"redshift": 4.0, "cell": 1.0}},
+    )
+    monkeypatch.setitem(STUDIES, "generalization", toy)
+    monkeypatch.setattr(common, "run_group", run_group)
+    monkeypatch.setattr(boxes, "SIGHTLINES", 4)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["generalization", "--seeds=1", f"--runs={tmp_path}", f"--output={tmp_path}", "--set=device=cpu"]
+    study.main(arguments)
+    path = tmp_path / "study_generalization.json"
+    found = json.loads(path.read_text())["evaluations"]
+    changed = f"box_size=16.0_cosmology=planck18_grid=16_redshift=4.0_seed={11}"
+    with h5py.File(tmp_path / "boxes" / f"{changed}.h5") as file:
+        assert file.attrs["box_size_mpc_h"] == 16
+    kept = list((tmp_path / "evaluations/generalization-1-seed0").glob("*redshift=4.0*.npz"))
+    errors = [float(results.load(one).l1.mean()) for one in kept]
+    assert found["b"]["both"]["L1"]["mean"] == pytest.approx(statistics.fmean(errors))
+    assert found["b"]["both"]["L1"]["n"] == 2
+    assert found["a"].keys() == {"near", "both", boxes.COPYING}
+    assert "| b | both |" in (tmp_path / "study_generalization.md").read_text()
+    monkeypatch.setattr(common, "run_group", lambda *_: pytest.fail("made twice"))
+    monkeypatch.setattr(results, "save", lambda *_: pytest.fail("evaluated twice"))
+    study.main(arguments)
+    assert json.loads(path.read_text())["evaluations"] == found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["digits", "--seeds=0"], "is not a positive"), (["digits", "--set=num_epoch=3"], "did you mean num_epochs")],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(".")
+    with pytest.raises(UserError, match=says):
+        study.main(arguments)
