@@ -14,9 +14,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 FILES = ("from_image.txt", "requirements.txt")
-# Modules with another name than their package. For DALI, a submodule that can fail to load although the package is
-# installed.
-MODULES = {"pyyaml": "yaml", "nvidia-dali-cuda130": "nvidia.dali.fn"}
+# Modules with another name than their package. For DALI and apex, submodules that can fail to load although the package
+# is installed.
+MODULES = {"pyyaml": "yaml", "nvidia-dali-cuda130": "nvidia.dali.fn", "apex": "apex.optimizers"}
 # Installed with PyTorch, under changing package names.
 OTHER_MODULES = ("triton",)
 

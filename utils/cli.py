@@ -33,6 +33,7 @@ class Options:
     preflight: int | None
     resume: str | None
     init_from: str | None
+    plot: str | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +86,13 @@ def hdf5_output(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def png_output(text: str) -> str:
+    """Converts the name of a PNG file to write, for argparse; refuses others, since an existing file is replaced."""
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png; name it *.png")
+    return os.path.expanduser(text)
+
+
 def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
     """Adds --checkpoint, the trained network to load, to a parser or a group."""
     text = "run directory (loads its best checkpoint), checkpoint directory, or weights.pt file"
@@ -93,7 +101,7 @@ def add_checkpoint_option(parser: argparse._ActionsContainer, required: bool = F
 
 SWITCHES = {
     "enable_amp": "mixed precision",
-    "enable_apex": "no effect: PyTorch's fused Adam, the default, equals apex's",
+    "enable_apex": "no effect: PyTorch's fused Adam, the default, equals apex's; --set optimizer.name=apex_adam uses it",
     "enable_fused": "no effect: adam is always fused",
     "enable_jit": "compile the network and the loss",
     "enable_benchy": "measure IO, SYNTHETIC, FULL and NO-COMM throughput, then exit",
@@ -148,6 +156,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="RANKS",
         help="check the config, the data and the run directory for this number of ranks, then exit",
     )
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const="learning_rate.png",
+        type=png_output,
+        metavar="FILE",
+        help="with --preflight: plot the learning rate of all steps (learning_rate.png)",
+    )
     text = "print the resolved config, with all keys, as a YAML file, then exit"
     parser.add_argument("--print_config", action="store_true", help=text)
     return parser
@@ -186,11 +202,13 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     name = default_name(arguments.yaml_config) if arguments.config is None else arguments.config
     _check_name("--run_num", arguments.run_num)
     _check_name("--config", name)
+    if arguments.plot is not None and arguments.preflight is None:
+        raise UserError("--plot needs --preflight; add --preflight or remove --plot")
     options = Options(
         yaml_config=arguments.yaml_config,
         config=name,
         overrides=flags | changes,
-        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from")},
+        **{name: getattr(arguments, name) for name in ("run_num", "preflight", "resume", "init_from", "plot")},
     )
     if arguments.print_config:
         config = load(options.yaml_config, options.config, options.overrides)

@@ -29,6 +29,21 @@ def named(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
     return [(str(number), parameter) for number, parameter in enumerate(parameters)]
 
 
+class ApexAdam(torch.optim.Optimizer):
+    """Like apex's FusedAdam, it counts its steps in the group and does not support `found_inf`."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 1 - group["betas"][0])
+                parameter.data.sub_(mean / (1 - group["betas"][0] ** group["step"]), alpha=group["lr"])
+
+
 KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "adamw, weight decay": by_name("adamw", weight_decay=0.1),
     "sgd, momentum": by_name("sgd", momentum=0.9),
@@ -37,6 +52,7 @@ KINDS: dict[str, Build] = {name: by_name(name) for name in OPTIMIZERS} | {
     "capturable lamb": by_name("lamb", weight_decay=0.1, capturable=True),
     "soap, weight decay": by_name("soap", precondition_frequency=1, merge_dims="none", weight_decay=0.1),
     "capturable soap": by_name("soap", precondition_frequency=2, merge_dims="rest", capturable=True),
+    "like apex": lambda parameters: ApexAdam(parameters, LR),
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=0.9, foreach=False),
 }
 
@@ -65,7 +81,7 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     found: dict[str, object] = {f"parameter {n}": parameter.detach().clone() for n, parameter in enumerate(parameters)}
     for n, parameter in enumerate(parameters):
         found |= {f"{key} {n}": copy.deepcopy(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    return found
+    return {**found, "steps in the group": optimizer.param_groups[0].get("step", 0)}
 
 
 def differing(first: dict[str, object], second: dict[str, object]) -> list[str]:

@@ -43,7 +43,7 @@ def shipped() -> dict[str, Config]:
     """The shipped configs, small, one of each set of equal steps."""
     found = {}
     for path in sorted(FOLDER.glob("*.yaml")):
-        for name in yaml_files.names(str(path)):
+        for name in yaml_files.read_file(str(path)):
             config = configs.load(str(path), name, ALL_SIZES)
             if not config.is_classification:
                 config = configs.load(str(path), name, {**ALL_SIZES, **SMALL})

@@ -47,6 +47,7 @@ OFTEN = ["--set=checkpoint.every_steps=3", "--set=checkpoint.keep_last=9"]
 CASES: dict[str, list[str]] = {
     "adam": [],
     "adam, 2 micro-batches": ["--set=accumulation_steps=2"],
+    "apex_adam": ["--set=optimizer.name=apex_adam"],
     "sgd": ["--set=optimizer.name=sgd", "--set=optimizer.momentum=0.9", "--set=lr_schedule.start_lr=0.01"],
     "bfloat16": ["--enable_amp"],
     "nadam": ["--set=optimizer.name=nadam"],

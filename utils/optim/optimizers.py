@@ -49,6 +49,16 @@ def check_optimizer(name: str) -> None:
         raise ValueError(f"optimizer.name: unknown optimizer {name}; known: {', '.join(OPTIMIZERS)}{hint}")
 
 
+def describe_optimizer(name: str, optimizer: torch.optim.Optimizer) -> str:
+    """A line for the log about the optimizer that `build_optimizer` has built under this name."""
+    kind, notes = type(optimizer).__name__, ""
+    if kind == "FusedAdam":
+        notes = " of apex; the host waits for the device in each step, to skip non-finite updates"
+    elif name == "apex_adam":
+        notes = "; apex's is not installed, or cannot be used in a CUDA graph"
+    return f"Optimizer: {kind}{notes}"
+
+
 def update(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """Calls the optimizer's step; if `finite`, a boolean on the device, is False, changes no weight and no state.
 
@@ -99,11 +109,15 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> No
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise ValueError(f"its optimizer is {saved['kind']}, this run's is {kind}")
-    present = optimizer.state_dict()
-    pairs = zip(present["param_groups"], saved["param_groups"], strict=True)
-    groups = [{**group, "params": saved_group["params"]} for group, saved_group in pairs]
+    groups = []
+    for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
+        # apex counts its steps in the group.
+        counts = {
+            key: value for key, value in saved_group.items() if key not in group and key not in optimizer.defaults
+        }
+        groups.append({**group, **counts, "params": saved_group["params"]})
     # The saved state may lack what this optimizer creates at the start: a momentum of zero.
-    before = present["state"]
+    before = optimizer.state_dict()["state"]
     state = {key: {**before.get(key, {}), **saved["state"].get(key, {})} for key in {**before, **saved["state"]}}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, state in optimizer.state.items():
@@ -125,6 +139,17 @@ def _adamw(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -
     return torch.optim.AdamW(
         parameters.values(), lr=lr, capturable=_is_capturable(lr), fused=True, **_adam_options(options)
     )
+
+
+def _apex_adam(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
+    """apex's FusedAdam with plain Adam's weight decay; torch's Adam if apex cannot be used."""
+    if _is_capturable(lr):
+        return _adam(options, parameters, lr)
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        return _adam(options, parameters, lr)
+    return FusedAdam(list(parameters.values()), lr=lr, adam_w_mode=False, **_adam_options(options))
 
 
 def _sgd(options: OptimizerConfig, parameters: Parameters, lr: LearningRate) -> torch.optim.Optimizer:
@@ -202,6 +227,7 @@ def _is_capturable(lr: LearningRate) -> bool:
 OPTIMIZERS: dict[str, Builder] = {
     "adam": _adam,
     "adamw": _adamw,
+    "apex_adam": _apex_adam,
     "sgd": _sgd,
     "nadam": _nadam,
     "lamb": _lamb,

@@ -23,6 +23,7 @@ from utils.distributed.launch import Launch, read_launch
 from utils.distributed.world import World
 from utils.errors import UserError, value_errors_for_users
 from utils.evaluation.callback import evaluation_volume
+from utils.files import atomic_write, check_target
 from utils.optim.schedules import build_schedule
 from utils.profiling.benchmark import read_settings
 from utils.profiling.memory import check_memory, fits_one_step, reserved_bytes
@@ -77,6 +78,8 @@ def _check(options: Options, config: Config, ranks: int, step_class: type[EagerS
     log.info("steps: %d per epoch × %d epochs = %d", config.steps_per_epoch, config.num_epochs, config.total_steps)
     check_memory(config, ranks)
     _log_learning_rate(config)
+    if options.plot is not None:
+        _plot_learning_rate(config, options.config, Path(options.plot))
     log.info(describe_config(config, options.config))
     if config.enable_benchy:
         read_settings(alone)
@@ -142,3 +145,20 @@ def _log_learning_rate(config: Config) -> None:
     shape, scaling = config.lr_schedule.shape, config.lr_schedule.scaling
     warmup = f"{schedule.warmup_steps} steps of warm-up" if schedule.warmup_steps else "no warm-up"
     log.info(f"learning rate: shape {shape}, scaling {scaling}, {warmup}, peak {schedule.peak:.3e}; {curve}")
+
+
+def _plot_learning_rate(config: Config, name: str, file: Path) -> None:
+    """Plots the learning rate of all steps of config `name` to a PNG file."""
+    from matplotlib.figure import Figure  # takes a second
+
+    check_target(file, overwrite=True, option="--plot")
+    schedule, options = build_schedule(config), config.lr_schedule
+    steps = range(0, config.total_steps, max(1, config.total_steps // 10_000))  # more points than the plot shows
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="learning rate")
+    axes.plot(steps, [schedule(step) for step in steps], drawstyle="steps-post")
+    axes.set_title(f"{name}: global batch {config.global_batch_size}, {options.scaling} scaling, shape {options.shape}")
+    axes.grid(alpha=0.3)
+    with atomic_write([file]) as (partial,):
+        figure.savefig(partial, format="png", dpi=150)
+    log.info("learning rate plotted in %s", file)
