@@ -77,6 +77,8 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def comments_of(section: type[Section]) -> dict[str, str]:
     """The comment of each key of a section: the one in its line, or those in the lines directly above."""
+    inherited = [base for base in section.__bases__ if issubclass(base, Section) and base is not Section]
+    result = {key: comment for base in inherited for key, comment in comments_of(base).items()}
     source = textwrap.dedent(inspect.getsource(section))
     comments, alone = {}, set()
     for token in tokenize.generate_tokens(StringIO(source).readline):
@@ -86,7 +88,6 @@ def comments_of(section: type[Section]) -> dict[str, str]:
                 alone.add(token.start[0])
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
-    result = {}
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             first = node.lineno

@@ -52,21 +52,23 @@ class NeutralKeys(Section):
     """
 
     # Keys and flags of the tutorial (SC21).
+
     enable_benchy: bool = False  # measure the throughput, then exit
     expdir: PathText = "/logs"  # run directories are <expdir>/<config>/<ranks>GPU/<run_num>; CPUs: <ranks>ranks
     data_loader_config: str = "lowmem"  # a name of LOADERS in utils/data
     num_data_workers: Count = 2  # loader threads per rank, at least one
     train_path: PathTexts = "/data/train.h5"  # one file, or a list of files
-    val_path: PathText = "/data/val.h5"
-    train_path_npy_data: PathTexts | None = None  # .npy copies of the HDF5 files, shape (X, Y, Z, C), for DALI
-    train_path_npy_label: PathTexts | None = None
-    val_path_npy_data: PathText | None = None
-    val_path_npy_label: PathText | None = None
+    val_path: PathText = "/data/val.h5"  # the file of the validation volume
+    train_path_npy_data: PathTexts | None = None  # .npy copies of the inputs of train_path, (X, Y, Z, C), for DALI
+    train_path_npy_label: PathTexts | None = None  # .npy copies of the targets of train_path
+    val_path_npy_data: PathText | None = None  # .npy copy of the inputs of val_path
+    val_path_npy_label: PathText | None = None  # .npy copy of the targets of val_path
     use_cache: PathText | None = None  # node-local directory that the data files are copied to
     local_batch_size: Positive | None = None  # samples per step and rank; sets global_batch_size
     enable_manual_profiling: bool = False  # profile some steps; see profile
 
     # Options of this project.
+
     allow_physical_values: bool = False  # train although the values are not scaled to about [-1, 1]
     log_interval: Positive = 50  # steps between two log lines, and between two reads of the loss from the device
     profile: ProfileConfig = ProfileConfig()
@@ -78,13 +80,14 @@ class NeutralKeys(Section):
     report_baselines: bool = False  # at the end, compare the loss with those of simple predictors
     # Names of LOGGERS in utils/training/loggers. out.log and metrics.jsonl are always written.
     loggers: list[str] = Field(default=["tensorboard"])
-    report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations, if matplotlib is installed
+    report_pictures: bool = True  # at the end, draw loss curves, slices and evaluations
 
 
 class Config(NeutralKeys):
     """All keys of a config."""
 
     # Keys and flags of the tutorial (SC21), with its names and meaning.
+
     weight_init: WeightInitConfig = WeightInitConfig()
     lambda_rho: Rate = 0.0  # weight of the density term of the loss
     full_scale: bool = True  # false: five scales instead of six
@@ -92,7 +95,7 @@ class Config(NeutralKeys):
     base_batch_size: Positive = 64  # global batch size at which start_lr holds
     Nsamples: Positive = 65536  # training samples per epoch
     Nsamples_val: Positive = 8192  # validation samples per epoch
-    num_epochs: Positive = 10
+    num_epochs: Positive = 10  # epochs of the whole run
     enable_amp: bool = False  # mixed precision
     enable_apex: bool = False  # no effect: torch's fused Adam, the default, equals apex's (optimizer.name apex_adam)
     enable_jit: bool = False  # compile the network and the loss with torch.compile
@@ -101,13 +104,14 @@ class Config(NeutralKeys):
     # cube, the number has no effect: the run replaces it by a list of their shapes [x, y, z], read from the files.
     box_size: list[CellsOrShapes] = Field(default=[1024, 512], min_length=2, max_length=2)
     data_size: Positive = 64  # cells per side of a crop
-    N_out_channels: Positive = 5
+    N_out_channels: Positive = 5  # channels of the targets
     bucket_cap_mb: PositiveFloat = 25.0  # DDP: size of a gradient bucket, MB
     disable_broadcast_buffers: bool = False  # DDP: do not broadcast buffers
     noddp: bool = False  # no gradient exchange, to measure the cost of communication
 
     # Values that the tutorial hard-coded, and options of this project.
-    N_in_channels: Positive = 4
+
+    N_in_channels: Positive = 4  # channels of the inputs
     # Names of the datasets of inputs and targets in the HDF5 files.
     dataset_names: list[Name] = Field(default=["Nbody", "Hydro"], min_length=2, max_length=2)
     network: NetworkConfig = NetworkConfig()
@@ -115,7 +119,7 @@ class Config(NeutralKeys):
     loss: str = "l1"  # a name of LOSSES in networks: l1, mse, huber; for classes cross_entropy
     metrics: list[str] = Field(default=[])  # names of METRICS in networks, computed along with the validation loss
     optimizer: OptimizerConfig = OptimizerConfig()
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the initial weights and of the sample plan
     precision: Literal["bfloat16", "float16"] = "bfloat16"  # with enable_amp; float16 uses a gradient scaler
     tf32: bool = True  # float32 convolutions on tensor cores, 10-bit mantissa; NVIDIA_TF32_OVERRIDE=0 overrides it
     cudnn_benchmark: bool = True  # cuDNN times its algorithms once per shape and uses the fastest
@@ -142,7 +146,7 @@ class Config(NeutralKeys):
     ddp: Literal["torch", "manual"] = "torch"  # gradient exchange: torch's DDP, or ours in utils/steps/data_parallel.py
     static_graph: bool = False  # DDP: every step uses the same parameters
     gradient_compression: Literal["none", "bfloat16"] = "none"  # DDP: type in which gradients are exchanged
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if this machine has one
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     # Training stops after this many consecutive steps with a non-finite (NaN or infinite) loss or gradient.
     max_consecutive_skips: Positive = 10

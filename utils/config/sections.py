@@ -56,10 +56,10 @@ class LrScheduleConfig(Section):
 
     shape: Literal["cosine", "step", "constant"] = "cosine"  # half-cosine decay, drops, or constant
     scaling: Literal["none", "linear", "sqrt"] = "none"  # with global_batch_size / base_batch_size
-    start_lr: PositiveFloat = 2e-4  # at base_batch_size
+    start_lr: PositiveFloat = 2e-4  # learning rate at base_batch_size, before scaling
     end_lr: Rate = 0.0  # cosine: learning rate of the last step
     drop_epochs: list[Positive] = []  # step: after each of these epochs, multiply the learning rate by drop_factor
-    drop_factor: Fraction = 0.1
+    drop_factor: Fraction = 0.1  # step: see drop_epochs
     warmup_steps: Count = 0  # only if scaling is not none and global_batch_size > base_batch_size
     warmup_epochs: Rate = 0.0  # alternative to warmup_steps
 
@@ -77,23 +77,22 @@ class NetworkConfig(Section):
 
     name: str = "unet"  # a name of NETWORKS in networks
     width: Positive = 64  # unet and smooth_unet: channels at the first scale
-    scales: Positive | None = None  # and number of downsamplings; None: 6, or 5 if full_scale is false
+    # unet and smooth_unet: number of downsamplings; None: 6, or 5 if full_scale is false
+    scales: Positive | None = None
     # unet (smooth_unet: all but last): layers computed as dense convolutions; see networks/space_to_depth.py
     space_to_depth: list[Literal["down1", "last", "down2", "up2", "up3", "up4"]] = []
     norm: str = "none"  # after each convolution: none, batch, sync_batch, ghost(n) or group; see networks/norms.py
 
 
 class OptimizerConfig(Section):
-    """The optimizer and its options; an optimizer ignores options that it does not have.
-
-    The default of betas for soap is that of its authors, [0.95, 0.95].
-    """
+    """The optimizer and its options; an optimizer ignores options that it does not have."""
 
     name: str = "adam"  # a name of OPTIMIZERS in utils/optim/optimizers.py
+    # Decay of the averages of the gradient and of its square; the default for soap is [0.95, 0.95].
     betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    eps: PositiveFloat = 1e-8
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    weight_decay: Rate = 0.0
+    eps: PositiveFloat = 1e-8  # keeps the divisor of an update from being zero
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd: decay of the sum of earlier gradients
+    weight_decay: Rate = 0.0  # factor of the weights in the gradient; adamw, lamb, soap: in the update
     # soap: how a weight [first, second, kernel…] is viewed, as a tensor with one eigenbasis per side: none: unchanged;
     # kernel: [first, second, all others]; rest: [first, all others]
     merge_dims: Literal["none", "kernel", "rest"] = "kernel"
@@ -127,33 +126,35 @@ class TransformConfig(Section):
     density_log_scale: PositiveFloat | None = 14.0  # x = ln(density / mean) / scale
     velocity_scale_km_s: PositiveFloat | None = 900.0  # x = velocity / scale
     temperature_log10_center: Finite = 12.0 / math.log(10.0)  # x = (log10(T / K) - center) / scale
-    temperature_log10_scale: PositiveFloat | None = 8.0 / math.log(10.0)
+    temperature_log10_scale: PositiveFloat | None = 8.0 / math.log(10.0)  # see temperature_log10_center
 
 
 class EvaluationConfig(Section):
     """Evaluation of the whole validation volume during training; see utils/evaluation."""
 
-    every_epochs: Count = 0  # 0: never; else also after the last epoch
+    every_epochs: Count = 0  # epochs between two evaluations, and after the last one; 0: never
     window: Positive | None = None  # cells per side of the network's input; None: data_size
     overlap: Count | None = None  # cells by which neighboring windows overlap; None: half a window
-    flux: bool = True  # of the Lyman-alpha forest, if the file states redshift, cosmology and box size
-    mean_flux: Fraction | None = None  # of all fields; None: the observed one
-    sightlines: Count = 65536  # at most, along each of x, y and z; 0: all
-    pressure_smoothing: Rate = 0.1  # Mpc/h, standard deviation for the density of the baseline
+    # evaluate the flux of the Lyman-alpha forest, if the file states redshift, cosmology and box size
+    flux: bool = True
+    mean_flux: Fraction | None = None  # to which the flux of all fields is rescaled; None: the observed one
+    sightlines: Count = 65536  # number of sight-lines along each of x, y and z, at most; 0: all
+    pressure_smoothing: Rate = 0.1  # of the dark matter for the baseline: standard deviation in Mpc/h
 
 
 class VectorChannelsConfig(Section):
     """Triples of channels that are the x, y and z components of a vector; all other channels are scalars."""
 
-    inputs: list[Triple] = [[1, 2, 3]]
-    targets: list[Triple] = [[1, 2, 3]]
+    inputs: list[Triple] = [[1, 2, 3]]  # triples of input channels that are x, y and z of a vector
+    targets: list[Triple] = [[1, 2, 3]]  # triples of target channels
 
 
 class ProfileConfig(Section):
     """Options of enable_manual_profiling; see utils/profiling/profiler.py."""
 
-    first_step: Count | None = None  # counted from 0 over the whole run; None: the sixth step of the second epoch
-    steps: Positive = 30  # number of steps
+    # first profiled step, counted from 0 over the whole run; None: the sixth step of the second epoch
+    first_step: Count | None = None
+    steps: Positive = 30  # number of profiled steps
     ranks: Literal["root", "all"] = "root"  # ranks that are profiled
     profiler: Literal["auto", "nsys", "torch"] = "auto"  # auto: nsys on a GPU, otherwise torch
 
@@ -161,16 +162,16 @@ class ProfileConfig(Section):
 class TimeoutsConfig(Section):
     """Timeouts in seconds."""
 
-    rendezvous: PositiveFloat = 600.0  # until all ranks are connected
-    collective: PositiveFloat = 1800.0  # for one collective operation
-    hang: Rate = 600.0  # without progress of any rank; then the run ends; 0: no limit
+    rendezvous: PositiveFloat = 600.0  # seconds until all ranks are connected
+    collective: PositiveFloat = 1800.0  # seconds for one collective operation
+    hang: Rate = 600.0  # seconds without progress of any rank; then the run ends; 0: no limit
 
 
 class CheckpointConfig(Section):
     """Checkpoints in addition to the one at the end of each epoch; see utils/training/checkpoint.py."""
 
-    every_steps: Positive | None = None  # None: not by steps
-    every_minutes: PositiveFloat | None = 10.0  # None: not by time
+    every_steps: Positive | None = None  # steps between two checkpoints; None: not by steps
+    every_minutes: PositiveFloat | None = 10.0  # minutes between two checkpoints; None: not by time
     keep_last: Positive = 2  # checkpoints to keep in addition to the best one
 
 
