@@ -136,7 +136,7 @@ def test_digits_are_learned_and_two_ranks_validate_like_one(
         ),
         (["--config=digits_bn", "--set=Nsamples=1500"], "Nsamples 1500 is more than the 1437 train samples of digits"),
         (["--config=digits_bn", "--set=network.space_to_depth=[down1]"], "has no option space_to_depth; remove it"),
-        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use one of l"),
+        (["--config=test", "--set=loss=cross_entropy"], "loss cross_entropy cannot be used with volumes; use l"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(

@@ -104,8 +104,8 @@ SWITCHES = {
     "enable_apex": "no effect: PyTorch's fused Adam equals apex's, which --set optimizer.name=apex_adam uses",
     "enable_fused": "no effect: adam is always fused",
     "enable_jit": "compile the network and the loss; if the compiler fails, training continues with a warning",
-    "enable_benchy": "measure the throughput of input alone (IO), step alone (SYNTHETIC), both (FULL) and, with several "
-    "ranks, of the step without gradient exchange (NO-COMM), then exit; settings: benchy-conf.yaml or "
+    "enable_benchy": "measure the throughput of input alone (IO), step alone (SYNTHETIC), both (FULL) and, with "
+    "several ranks, of the step without gradient exchange (NO-COMM), then exit; settings: benchy-conf.yaml or "
     "BENCHY_CONFIG_FILE; results: benchy.json or BENCHY_OUTPUT",
     "enable_manual_profiling": "profile some steps, see the section profile of the config",
     "disable_broadcast_buffers": "DDP: do not broadcast buffers",

@@ -118,7 +118,7 @@ def test_a_warmup_as_long_as_the_run_is_refused() -> None:
         (["--set=lr_schedule.shape=linear"], "lr_schedule.shape must be 'cosine', 'step' or 'constant', got "),
         (["--set=optimizer.name=lamb2"], f"unknown optimizer lamb2; known: {', '.join(OPTIMIZERS)}"),
         (["--plot"], "--plot needs --preflight; add --preflight"),
-        (["--preflight", "--plot=missing/rate.png"], "cannot write --plot=missing/rate.png: "),
+        (["--preflight", "--plot=missing/rate.png"], "missing/rate.png: No such file"),
     ],
 )
 def test_bad_input_is_one_line(flags: list[str], says: str, trained: Trained, tmp_path: Path) -> None:

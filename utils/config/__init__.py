@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from utils.config.messages import describe, did_you_mean
 from utils.config.schema import Config, NeutralKeys
-from utils.config.sections import Section
+from utils.config.sections import EXPAND, FOR_A_FILE, Section
 from utils.config.yaml_files import default_name, dump, find, parse_value, read_file
 from utils.errors import UserError
 
@@ -57,13 +57,18 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def validate(values: Mapping[str, Any], name: str) -> Config:
     """The typed and checked config; raises UserError with all faults in one line."""
-    return validate_section(Config, values, f"config '{name}'")
+    return validate_section(Config, values, f"config '{name}'", EXPAND)
 
 
-def validate_section(section: type[AnySection], values: Any, name: str) -> AnySection:
-    """The typed and checked values; raises UserError with all faults in one line that begins with `name`."""
+def validate_section(
+    section: type[AnySection], values: Any, name: str, context: Mapping[str, bool] | None = None
+) -> AnySection:
+    """The typed and checked values; raises UserError with all faults in one line that begins with `name`.
+
+    Paths are expanded in the context EXPAND. Those of stored configs already are.
+    """
     try:
-        return section.model_validate(values)
+        return section.model_validate(values, context=context)
     except ValidationError as error:
         raise UserError(f"{name}: {describe(section, error)}") from None
 
@@ -114,7 +119,7 @@ def result_changes(before: Config, now: Config) -> list[str]:
 
 def to_yaml(config: Config, name: str) -> str:
     """A YAML file with this one config and all of its keys; `load` reads it back."""
-    return dump({name: config.model_dump()})
+    return dump({name: config.model_dump(mode=FOR_A_FILE)})
 
 
 def _replace(values: Mapping[str, Any], path: list[str], value: Any, name: str) -> dict[str, Any]:

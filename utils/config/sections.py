@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    SerializationInfo,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
 # The limits are far above all useful values. They keep a digit too many from filling the memory.
 Positive = Annotated[int, Field(ge=1, le=10**9)]
@@ -19,15 +31,35 @@ Name = Annotated[str, Field(min_length=1)]
 Triple = Annotated[list[Count], Field(min_length=3, max_length=3)]
 
 
+EXPAND = {"expand": True}  # the context of a validation that expands paths
+FOR_A_FILE = "file"  # the mode of model_dump that writes paths so that reading them expands nothing
+VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)\})", re.ASCII)
+
+
 def expand(path: str) -> str:
-    """The path with `~` and environment variables expanded; ValueError if one of them is unknown."""
-    expanded = os.path.expandvars(os.path.expanduser(path))
-    if "$" in expanded or expanded.startswith("~"):
-        raise ValueError(f"{path}: no such environment variable or home directory; set it, or write the whole path")
-    return expanded
+    """The path with `~` and environment variables expanded, and $$ as a dollar sign; ValueError if one is unknown."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[2] or match[3]
+        if name and not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} in {path!r} is not set; set it, or write $$ for $")
+        return os.environ[name] if name else "$"
+
+    home = os.path.expanduser(path)
+    if home.startswith("~"):
+        raise ValueError(f"no home directory for {path.split('/')[0]} in {path!r}; write the whole path")
+    return VARIABLE.sub(value, home)
 
 
-PathText = Annotated[str, Field(min_length=1), AfterValidator(expand)]
+def _read(path: str, info: ValidationInfo) -> str:
+    return expand(path) if info.context == EXPAND else path
+
+
+def _write(path: str, info: SerializationInfo) -> str:
+    return path.replace("$", "$$") if info.mode == FOR_A_FILE else path
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_read), PlainSerializer(_write)]
 
 # Tags of the two types of a value that may also be a list; error messages omit them.
 ONE, LIST = "=one", "=list"

@@ -71,7 +71,7 @@ class TrainedNetwork:
         content = read_weights(Path(path))
         if "config" not in content:
             raise UserError(f"{path} has no config of its network; give weights that train.py has written")
-        config = configs.validate(content["config"], str(path))
+        config = configs.validate_section(Config, content["config"], str(path))
         if config.is_classification:
             raise UserError(f"{path} holds a classifier ({config.network.name}); give one trained on volumes")
         # Options that change how a layer computes, but not what: a prediction needs none of them.

@@ -102,9 +102,9 @@ class Run:
                 yield run
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and saved_steps(choice.path / FOLDER):
+                    again = "the same command" + (" without --resume=no" if choice.resume == "no" else "")
                     error.args = (
-                        "the last checkpoint is kept, and the same command continues from it, without --resume=no "
-                        "(kill -TERM saves first)",
+                        f"the last checkpoint is kept, and {again} continues from it (kill -TERM saves first)",
                     )
                 run.records.close(error)
                 raise

@@ -205,7 +205,7 @@ def test_existing_targets_are_kept_unless_overwrite_is_given_and_invalid_places_
         begin(target)
     assert (os.listdir(tmp_path), target.read_text()) == (["box.h5"], "precious")
     # Permissions do not apply to root; a file in place of the directory does.
-    with pytest.raises(UserError, match=r"cannot write to .*box.h5: (Not a directory|File exists); give another --out"):
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
         begin(target / "new.h5")
     assert target.read_text() == "precious"
 
