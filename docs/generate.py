@@ -2,7 +2,8 @@
 
 A table lies between two markers, `<!-- table: NAME -->` and `<!-- end -->`, in a page of docs/ or in README.md. TABLES
 has a function for each name; any other name is that of benchmarks/results/NAME.md, whose first table is copied, or with
-`<!-- table: NAME 2 -->` its second one. tests/test_generated_tables.py checks that the pages are up to date.
+`<!-- table: NAME 2 -->` its second one. `<!-- table: NAME columns 1 5 -->` copies the first and the fifth column.
+tests/test_generated_tables.py checks that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from utils.config import Config
 from utils.config.sections import Section
 
 ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: (\S+)(?: (\d+))?(?: columns ([\d ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
@@ -148,18 +149,25 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def stored_table(name: str, number: int) -> str:
-    """A table of a stored result, counted from 1."""
+def stored_table(name: str, number: int, columns: Sequence[int] = ()) -> str:
+    """A table of a stored result, or only some of its columns; both are counted from 1."""
     text = (ROOT / "benchmarks/results" / f"{name}.md").read_text(encoding="utf-8")
-    return re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)[number - 1].strip() + "\n"
+    lines = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)[number - 1].strip().splitlines()
+    if columns:
+        rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+        lines = [f"|{'|'.join(row[column - 1] for column in columns)}|" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def render(text: str) -> str:
     """The text of a page with up-to-date tables; FileNotFoundError for an unknown name."""
 
     def write(match: re.Match[str]) -> str:
-        lines = TABLES[match[2]]() if match[2] in TABLES else stored_table(match[2], int(match[3] or 1))
-        return f"{match[1]}\n{lines}\n{match[4]}"
+        if match[2] in TABLES:
+            lines = TABLES[match[2]]()
+        else:
+            lines = stored_table(match[2], int(match[3] or 1), [int(column) for column in (match[4] or "").split()])
+        return f"{match[1]}\n{lines}\n{match[5]}"
 
     return MARKED.sub(write, text)
 

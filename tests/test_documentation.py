@@ -116,6 +116,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
+@pages
+def test_lines_are_at_most_400_characters(page: Path) -> None:
+    if not page.is_relative_to(RESULTS):
+        lines = MARKED_TABLE.sub("", page.read_text(encoding="utf-8")).splitlines()
+        assert [line[:100] for line in lines if len(line) > 400] == []
+
+
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ def test_a_directory_in_which_no_run_has_begun_is_free(first: Path, run: Any) ->
 
 
 def begin_and_die(first: str, renamed: int) -> None:
-    """Begins a run; is killed while it writes its records, after so many of them have their names."""
+    """Begins a run; is killed while it writes its records, once `renamed` of them have their names."""
     real, count = os.replace, 0
 
     def replace(*paths: Any) -> None:
