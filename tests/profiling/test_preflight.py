@@ -128,7 +128,7 @@ def test_an_existing_run_is_reported_kept_and_refused_as_by_the_training(
     for flags, parts in (
         ([], [f"{directory}-2 (00 is finished; ", SAME_VOLUME]),
         (["--resume"], [resumes, "warning: Nothing is left to train: ", "no errors; warnings: 2\n"]),
-        (["--resume", "--num_epochs=2"], [resumes, "after step 8\n", "Changed config keys: num_epochs 1 -> 2"]),
+        (["--resume", "--num_epochs=2"], [resumes, "after step 8\n", "num_epochs 1 -> 2\n"]),
         (["--resume=no"], [f"{directory} exists: its logs and checkpoints will be replaced"]),
     ):
         code, printed, errors = report(*same, *flags)
