@@ -28,8 +28,8 @@ from utils.inference.sliding_window import predicted_slabs
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork, add_inference_options, build_predictor
 from utils.log import configure_logging
 from utils.lyman_alpha.setup import add_flux_options, take_flux_options
-from utils.provenance import provenance
 from utils.training.checkpoint import resolve_weights
+from utils.training.provenance import provenance
 
 
 @dataclass(frozen=True, kw_only=True)

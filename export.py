@@ -34,8 +34,8 @@ from utils.errors import UserError, one_line_errors
 from utils.files import check_target
 from utils.inference.export import ExportedNetwork, finite_record
 from utils.inference.trained_network import TrainedNetwork
-from utils.provenance import provenance
 from utils.training.checkpoint import digest, weights_file
+from utils.training.provenance import provenance
 
 UNITS = ("physical", "channel")
 

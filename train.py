@@ -26,8 +26,8 @@ from utils.steps import build
 from utils.steps.backends import set_backends
 from utils.steps.eager import EagerStep
 from utils.training.callbacks import Callbacks
-from utils.training.choice import run_request
-from utils.training.run import Run, identity
+from utils.training.choice import identity, run_request
+from utils.training.run import Run
 from utils.training.trainer import Trainer
 
 log = logging.getLogger("utils.training")

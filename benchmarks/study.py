@@ -45,12 +45,12 @@ from utils.data.volumes import with_file_values
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError, one_line_errors
-from utils.provenance import read_provenance
 from utils.steps import build
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, read_weights, saved_steps, step_directory
 from utils.training.choice import run_directory
 from utils.training.loggers.base import read_records
+from utils.training.provenance import read_provenance
 
 FILE = Path(__file__).with_name("studies.yaml")
 LOSS, ACCURACY = "Loss/valid", "training accuracy"

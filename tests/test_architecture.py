@@ -148,7 +148,7 @@ LAYERS = (
     ("config",),
     ("cli",),
     ("distributed",),
-    ("provenance", "optim"),
+    ("optim",),
     ("data",),
     ("steps", "simulation"),
     ("training",),

@@ -24,11 +24,11 @@ from utils.distributed.launch import Launch, lasting_jobs
 from utils.distributed.locks import open_locked
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.provenance import command
 from utils.training import checkpoint
 from utils.training import run as runs
 from utils.training.checkpoint import FOLDER, step_directory
 from utils.training.choice import LOCK, Choice, Request, choose, run_directory
+from utils.training.provenance import command
 from utils.training.run import Run
 
 ALONE = World(Launch("test"), torch.device("cpu"))

@@ -18,8 +18,8 @@ from utils.evaluation import figures, results, tables
 from utils.evaluation.results import Results
 from utils.files import atomic_write, make_output_directory
 from utils.lyman_alpha.results import FGPA, REAL_FGPA, Flux
-from utils.provenance import read_provenance
 from utils.training import evaluations
+from utils.training.provenance import read_provenance
 
 PAGE, SUMMARY, ARRAYS = "report.html", "evaluation.json", "evaluation.npz"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

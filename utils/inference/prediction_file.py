@@ -20,8 +20,8 @@ from utils.inference.layouts import Layout
 from utils.inference.sliding_window import SlidingWindowPredictor, predicted_slabs
 from utils.inference.trained_network import InferenceOptions, TrainedNetwork
 from utils.progress import format_duration
-from utils.provenance import provenance
 from utils.training.checkpoint import digest
+from utils.training.provenance import provenance
 
 # Attributes of the input that also hold for the predicted gas.
 BOX_ATTRIBUTES = ("grid", "box_size_mpc_h", "redshift", "seed", "cosmology")

@@ -32,10 +32,10 @@ from utils.optim.schedules import build_schedule
 from utils.profiling.memory import reserved_bytes
 from utils.profiling.timing import summary, synchronize
 from utils.progress import Progress
-from utils.provenance import provenance
 from utils.steps import build
 from utils.steps.eager import EagerStep
 from utils.steps.flops import training_flops
+from utils.training.provenance import provenance
 
 log = logging.getLogger(__name__)
 

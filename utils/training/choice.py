@@ -30,10 +30,11 @@ from utils.config import Config
 from utils.distributed.devices import uses_gpus
 from utils.distributed.launch import lasting_jobs
 from utils.distributed.locks import is_locked
+from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.files import read_json
-from utils.provenance import command
+from utils.training.provenance import command
 
 LOCK, CONFIG, PROVENANCE, SUMMARY = ".lock", "config.yaml", "provenance.json", "summary.json"
 
@@ -180,3 +181,9 @@ def run_request(config: Config, options: Options, world: World) -> Request:
     everywhere = world.gather_json(lasting_jobs())
     jobs, restarts = (tuple(sorted({job for jobs in part for job in jobs})) for part in zip(*everywhere, strict=True))
     return Request(config, options.config, directory, options.resume, options.init_from, jobs, restarts)
+
+
+def identity(config: Config, options: Options) -> dict[str, str]:
+    """Distinguishes a run from others. All of its ranks have the same, and compare it when they connect."""
+    directory = Path(config.expdir, options.config, options.run_num)  # without the device, which may differ
+    return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}

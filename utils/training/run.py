@@ -17,17 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils import config as configs
-from utils.cli import Options
-from utils.config import Config
 from utils.data import get_loader
 from utils.data.volumes import training_simulation
 from utils.distributed.locks import open_locked
-from utils.distributed.rendezvous import digest
 from utils.distributed.world import World
 from utils.errors import UserError, os_errors_for_users
 from utils.files import atomic_write, recover
 from utils.log import log_file
-from utils.provenance import provenance, read_provenance
 from utils.steps.eager import EagerStep
 from utils.training import tags
 from utils.training.checkpoint import FOLDER, NO_BEST, saved_steps, step_directory
@@ -38,6 +34,7 @@ from utils.training.evaluations import FOLDER as EVALUATIONS
 from utils.training.evaluations import remove_after
 from utils.training.loggers import build_loggers, check_loggers
 from utils.training.loggers.base import FROM_SCRATCH, LoggedRun, Logger, Resumed, RunRecords
+from utils.training.provenance import provenance, read_provenance
 from utils.training.resume import Start, find_start
 from utils.training.state import FitResult, TrainState
 
@@ -237,12 +234,6 @@ def _claimed(request: Request) -> Iterator[Choice]:
         with contextlib.suppress(OSError):
             for folder in created:
                 folder.rmdir()  # fails unless it is empty
-
-
-def identity(config: Config, options: Options) -> dict[str, str]:
-    """Distinguishes a run from others. All of its ranks have the same, and compare it when they connect."""
-    directory = Path(config.expdir, options.config, options.run_num)  # without the device, which may differ
-    return {"config": digest(configs.to_yaml(config, options.config)), "run directory": str(directory.absolute())}
 
 
 def _remove_run(directory: Path) -> None:
