@@ -1,11 +1,11 @@
 # make demo        simulates two volumes, trains on them and reports the result
 # make test        runs the fast tests: every feature once, in about five minutes on two cores
-# make test-slow   runs the slow tests: 20 kills at random times, Slurm jobs, all combinations of options
+# make test-slow   runs the slow tests: 32 kills at random times, Slurm jobs, all combinations of options
 # make check       runs linters, type checks and checks of shell files
 # make coverage    runs all tests with branch coverage
 # make soak N=100  kills ranks N times at random times, restarts them and compares the results bit by bit: about 3 s per
-#                  kill. LAUNCHERS=plain,torchrun,srun spreads the kills over launchers (about 8 s per kill of the last
-#                  two); srun starts a private Slurm of two nodes, as root on Debian
+#                  kill. LAUNCHERS=plain,torchrun,srun gives each launcher an equal share (about 8 s per kill of the last
+#                  two); srun starts a private two-node Slurm, as root on Debian
 # make bench-cpu   measures the speed of a training step with sets of options on this CPU: about 5 minutes
 # make bench-gpu CALL=1   runs a third of the GPU benchmarks, at most 8 minutes: 1 the fastest options; 2 the tests that
 #                  need a GPU; 3 single options, comparisons and loaders. Uses python3 without an installation if make
@@ -27,7 +27,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 DEMO_DATA := data/demo_train.h5 data/demo_val.h5
 SHELL_FILES := .ci/run $(wildcard *.sh tests/slurm/*.sh)
 N ?= 100
-LAUNCHER ?= plain
+LAUNCHERS ?= plain
 CALL ?= 1
 
 .PHONY: demo docs test test-slow coverage check soak bench-cpu bench-gpu install clean
@@ -73,7 +73,7 @@ docs: $(READY)
 	$(BIN)/python -m docs.generate
 
 soak: $(TEST_READY)
-	$(BIN)/python tests/soak.py $(N) --launcher=$(LAUNCHER)
+	$(BIN)/python tests/soak.py $(N) --launchers=$(LAUNCHERS)
 
 bench-cpu: $(TEST_READY)
 	$(BIN)/python -m benchmarks.step

@@ -1,7 +1,7 @@
 """Kills runs at random moments, resumes them to the end, and compares the bits with an undisturbed training run.
 
-python tests/soak.py 100                            100 kills; make soak N=100 does the same
-python tests/soak.py 100 --launcher torchrun        two ranks of torchrun, which restarts them
+python tests/soak.py 100                                      100 kills; make soak N=100 does the same
+python tests/soak.py 200 --launchers plain,torchrun,srun      an equal share of the kills under each launcher
 
 Kills are planned in four phases: in the start, between two saves, during a save, and in the end phase, which begins
 when the last checkpoint is written and ends with summary.json. Victims are one rank, all ranks, or torchrun's agent.
@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 TOP = Path(__file__).parent.parent
-sys.path[:0] = [str(TOP), str(TOP / "tests")]
+sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests" / "slurm")]
 
-from soak_launchers import AGENT, LAUNCHERS, RANKS, Plain  # noqa: E402 # found by the path above
+from slurm_cluster import Unavailable  # noqa: E402 # found by the path above
+from soak_launchers import AGENT, RANKS, LauncherFactory, Plain, open_launcher  # noqa: E402
 
 EPOCHS = 6
 STEPS_PER_EPOCH = 8
@@ -199,7 +200,7 @@ def assert_same_run(expected: Path, found: Path, steps: int) -> None:
 def files(run: Path) -> list[str]:
     """The files of a run, without those of TensorBoard, which has one per start, and without the lock.
 
-    After a stop signal, which torchrun sends, the last checkpoint but one is that of another step.
+    After a stop signal, which torchrun and srun send, the last checkpoint but one is that of another step.
     """
     paths = [str(path.relative_to(run)) for path in run.rglob("*")]
     last, best = max(run.glob("checkpoints/step_*")).name, os.readlink(run / "checkpoints" / "best")
@@ -210,20 +211,20 @@ def files(run: Path) -> list[str]:
 class KillTest:
     """Training runs in one folder, each compared with an undisturbed one of plain processes."""
 
-    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: str = "plain") -> None:
+    def __init__(self, folder: Path, epochs: int, pictures: bool, launcher: LauncherFactory = Plain) -> None:
         from volume_files import write_volume
 
         self._folder, self._steps, self._launcher = folder, STEPS_PER_EPOCH * epochs, launcher
         train, valid = (write_volume(folder / f"{name}.h5", seed=k) for k, name in enumerate(("train", "valid"), 1))
         data = [f"--set=train_path={train}", f"--set=val_path={valid}", "--set=device=cpu"]
         self._flags = [*FLAGS, *data, f"--num_epochs={epochs}", f"--set=report_pictures={str(pictures).lower()}"]
-        self._undisturbed = self._new("undisturbed", "plain")
+        self._undisturbed = self._new("undisturbed", Plain)
         train_with_kills(self._undisturbed, [], {})
         self._durations: dict[str, float] = {}
 
-    def _new(self, name: str, launcher: str) -> Run:
+    def _new(self, name: str, launcher: LauncherFactory) -> Run:
         flags = [*self._flags, f"--set=expdir={self._folder / name}"]
-        starts = LAUNCHERS[launcher](flags, self._folder / f"{name}.log")
+        starts = launcher(flags, self._folder / f"{name}.log")
         return Run(self._folder / name / "test" / f"{RANKS}ranks" / "00", starts, self._steps)
 
     def measure(self) -> None:
@@ -258,16 +259,17 @@ def draw_plan(draw: random.Random, count: int, launcher: str) -> list[PlannedKil
 def soak(kills: int, seed: int, folder: Path, launcher: str = "plain", log: bool = False) -> list[Kill]:
     """Carries out that many kills at random moments, over several runs."""
     draw, done, started = random.Random(seed), list[Kill](), 0
-    test = KillTest(folder, EPOCHS, True, launcher)
-    test.measure()
-    while len(done) < kills:
-        started += 1
-        more = test.run(f"soak{started}", draw_plan(draw, min(kills - len(done), 10), launcher))
-        done += more
-        if log:
-            slowest = max((kill.seconds for kill in done), default=0.0)
-            counts = f"{len(more)} kills, same bits; {len(done)} kills so far"
-            print(f"{launcher}, run {started}: {counts}, survivors ended within {slowest:.1f} s", flush=True)
+    with open_launcher(launcher) as factory:
+        test = KillTest(folder, EPOCHS, True, factory)
+        test.measure()
+        while len(done) < kills:
+            started += 1
+            more = test.run(f"soak{started}", draw_plan(draw, min(kills - len(done), 10), launcher))
+            done += more
+            if log:
+                slowest = max((kill.seconds for kill in done), default=0.0)
+                counts = f"{len(more)} kills, same bits; {len(done)} kills so far"
+                print(f"{launcher}, run {started}: {counts}, survivors ended within {slowest:.1f} s", flush=True)
     return done
 
 
@@ -286,15 +288,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", type=int, nargs="?", default=100)
     parser.add_argument("--seed", type=int, default=None, help="of moments and victims; drawn if absent")
-    parser.add_argument("--launcher", choices=list(LAUNCHERS), default="plain")
+    parser.add_argument("--launchers", default="plain", metavar="NAME,NAME,…", help="plain, torchrun, srun")
     options = parser.parse_args()
+    launchers = options.launchers.split(",")
+    unknown = set(launchers) - {"plain", "torchrun", "srun"}
+    if unknown:
+        parser.error(f"unknown launcher {', '.join(unknown)}; use plain, torchrun or srun")
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each restart
-    print(f"{options.launcher}: seed {seed}", flush=True)
-    folder = tempfile.mkdtemp(prefix="soak-")
-    kills = soak(options.kills, seed, Path(folder), options.launcher, log=True)
-    shutil.rmtree(folder)  # kept after an error
-    print(table(options.launcher, kills) + "\n  every training ended with the bits of an undisturbed one", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # stops the cluster of srun
+    for index, launcher in enumerate(launchers):
+        print(f"{launcher}: seed {seed}", flush=True)
+        folder = tempfile.mkdtemp(prefix="soak-")
+        share = options.kills * (index + 1) // len(launchers) - options.kills * index // len(launchers)
+        try:
+            kills = soak(share, seed, Path(folder), launcher, log=True)
+        except Unavailable as reason:
+            print(f"{launcher}: skipped, {reason}", flush=True)
+            continue
+        shutil.rmtree(folder)  # kept after an error
+        print(table(launcher, kills) + "\n  every training run ended with the bits of an undisturbed one", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The launchers of tests/soak.py: plain processes and torchrun, each with two ranks of the same run."""
+"""The launchers of tests/soak.py: plain processes, torchrun and srun, each with two ranks of the same run."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from processes import (
     ranks_of_torchrun,
     wait_until,
 )
+from slurm_cluster import Job, private_cluster
 
 RANKS = 2
 AGENT = "agent"  # a victim: the process of torchrun
@@ -96,36 +99,72 @@ class Plain:
         return [process.exitcode or 0 for process in self._processes]
 
 
-class Torchrun(Plain):
-    """torchrun, which restarts the ranks after one of them was killed."""
+LauncherFactory = Callable[[list[str], Path], Plain]  # of flags and log
 
-    def __init__(self, flags: list[str], log: Path) -> None:
+
+class _Command(Plain):
+    """Starts of a training run by the command of a launcher."""
+
+    def __init__(
+        self, flags: list[str], log: Path, command: list[str], environment: Mapping[str, str] = os.environ
+    ) -> None:
         super().__init__(flags, log)
+        self._command = [*command, "train.py", *flags]
+        self._environment = {**environment, **ONE_THREAD}
         self._process: subprocess.Popen[bytes] | None = None
         self._start_of_text = 0
         self._ranks: set[int] = set()  # process ids
 
     def start(self, steps: Mapping[int | str, int]) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1000"]
-        command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", *self._flags]
+        self._ranks.clear()
         with open(self._log, "ab") as log:
             self._start_of_text = log.tell()
-            self._process = subprocess.Popen(command, cwd=TOP, env={**os.environ, **ONE_THREAD}, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, cwd=TOP, env=self._environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
 
     def text(self) -> str:
         return self._log.read_bytes()[self._start_of_text :].decode(errors="replace")
 
+    def _is_active(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _find_ranks(self) -> dict[int, int]:
+        """Rank -> process id of the ranks that run."""
+        raise NotImplementedError
+
     def running(self) -> dict[int | str, int]:
-        if self._process is None or self._process.poll() is not None:
-            return {}
-        ranks = ranks_of_torchrun(self._process.pid)
+        ranks = self._find_ranks()
         self._ranks |= set(ranks.values())
-        return {**ranks, AGENT: self._process.pid}
+        return {**ranks}
 
     def has_ended(self) -> bool:
-        return not self.running() and all(map(has_ended, self._ranks))
+        self.running()
+        return not self._is_active() and all(map(has_ended, self._ranks))
+
+    def wait(self) -> list[int]:
+        wait_until(self.has_ended, lambda: f"end of {self._ranks}; see {self._log}")
+        assert self._process is not None
+        return [self._process.returncode]
+
+
+class Torchrun(_Command):
+    """torchrun, which restarts the ranks after one of them was killed."""
+
+    def __init__(self, flags: list[str], log: Path) -> None:
+        options = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1000"]
+        super().__init__(flags, log, [sys.executable, "-m", "torch.distributed.run", *options])
+
+    def start(self, steps: Mapping[int | str, int]) -> None:
+        if not self._is_active():
+            super().start(steps)
+
+    def _find_ranks(self) -> dict[int, int]:
+        return ranks_of_torchrun(self._process.pid) if self._process else {}
+
+    def running(self) -> dict[int | str, int]:
+        agent: dict[int | str, int] = {AGENT: self._process.pid} if self._process and self._is_active() else {}
+        return {**super().running(), **agent}
 
     def settle(self, victims: Sequence[int | str], running: Mapping[int | str, int]) -> list[int]:
         if AGENT in victims:
@@ -138,10 +177,39 @@ class Torchrun(Plain):
         self._start_of_text = self._log.stat().st_size
         return []
 
-    def wait(self) -> list[int]:
-        wait_until(self.has_ended, lambda: f"end of {self._ranks}; see {self._log}")
-        assert self._process is not None
-        return [self._process.returncode]
+
+class Srun(_Command):
+    """srun with one rank on each of the two nodes of a job."""
+
+    def __init__(self, flags: list[str], log: Path, job: Job) -> None:
+        options = [f"--jobid={job.number}", f"--nodes={RANKS}", f"--ntasks={RANKS}", "-u", "-K1"]
+        shell = ["bash", "-c", 'source ./export_DDP_vars.sh && exec "$@"', "_", sys.executable]
+        super().__init__(flags, log, ["srun", *options, *shell], job.cluster.environment)
+        self._job = job
+
+    def start(self, steps: Mapping[int | str, int]) -> None:
+        self._environment["MASTER_PORT"] = str(free_port())
+        super().start(steps)
+
+    def _find_ranks(self) -> dict[int, int]:
+        ranks = {}
+        for rank in range(RANKS):
+            for pid in self._job.processes(RANK=str(rank)):  # also commands that the rank runs, such as git
+                with contextlib.suppress(OSError):  # it has ended
+                    if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        ranks[rank] = pid
+        return ranks
 
 
-LAUNCHERS = {"plain": Plain, "torchrun": Torchrun}
+@contextlib.contextmanager
+def open_launcher(name: str) -> Iterator[LauncherFactory]:
+    """Yields the factory of a launcher; for srun, starts a Slurm and a job, or raises Unavailable."""
+    if name == "srun":
+        with private_cluster() as cluster:
+            options = [f"--nodes={RANKS}", "--ntasks-per-node=1", "--time=1-0", "--partition=high"]
+            command = ["sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=sleep infinity"]
+            job = Job(cluster, cluster.run(*command).strip(), Path("/dev/null"))
+            wait_until(lambda: job.state == "RUNNING", lambda: "the start of the job")
+            yield partial(Srun, job=job)
+    else:
+        yield {"plain": Plain, "torchrun": Torchrun}[name]

@@ -7,17 +7,20 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from processes import GENEROUS, TOP, wait_until
 
 SCRIPT = Path(__file__).parent / "cluster.sh"
 NODES = 2
+UNAVAILABLE = 69  # cluster.sh's exit code where the packages cannot be installed
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
 
@@ -155,6 +158,33 @@ class Cluster:
             assert back.returncode == 0, back.stdout
 
         return bring_back
+
+
+class Unavailable(Exception):
+    """This machine cannot run its own Slurm; the message gives the reason."""
+
+
+@contextlib.contextmanager
+def private_cluster() -> Iterator[Cluster]:
+    """Starts a Slurm of two nodes, and stops it at the end; raises Unavailable."""
+    if os.geteuid() != 0:
+        raise Unavailable("a private Slurm needs root")
+    if not Path("/etc/debian_version").exists() or shutil.which("apt-get") is None:
+        raise Unavailable("a private Slurm needs Debian's packages")
+    # Not in pytest's directory: slurm.conf allows no spaces in paths, and a socket's path must be short.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    folder.chmod(0o755)
+    cluster = Cluster(folder / "cluster", free_ports(1 + NODES))
+    try:
+        up = cluster.script("up")
+        if up.returncode == UNAVAILABLE:
+            raise Unavailable(next(line for line in up.stdout.splitlines() if line.startswith("cluster.sh:")))
+        assert up.returncode == 0, up.stdout
+        yield cluster
+    finally:
+        down = cluster.script("down")
+        assert down.returncode == 0, down.stdout
+        shutil.rmtree(folder)
 
 
 def free_ports(count: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from soak import END, SAVE, START, KillTest, PlannedKill, soak
+from soak import END, SAVE, START, KillTest, PlannedKill, Unavailable, soak
 
 
 def test_three_kills(tmp_path: Path) -> None:
@@ -25,6 +25,10 @@ def test_twenty_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_kills_under_torchrun(tmp_path: Path) -> None:
-    """torchrun restarts the ranks itself."""
-    assert len(soak(6, seed=4, folder=tmp_path, launcher="torchrun")) == 6
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.slurm)])
+def test_kills_under_a_launcher(tmp_path: Path, launcher: str) -> None:
+    """torchrun restarts the ranks itself; srun ends the survivor on the other node."""
+    try:
+        assert len(soak(6, seed=4, folder=tmp_path, launcher=launcher)) == 6
+    except Unavailable as reason:
+        pytest.skip(str(reason))
