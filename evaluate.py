@@ -83,7 +83,7 @@ def build_parser() -> cli.Parser:
     source.add_argument("--prediction", help=f"HDF5 file with the predicted {OUTPUT}, as predict.py writes it")
     parser.add_argument("--input", required=True, help=f"HDF5 file with {INPUT} and the true {OUTPUT}")
     parser.add_argument("--output", required=True, help="directory of the report")
-    parser.add_argument("--overwrite", action="store_true", help="replace that directory")
+    parser.add_argument("--overwrite", action="store_true", help="replace the report in that directory")
     add_inference_options(parser)
     add_flux_options(parser)
     return parser

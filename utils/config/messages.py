@@ -13,6 +13,12 @@ from utils.config.sections import LIST, ONE, Section
 
 LONGEST_VALUE = 200  # characters
 MOST_SUGGESTED = 3
+# Rules that say more than pydantic's, by the type of its error.
+RULES = {
+    "bool_type": "must be true or false",
+    "list_type": "must be a list such as [a, b]",
+    "model_type": "must be a section with keys",
+}
 SIMILAR = 0.75  # difflib's ratio; below it, unrelated names that share a word, such as patch_size and data_size
 
 
@@ -31,8 +37,7 @@ def _fault(section: type[Section], fault: Mapping[str, Any]) -> str:
     if fault["type"] == "value_error":  # raised by the schema's own checks
         return f"{key}: {fault['ctx']['error']}".removeprefix(": ")
     rule = re.sub(r"^\w+ should ", "must ", fault["msg"].partition(" after validation")[0])
-    if fault["type"] == "model_type":
-        rule = "must be a section with keys"
+    rule = RULES.get(fault["type"], rule)
     return f"{key} {rule}, got {fault['input']!r:.{LONGEST_VALUE}}".lstrip()
 
 

@@ -163,10 +163,9 @@ def _check_shapes(config: Config, split: str, volumes: list[Volume]) -> None:
     """Raises UserError if a crop does not fit into a volume, or if the size of a single cube contradicts the config."""
     box, shape = split_settings(config, split).box, volumes[0].shape
     if len(volumes) == 1 and len(set(shape)) == 1 and isinstance(box, int) and shape[0] != box:
-        raise UserError(
-            f"{volumes[0].path}: the volume has {shape[0]} cells per side, but box_size is {box}; set "
-            f"box_size[{list(SPLITS).index(split)}] to {shape[0]}"
-        )
+        sizes = [shape[0] if name == split else split_settings(config, name).box for name in SPLITS]
+        fault = f"the volume has {shape[0]} cells per side, but box_size is {box}"
+        raise UserError(f"{volumes[0].path}: {fault}; set box_size to {sizes}")
     for volume in volumes:
         if min(volume.shape) < config.data_size:
             raise UserError(

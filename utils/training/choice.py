@@ -149,7 +149,8 @@ def choose(request: Request) -> Choice:
     numbers = range(runs[0].number + 1 if runs else 1, 1_000_000)
     path = next(path for n in numbers if is_free(path := _numbered(first, n)) and not is_locked(path / LOCK))
     if path != first and not reason:
-        reason = f"{first.name} belongs to another run"
+        held = is_locked(first / LOCK)
+        reason = f"{first.name} {'is being trained by another process' if held else 'belongs to another run'}"
     return Choice(path, request.resume, reason)
 
 

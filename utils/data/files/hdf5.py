@@ -107,12 +107,13 @@ class FieldReader:
         channels: int,
         transform: TransformConfig | None = None,
         remedy: str = "link it, in Python: h5py.File(PATH, 'a')[NAME] = h5py.SoftLink('/OTHER_NAME')",
+        channels_key: str | None = None,
     ) -> None:
         """Raises UserError if the file does not match the config, with this remedy if it lacks the dataset."""
         self.path, self.name = path, name
         with reading(path):
             file = open_file(path)
-            dataset = checked_dataset(file, path, name, channels, remedy)
+            dataset = checked_dataset(file, path, name, channels, remedy, channels_key)
             self.shape: tuple[int, int, int] = dataset.shape[1:]
             self.attributes = attributes_of(file, self.shape)
             self.file = str(dataset.file.filename)  # the dataset may be a link into another file
@@ -143,7 +144,7 @@ def open_volume(path: str | os.PathLike[str], channels: tuple[int, int], names: 
     """Opens a volume; raises UserError if it does not match the arguments."""
     keys = ("N_in_channels", "N_out_channels")
     inputs, targets = (
-        FieldReader(str(path), name, count, remedy=f"set dataset_names or {key}")
+        FieldReader(str(path), name, count, remedy="set dataset_names", channels_key=key)
         for name, count, key in zip(names, channels, keys, strict=True)
     )
     if inputs.shape != targets.shape:
@@ -183,9 +184,17 @@ def float32_field(dataset: h5py.Dataset) -> Any:
 
 
 def checked_dataset(
-    file: h5py.File, path: str, name: str, channels: int | None = None, remedy: str = "choose another file or dataset"
+    file: h5py.File,
+    path: str,
+    name: str,
+    channels: int | None = None,
+    remedy: str = "choose another file or dataset",
+    channels_key: str | None = None,
 ) -> h5py.Dataset:
-    """A dataset [C, X, Y, Z]; `channels` None accepts any number."""
+    """A dataset [C, X, Y, Z]; `channels` None accepts any number.
+
+    `remedy` is that for a missing dataset, `channels_key` the config key that states the number of channels.
+    """
     dataset = file.get(name)
     if not isinstance(dataset, h5py.Dataset):
         if NATIVE in file:
@@ -195,7 +204,8 @@ def checked_dataset(
         raise UserError(f"{path} has no dataset {name}; it contains {', '.join(names) or 'nothing'}; {remedy}")
     shape: tuple[int, ...] = dataset.shape or ()  # a null dataset has shape None
     if len(shape) != 4 or 0 in shape or shape[0] != (channels or shape[0]):
-        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {remedy}")
+        fix = f"set {channels_key}" if channels_key and len(shape) == 4 else "choose or write one of that shape"
+        raise UserError(f"{path}: {name} is {shape}, expected ({channels or 'channels'}, X, Y, Z); {fix}")
     return dataset
 
 
