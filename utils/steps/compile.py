@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,20 @@ class Compiled(nn.Module):
                 loss = self._compiled(inputs, targets)
                 self.works = True
                 return loss
-            except TorchDynamoException as error:
+            except Exception as error:
+                if not _is_compiler_error(error):
+                    raise
                 self.works = False
-                log.warning("torch.compile failed, the step runs without it: %s", str(error).strip().splitlines()[0])
+                reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
+                log.warning("torch.compile failed, the step runs without it: %s", reason[0])
         return self._compiled(inputs, targets) if self.works else self._plain(inputs, targets)
+
+
+def _is_compiler_error(error: Exception) -> bool:
+    """True for an error of the compiler, by its class or the file that raised it; False for the module's own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    raised_in = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(error.__traceback__)[-1:]]
+    # The last one is the directory of the code that the compiler generates.
+    parts = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/torchinductor_")
+    return type(error).__module__.startswith("torch._") or any(part in name for name in raised_in for part in parts)
