@@ -17,8 +17,6 @@ FILES = ("from_image.txt", "requirements.txt")
 # Modules with another name than their package. For DALI and apex, submodules that can fail to load although the package
 # is installed.
 MODULES = {"pyyaml": "yaml", "nvidia-dali-cuda130": "nvidia.dali.fn", "apex": "apex.optimizers"}
-# Installed with PyTorch, under changing package names.
-OTHER_MODULES = ("triton",)
 
 
 def requirements(file: Path) -> list[Requirement]:
@@ -60,7 +58,7 @@ def tensorboard_problem() -> str:
 def main() -> int:
     directory = Path(__file__).parent
     problems = [problem(requirement) for name in FILES for requirement in requirements(directory / name)]
-    problems += [import_problem(module) for module in OTHER_MODULES]
+    problems.append(import_problem("triton"))  # installed with PyTorch, under changing package names
     if not any(problems):
         problems.append(tensorboard_problem())
         import torch

@@ -3,7 +3,7 @@
 A table lies between two markers, `<!-- table: NAME -->` and `<!-- end -->`, in a page of docs/ or in README.md. TABLES
 has a function for each name; any other name is that of benchmarks/results/NAME.md, whose first table is copied, or with
 `<!-- table: NAME 2 -->` its second one. `<!-- table: NAME columns 1 5 -->` copies the first and the fifth column.
-tests/test_generated_tables.py checks that the pages are up to date.
+tests/test_documentation.py checks that the pages are up to date.
 """
 
 from __future__ import annotations
@@ -111,25 +111,21 @@ def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _default(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else f"{value:.6g}"
-    if value is None:
-        return "None"
+    if value is None or isinstance(value, float):
+        return "None" if value is None else f"{value:g}"
     return yaml.safe_dump(value, default_flow_style=True, width=200).removesuffix("\n...\n").strip()
 
 
 def _meaning(comment: str, annotation: Any) -> str:
-    choices = [str(value) for literal in _literals(annotation) for value in get_args(literal)]
-    listed = ", ".join(f"`{choice}`" for choice in choices)
-    return f"{listed}: {comment}" if choices and comment else listed or comment
+    listed = ", ".join(f"`{choice}`" for choice in _choices(annotation))
+    return f"{listed}: {comment}" if listed and comment else listed or comment
 
 
-def _literals(annotation: Any) -> Iterator[Any]:
+def _choices(annotation: Any) -> list[Any]:
+    """The values of the Literal types in an annotation."""
     if get_origin(annotation) is Literal:
-        yield annotation
-    for part in get_args(annotation):
-        if get_origin(annotation) is not Literal:
-            yield from _literals(part)
+        return list(get_args(annotation))
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 def config_keys() -> str:

@@ -1,4 +1,4 @@
-"""README.md and docs/: links, anchors, commands, flags, and quoted figures.
+"""README.md and docs/: links, anchors, commands, flags, quoted figures, and generated tables.
 
 A figure quoted from benchmarks/results is followed by an HTML comment with the file and the key that it comes from:
 
@@ -13,7 +13,7 @@ source (`<!-- published -->`) and is not compared. In a paragraph that links to 
 of measurement needs a comment; in the table after such a paragraph, every decimal number.
 
 `<!-- quoted from FILE -->` before a code block: each line of the block is a line of that file. Tables between
-`<!-- table: NAME -->` and `<!-- end -->` are written by `make docs` (docs/generate.py).
+`<!-- table: NAME -->` and `<!-- end -->` are those that `make docs` (docs/generate.py) would write.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import TOP
 
+from docs import generate
 from utils import cli, config
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
-README = ROOT / "README.md"
-DOCS = [README, *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*DOCS, ROOT / "CHANGELOG.md", *sorted((ROOT / "example_logs").rglob("*.md")), *sorted(RESULTS.rglob("*.md"))]
+RESULTS = TOP / "benchmarks/results"
+README = TOP / "README.md"
+DOCS = generate.pages()
+PAGES = [*DOCS, TOP / "CHANGELOG.md", *sorted((TOP / "example_logs").rglob("*.md")), *sorted(RESULTS.rglob("*.md"))]
 SOURCES = ["*.py", "*.sh", "config/*.yaml", "docker/*", "benchmarks/*", "networks/*.py", "utils/**/*.py", "Makefile"]
 
+# The comment above a block of commands, and the block.
+COMMANDS = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(?:bash|sh|shell)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MARKED_TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
 COMMENT = re.compile(r"<!--(.*?)-->", re.DOTALL)
 # A number, perhaps a unit, and the comment.
@@ -53,7 +56,7 @@ UNSOURCED_DECIMAL = re.compile(r"(?<![\w.,])(\d[\d,]*\.\d+)(?![\w.]|\*{0,2}<!--)
 OPERATORS = {"*": operator.mul, "/": operator.truediv, "+": operator.add, "-": operator.sub}
 
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(TOP)))
 docs = pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 
 
@@ -103,11 +106,11 @@ def test_relative_links_and_anchors_exist(page: Path) -> None:
 
 def test_the_readme_links_to_every_page() -> None:
     targets = {link.partition("#")[0] for link in links(README)}
-    assert {str(page.relative_to(ROOT)) for page in DOCS[1:]} <= targets
+    assert {str(page.relative_to(TOP)) for page in DOCS[1:]} <= targets
 
 
 def test_pages_named_in_the_code_exist() -> None:
-    files = [file for pattern in SOURCES for file in ROOT.glob(pattern) if file.is_file() and file.suffix != ".png"]
+    files = [file for pattern in SOURCES for file in TOP.glob(pattern) if file.is_file() and file.suffix != ".png"]
     named = {link for file in files for link in re.findall(r"docs/\w+\.md(?:#[\w-]+)?", file.read_text())}
     assert [fault for link in sorted(named) if (fault := fault_of(link, README))] == []
 
@@ -199,7 +202,7 @@ def test_figures_next_to_a_link_to_results_have_a_source(page: Path) -> None:
 def test_quoted_blocks_are_lines_of_their_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for file, block in re.findall(r"<!-- quoted from (\S+) -->\s*```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        lines = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+        lines = {line.strip() for line in (TOP / file).read_text(encoding="utf-8").splitlines()}
         assert [line for line in block.splitlines() if line.strip() not in lines] == []
 
 
@@ -223,8 +226,7 @@ SCRIPTS = ("predict.py", "evaluate.py", "export.py")
 def commands(page: Path) -> Iterator[list[str]]:
     """The words of every command in the page's bash blocks, and in code spans that begin with a command."""
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for _, block in COMMANDS.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks(page))]
     lines += [span for span in spans if re.match(r"(python|torchrun|make|sbatch|srun) ", span)]
     for line in lines:
@@ -250,7 +252,7 @@ def flags_of(program: str) -> frozenset[str]:
 def program_in(words: list[str]) -> tuple[str, list[str]] | None:
     """The program of this repository that a command runs, and the words after it; None if it runs none."""
     for index, word in enumerate(words):
-        if word == "-m" and words[index + 1].split(".")[0] in ("utils", "benchmarks"):
+        if word == "-m" and words[index + 1].startswith(("utils.", "benchmarks.")):
             return words[index + 1], words[index + 2 :]
         name = word.removeprefix("./")
         if re.fullmatch(r"\w+\.(py|sh)", name):
@@ -261,13 +263,13 @@ def program_in(words: list[str]) -> tuple[str, list[str]] | None:
 
 def exists(program: str) -> bool:
     path = program if program.endswith((".py", ".sh")) else program.replace(".", "/")
-    return any((ROOT / each).is_file() for each in (path, f"{path}.py", f"{path}/__main__.py"))
+    return any((TOP / each).is_file() for each in (path, f"{path}.py", f"{path}/__main__.py"))
 
 
 def faults_in(words: list[str]) -> Iterator[str]:
     """The targets, files, flags, configs and keys of a command that do not exist."""
     if words[0] == "make":
-        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        makefile = (TOP / "Makefile").read_text(encoding="utf-8")
         yield from (f"make {word}" for word in words[1:] if word.islower() and f"\n{word}:" not in makefile)
         return
     found = program_in(words)
@@ -298,7 +300,7 @@ def unknown_key(setting: str) -> Iterator[str]:
 
 @cache
 def config_names() -> set[str]:
-    return {name for path in (ROOT / "config").glob("*.yaml") for name in config.read_file(str(path))}
+    return {name for path in (TOP / "config").glob("*.yaml") for name in config.read_file(str(path))}
 
 
 @docs
@@ -328,19 +330,49 @@ def test_wrong_commands_are_found() -> None:
         assert list(faults_in(shlex.split(command))) == faults
 
 
+# --- generated tables ------------------------------------------------------------------------------------------------
+
+
+@docs
+def test_tables_are_up_to_date(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert generate.render(text) == text, "run make docs"
+
+
+def test_every_config_key_is_listed_with_its_meaning() -> None:
+    rows = {key: meaning for key, _, meaning in generate.keys_of(config.Config)}
+    assert rows.keys() == config.flatten(config.Config()).keys()
+    assert [key for key, meaning in rows.items() if not meaning] == []
+
+
+def test_columns_of_a_stored_table_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    stored = "| a | b | c |\n| --- | ---: | --- |\n| 1 | 2 \\| 3 | 4 |\n\n| d |\n| --- |\n"
+    (tmp_path / "benchmarks/results/scores.md").write_text(stored, encoding="utf-8")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    assert generate.stored_table("scores", 1, [3, 2]) == "| c | b |\n| --- | ---: |\n| 4 | 2 \\| 3 |\n"
+    text = generate.render("<!-- table: scores columns 1 -->\n<!-- end -->\n<!-- table: scores 2 -->\n<!-- end -->")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows == ["| a |", "| --- |", "| 1 |", "| d |", "| --- |"]
+    with pytest.raises(FileNotFoundError, match="loss-of-everything"):
+        generate.render("<!-- table: loss-of-everything -->\n<!-- end -->")
+    # Cells show what Markdown would hide.
+    assert generate.table(["a"], [["<x> | `<y>`"]]).splitlines()[-1] == "| \\<x> \\| `<y>` |"
+
+
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
 def test_the_citation_agrees_with_version_and_license() -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    license_text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    citation = yaml.safe_load((TOP / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (TOP / "pyproject.toml").read_text(encoding="utf-8")
+    license_text = (TOP / "LICENSE").read_text(encoding="utf-8")
     assert f'version = "{citation["version"]}"' in project
     assert license_text.startswith(f"{citation['license']} License")
     assert [f"Copyright (c) 2026 {author['name']}" in license_text for author in citation["authors"]] == [True]
 
 
 def test_continuous_integration_runs_the_make_targets() -> None:
-    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    workflow = (TOP / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     steps = [step for job in yaml.safe_load(workflow)["jobs"].values() for step in job["steps"]]
     assert {step["run"] for step in steps if "run" in step} == {"make check", "make test", "make test-slow"}

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 from processes import TOP
-from test_documentation import DOCS
+from test_documentation import COMMANDS, DOCS
 
-BLOCK = re.compile(r"(?:<!-- ([^\n]*?) -->\n)?^```(?:bash|sh|shell)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SMALLER = {
     "Makefile": {"--grid 128": "--grid 64"},
     "config/UNet.yaml": {
@@ -45,7 +44,7 @@ def replace_all(text: str, changes: dict[str, str]) -> str:
 
 def script_of(page: Path, marks: set[str]) -> str:
     """The blocks of a page that have one of the marks."""
-    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    blocks = COMMANDS.findall(page.read_text(encoding="utf-8"))
     unknown = [mark for mark, _ in blocks if mark not in ("", "long") and not mark.startswith("not run: ")]
     assert unknown == [], page
     text = "".join(text for mark, text in blocks if mark in marks)
