@@ -10,7 +10,6 @@ A condition with `boxes` trains on boxes of these names.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -36,14 +35,11 @@ SIGHTLINES = 4096  # along each axis
 FIELDS, WAVENUMBERS = ("log density", "velocity", "log temperature"), (1.0, 2.0, 3.0)  # h/Mpc
 FLUX_LARGEST_K = 0.015  # s/km; half of Nyquist's for cells of 1 Mpc/h
 COPYING = "copying density and velocities"
-SHOWN: tuple[str, ...] = (
-    "L1",
-    "R2 gas density",
-    "R2 temperature",
-    "R2 velocity divergence",
-    "P ratio of log density, k = 2 h/Mpc",
+FLUX_ERROR = f"flux P1D error to {FLUX_LARGEST_K:g} s/km"
+SHOWN = (
+    *("L1", "R2 gas density", "R2 temperature", "R2 velocity divergence", "P ratio of log density, k = 2 h/Mpc"),
+    *(f"{FLUX_ERROR}, prediction", f"{FLUX_ERROR}, FGPA"),
 )
-SHOWN += (f"flux P1D error to {FLUX_LARGEST_K:g} s/km, prediction", f"flux P1D error to {FLUX_LARGEST_K:g} s/km, FGPA")
 
 
 def box(folder: Path, given: Mapping[str, Any], grid: int, seed: int) -> str:
@@ -131,24 +127,19 @@ def measures(found: results.Results) -> dict[str, float]:
     if found.flux:
         used = found.flux.k <= FLUX_LARGEST_K
         for name, ratio in found.flux.ratios.items():
-            kept[f"flux P1D error to {FLUX_LARGEST_K:g} s/km, {name}"] = float(np.abs(ratio[used] - 1).mean())
+            kept[f"{FLUX_ERROR}, {name}"] = float(np.abs(ratio[used] - 1).mean())
     return kept
 
 
 def spreads(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Mean, standard deviation and number of values of each measure."""
-    summaries = {}
-    for name in found[0]:
-        values = [one[name] for one in found]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        summaries[name] = {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values)}
-    return summaries
+    """Mean, standard deviation and values of each measure."""
+    return {name: common.over_seeds([one[name] for one in found]) for name in found[0]}
 
 
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
     """A row per volume and condition."""
     rows = [
-        [volume, condition, *(common.plus_minus(one[name], ".3g") if name in one else "" for name in SHOWN)]
+        [volume, condition, *(common.plus_minus(one.get(name), ".3g") for name in SHOWN)]
         for volume, by_condition in found.items()
         for condition, one in by_condition.items()
     ]

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -21,7 +22,6 @@ import torch
 from utils import cli
 from utils.data import Batch, Loader
 from utils.distributed.launch import Launch
-from utils.distributed.threads import usable_cpus
 from utils.distributed.world import World
 from utils.files import atomic_write
 from utils.profiling.timing import spread as spread
@@ -163,11 +163,6 @@ def this_machine() -> World:
     return World(Launch("benchmark"), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(usable_cpus())
-
-
 def seconds_of(action: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
     """Wall seconds of `repeats` calls, including the device's work."""
     synchronize(device)
@@ -190,6 +185,12 @@ def interleaved(measures: Mapping[str, Callable[[], float]], trials: int, warmup
     return values
 
 
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (NaN for a single value) and the values."""
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
+
+
 def endless(loader: Loader) -> Generator[Batch, None, None]:
     """Batches of epoch after epoch."""
     epoch = 0
@@ -205,8 +206,9 @@ def save(name: str, result: Mapping[str, Any], directory: Path, text: str = "") 
     """Writes <directory>/<name>.json with provenance, and the report `text` next to it as .md, each atomically."""
     path = directory / f"{name}.json"
     directory.mkdir(parents=True, exist_ok=True)
-    content = {**result, "provenance": provenance(this_machine())}
-    write_text(path, json.dumps(finite(content), indent=2, allow_nan=False) + "\n")
+    content = json.dumps({**result, "provenance": provenance(this_machine())})
+    content = json.loads(content, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
+    write_text(path, json.dumps(content, indent=2) + "\n")
     if text:
         write_text(path.with_suffix(".md"), text + "\n")
     return path
@@ -224,15 +226,6 @@ def publish(
     if draw is not None:
         draw(path.with_suffix(".png"))
     sys.stdout.write(f"{text}\n\nwritten: {path}\n")
-
-
-def finite(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity: None in their places."""
-    if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_text(path: Path, text: str) -> None:
@@ -253,8 +246,10 @@ def ranged(values: Mapping[str, Any], form: str = ".4g") -> str:
     return f"{middle} ({low} – {high})"
 
 
-def plus_minus(values: Mapping[str, Any], form: str, factor: float = 1) -> str:
-    """Mean ± standard deviation, from keys `mean`, `stdev` and `n`; the mean alone if it is of one value."""
+def plus_minus(values: Mapping[str, Any] | None, form: str, factor: float = 1) -> str:
+    """Mean ± standard deviation of `over_seeds`; the mean alone if it is of one value; empty without values."""
+    if values is None:
+        return ""
     names = ("mean", "stdev") if values["n"] > 1 else ("mean",)
     return " ± ".join(format(factor * values[name], form) for name in names)
 
@@ -263,18 +258,18 @@ def plus_minus(values: Mapping[str, Any], form: str, factor: float = 1) -> str:
 
 
 @contextlib.contextmanager
-def plot(path: Path, size: tuple[float, float], columns: int = 1, rows: int = 1, **options: Any) -> Iterator[Any]:
-    """The panels [rows, columns] of a figure that is written to `path` at the end of the block.
+def plot(path: Path, size: tuple[float, float], columns: int = 1, **options: Any) -> Iterator[Any]:
+    """The panels of a figure that is written to `path` at the end of the block.
 
     Names that the curves or bars have in common are listed below the panels.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    (panels,) = figure.subplots(1, columns, squeeze=False, **options)
     yield panels
     names: dict[str, Any] = {}
-    for axes in panels.flat:
+    for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             names.setdefault(label, handle)
     if names:

@@ -9,7 +9,6 @@ time does not include.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import resource
@@ -57,7 +56,10 @@ def seconds_of_box(side: int, axes: int, cell: float, device: torch.device) -> f
     return seconds
 
 
-def measure(options: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = common.Parser(__doc__)
+    parser.add_integers(side=256, large=512, trials=3, threads=2)
+    options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     device = common.this_machine().device
     cases = {
@@ -79,12 +81,6 @@ def measure(options: argparse.Namespace) -> None:
     text += common.table(["sight-lines x axes", "cell, km/s", "seconds", "million cells/s"], rows)
     result = {"settings": common.settings(options), "cases": results, "peak memory GiB": gib}
     common.publish("flux", result, options.output, text)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = common.Parser(__doc__)
-    parser.add_integers(side=256, large=512, trials=3, threads=2)
-    measure(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

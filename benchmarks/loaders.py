@@ -43,6 +43,7 @@ UNTIMED_BATCHES = 6
 SETTLE_SECONDS = 2.0
 EPOCHS = 3  # per start: the first, and two later ones
 SECONDS = ("start seconds", "first epoch seconds", "later epoch seconds")
+STARTS = (*SECONDS, "first epoch / later")
 
 # --- volumes of random values ----------------------------------------------------------------------------------------
 
@@ -211,8 +212,8 @@ def start(name: str, options: argparse.Namespace) -> dict[str, float]:
         for epoch in range(EPOCHS):
             batches = loaders.train.epoch(epoch)
             seconds.append(common.seconds_of(lambda batches=batches: deque(batches, maxlen=0), device))  # type: ignore[misc]
-    measured = (seconds[0], seconds[1], min(seconds[2:]))
-    return {**dict(zip(SECONDS, measured, strict=True)), "first epoch / later": measured[1] / measured[2]}
+    opening, first, *later = seconds
+    return dict(zip(STARTS, (opening, first, min(later), first / min(later)), strict=True))
 
 
 def start_in_process(name: str, options: argparse.Namespace) -> dict[str, float]:
@@ -226,8 +227,7 @@ def draw(results: dict[str, Any], starts: dict[str, Any], path: Path) -> None:
     seconds = {
         key: [common.spread([trial[key] for trial in one["trials"]]) for one in starts.values()] for key in SECONDS
     }
-    with common.plot(path, (12, 4.4), 2) as panels:
-        left, right = panels[0]
+    with common.plot(path, (12, 4.4), 2) as (left, right):
         common.bars(left, list(results), {"": list(results.values())}, xlabel="samples/s (median, range)")
         common.bars(right, list(starts), seconds, xlabel="seconds", title="from a cold page cache")
 
@@ -244,13 +244,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     starts = {}
     for name in names if rounds else []:
         trials = [one[name] for one in rounds]
-        starts[name] = {**{key: statistics.median(one[key] for one in trials) for key in trials[0]}, "trials": trials}
+        starts[name] = {**{key: statistics.median(one[key] for one in trials) for key in STARTS}, "trials": trials}
     results = throughput(options, names, device)
-    keys = (*SECONDS, "first epoch / later")
     rates = [(name, common.ranged(one)) for name, one in results.items()]
-    cold = [(name, *(f"{one[key]:.2f}" for key in keys)) for name, one in starts.items()]
+    cold = [(name, *(f"{one[key]:.2f}" for key in STARTS)) for name, one in starts.items()]
     text = common.table(("loader", "samples/s"), rates)
-    text += f"\n\n{common.table(('loader', *keys), cold)}" if cold else ""
+    text += f"\n\n{common.table(('loader', *STARTS), cold)}" if cold else ""
     result = {"settings": common.settings(options), "unit": "samples/s", "results": results, "starts": starts}
     draw_starts = functools.partial(draw, results, starts) if starts else None
     common.publish("loaders" if device.type == "cpu" else "loaders_gpu", result, options.output, text, draw_starts)

@@ -36,6 +36,7 @@ from benchmarks import common
 from utils import cli
 from utils import config as configs
 from utils.cli import positive
+from utils.distributed.threads import usable_cpus
 from utils.errors import UserError, one_line_errors
 from utils.files import read_json
 
@@ -58,6 +59,7 @@ class Point:
 
 
 Measured = Mapping[Point, Mapping[str, Any]]  # results of `combined` by point
+Efficiencies = Mapping[str, Mapping[int, float]]  # of a series, by kind and number of ranks
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class Plan:
     def flags(self, point: Point) -> list[str]:
         return [*self.arguments, "--enable_benchy", f"--local_batch_size={point.local_batch}"]
 
-    def mark(self, point: Point) -> str:
-        """An asterisk if the point has more threads than the machine has cores."""
-        return "*" if self.cores and self.threads and point.ranks * self.threads > self.cores else ""
+    def mark(self, ranks: int) -> str:
+        """The number of ranks, with an asterisk if they have more threads than the machine has cores."""
+        return f"{ranks}*" if self.cores and self.threads and ranks * self.threads > self.cores else str(ranks)
 
 
 def series_of(ranks: Sequence[int], weak: Sequence[int], strong: Sequence[int]) -> dict[str, list[Point]]:
@@ -112,9 +114,10 @@ def make_plan(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
     if gpus and gpus < max(options.ranks):
         raise UserError(f"this machine has {gpus} GPUs, fewer than ranks; give fewer --ranks, or --submit")
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    count = int(threads) if threads.isdigit() else max(1, common.cores() // max(options.ranks))
+    cores = len(usable_cpus())
+    count = int(threads) if threads.isdigit() else max(1, cores // max(options.ranks))
     batches = options.batches or (30 if gpus else 5)
-    return Plan(arguments, series, options.trials, batches, count, None if gpus else common.cores())
+    return Plan(arguments, series, options.trials, batches, count, None if gpus else cores)
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -199,63 +202,60 @@ def combined(point: Point, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def efficiencies(series: Sequence[Point], points: Measured, kind: str) -> dict[int, float]:
-    """Samples/s per rank relative to the fewest ranks, by number of ranks."""
-    rates = {point.ranks: points[point][kind]["median"] / point.ranks for point in series if point in points}
-    first = next(iter(rates.values()), float("nan"))
-    return {ranks: rate / first for ranks, rate in rates.items()}
+def efficiencies(series: Sequence[Point], points: Measured) -> Efficiencies:
+    """Samples/s per rank relative to the fewest ranks that were measured."""
+    found: dict[str, dict[int, float]] = {}
+    for kind in KINDS:
+        rates = {point.ranks: points[point][kind]["median"] / point.ranks for point in series if point in points}
+        found[kind] = {ranks: rate / next(iter(rates.values())) for ranks, rate in rates.items()}
+    return found
 
 
-def report_text(plan: Plan, points: Measured, missing: Sequence[str]) -> str:
+def report_text(plan: Plan, points: Measured, found: Mapping[str, Efficiencies], missing: Sequence[str]) -> str:
     """A table per series, and notes."""
     heads = ["ranks", "local batch", *(f"{kind} samples/s" for kind in KINDS)]
     heads += ["efficiency SYNTHETIC", "efficiency FULL", *OVERHEADS, "n"]
     parts = []
-    for title, series in plan.series.items():
-        found = [efficiencies(series, points, kind) for kind in ("SYNTHETIC", "FULL")]
+    for title, efficiency in found.items():
         rows = []
-        for point in (point for point in series if point in points):
+        for point in (point for point in plan.series[title] if point in points):
             values = points[point]
-            cells = [f"{point.ranks}{plan.mark(point)}", str(point.local_batch)]
+            cells = [plan.mark(point.ranks), str(point.local_batch)]
             cells += [common.ranged(values[kind]) for kind in KINDS]
-            cells += [f"{100 * by_ranks[point.ranks]:.1f} %" for by_ranks in found]
+            cells += [f"{100 * efficiency[kind][point.ranks]:.1f} %" for kind in ("SYNTHETIC", "FULL")]
             cells += [f"{100 * values[name]['median']:.1f} %" for name in OVERHEADS]
             rows.append([*cells, values["FULL"]["n"]])
         parts.append(f"**{title}**\n\n{common.table(heads, rows, left=0)}")
     parts.append("Medians of n rounds (smallest – largest); overheads are fractions of a step's time.")
     if plan.threads is not None:
         parts.append(f"Threads per rank: {plan.threads}.")
-    if any(plan.mark(point) for point in points):
+    if any(plan.mark(point.ranks).endswith("*") for point in points):
         parts.append(f"\\* More threads than the {plan.cores} cores: ranks take turns, efficiency cannot reach 100 %.")
     if missing:
         parts.append(f"Missing: {', '.join(missing)}.")
     return "\n\n".join(parts)
 
 
-def draw(plan: Plan, points: Measured, path: Path) -> None:
+def draw(plan: Plan, found: Mapping[str, Efficiencies], path: Path) -> None:
     """Efficiency; a panel per series."""
-    with common.plot(path, (4.6 * len(plan.series) + 0.8, 4.4), len(plan.series), sharey="row") as panels:
-        for panel, (title, series) in zip(panels[0], plan.series.items(), strict=True):
-            for kind in KINDS:
-                found = efficiencies(series, points, kind)
-                panel.plot(list(found), [100 * value for value in found.values()], "o-", markersize=4, label=kind)
+    with common.plot(path, (4.6 * len(found) + 0.8, 4.4), len(found), sharey="row") as panels:
+        for panel, (title, efficiency) in zip(panels, found.items(), strict=True):
+            for kind, values in efficiency.items():
+                panel.plot(list(values), [100 * value for value in values.values()], "o-", markersize=4, label=kind)
             panel.set(title=title, xlabel="ranks", ylabel="samples/s per rank, % of the fewest ranks", ylim=(0, None))
             panel.set_xscale("log", base=2)
-            measured = [point for point in series if point in points]
-            panel.set_xticks([point.ranks for point in measured], [f"{one.ranks}{plan.mark(one)}" for one in measured])
+            panel.set_xticks(list(efficiency["FULL"]), map(plan.mark, efficiency["FULL"]))
 
 
 def report(plan: Plan, directory: Path, output: Path) -> None:
     """Writes result, tables and plots of the runs in `directory`."""
     points, missing = gather(plan, directory)
-    series = [
-        {"series": title, "efficiency": {kind: efficiencies(one, points, kind) for kind in KINDS}}
-        for title, one in plan.series.items()
-    ]
+    found = {title: efficiencies(series, points) for title, series in plan.series.items()}
+    series = [{"series": title, "efficiency": efficiency} for title, efficiency in found.items()]
     about = {"arguments of train.py": plan.arguments, "threads per rank": plan.threads, "cores": plan.cores}
     result = {**about, "points": list(points.values()), "series": series, "missing": missing}
-    text = report_text(plan, points, missing)
-    common.publish("scaling", result, output, text, lambda path: draw(plan, points, path))
+    text = report_text(plan, points, found, missing)
+    common.publish("scaling", result, output, text, lambda path: draw(plan, found, path))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

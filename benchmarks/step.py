@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -190,13 +191,11 @@ def measure(options: argparse.Namespace) -> None:
     world = common.this_machine()
     with ExitStack() as stack:
         built = {name: Training(options, SETS[name], world, stack) for name in options.sets}
-        measures = {
-            (name, kind): lambda one=one, kind=kind: one.rate(one.full if kind == "FULL" else one.synthetic)
-            for name, one in built.items()
-            for kind in ("SYNTHETIC", "FULL")
-        }
-        named = {f"{name}, {kind}": action for (name, kind), action in measures.items()}
-        rates = dict(zip(measures, common.interleaved(named, options.trials, warmup=0).values(), strict=True))
+        measures: dict[str, Callable[[], float]] = {}
+        for name, one in built.items():
+            measures[f"{name}, SYNTHETIC"] = functools.partial(one.rate, one.synthetic)
+            measures[f"{name}, FULL"] = functools.partial(one.rate, one.full)
+        rates = common.interleaved(measures, options.trials, warmup=0)
         entries = [entry_of(name, one, rates, options.sets[0]) for name, one in built.items()]
         result = {"settings": common.settings(options), "unit": "samples/s", "ladder": entries}
         path = common.save("step", result, options.output, markdown(entries))
@@ -207,12 +206,12 @@ def measure(options: argparse.Namespace) -> None:
     print(f"{path.with_suffix('.md').read_text()}\nwritten: {path}")
 
 
-def entry_of(name: str, one: Training, rates: Mapping[tuple[str, str], Sequence[float]], first: str) -> dict[str, Any]:
+def entry_of(name: str, one: Training, rates: Mapping[str, Sequence[float]], first: str) -> dict[str, Any]:
     """The result of one set of options, and its ratio to the first one in each trial."""
     config, device = one.config, one.step.gradient_norm.device
     dtype = getattr(torch, config.precision) if config.enable_amp else torch.float32
-    synthetic, full = (common.summary(rates[name, kind]) for kind in ("SYNTHETIC", "FULL"))
-    pairs = zip(rates[name, "SYNTHETIC"], rates[first, "SYNTHETIC"], strict=True)
+    synthetic, full = (common.summary(rates[f"{name}, {kind}"]) for kind in ("SYNTHETIC", "FULL"))
+    pairs = zip(rates[f"{name}, SYNTHETIC"], rates[f"{first}, SYNTHETIC"], strict=True)
     return {
         "name": name,
         "options": SETS[name].text,
@@ -362,7 +361,7 @@ def draw(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """SYNTHETIC and FULL samples/s of each set."""
     groups = {kind: [entry[kind] for entry in entries] for kind in ("SYNTHETIC", "FULL")}
     with common.plot(path, (8, 1.5 + 0.36 * len(entries))) as panels:
-        common.bars(panels[0, 0], [entry["name"] for entry in entries], groups, xlabel="samples/s, median and range")
+        common.bars(panels[0], [entry["name"] for entry in entries], groups, xlabel="samples/s, median and range")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

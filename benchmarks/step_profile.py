@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import seconds_of, table
 
@@ -64,8 +65,12 @@ def measure(run_step: Callable[[], object], device: torch.device, steps: int = 1
     for _ in range(warmup):
         run_step()
     milliseconds = 1e3 * seconds_of(run_step, device, steps) / steps
-    kernels = (_kernels if device.type == "cuda" else _operators)(run_step, device, steps)
-    return breakdown(kernels, steps, milliseconds)
+    activity, kernels_of = ProfilerActivity.CPU, _operators
+    if device.type == "cuda":
+        activity, kernels_of = ProfilerActivity.CUDA, _kernels
+    with profile(activities=[activity]) as profiled:
+        seconds_of(run_step, device, steps)  # also waits for the device
+    return breakdown(kernels_of(profiled.events() or []), steps, milliseconds)
 
 
 def breakdown(kernels: Sequence[Kernel], steps: int, step_ms: float) -> dict[str, Any]:
@@ -129,16 +134,11 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def _kernels(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+def _kernels(events: Iterable[Any]) -> list[Kernel]:
     """Everything the device ran, including the kernels of a replayed graph, which no operator launches."""
-    torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            run_step()
-        torch.cuda.synchronize(device)
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
-        for event in profile.events() or []
+        for event in events
         if event.device_type == DeviceType.CUDA
         # Annotated ranges and waits are not work.
         and not getattr(event, "is_user_annotation", False)
@@ -146,13 +146,10 @@ def _kernels(run_step: Callable[[], object], device: torch.device, steps: int) -
     ]
 
 
-def _operators(run_step: Callable[[], object], device: torch.device, steps: int) -> list[Kernel]:
+def _operators(events: Iterable[Any]) -> list[Kernel]:
     """Each operator's own time, without the operators it calls; laid end to end."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for _ in range(steps):
-            run_step()
     operators, end = [], 0.0
-    for event in profile.events() or []:
+    for event in events:
         if event.self_cpu_time_total > 0:
             operators.append(Kernel(event.name, end, end + event.self_cpu_time_total))
             end += event.self_cpu_time_total

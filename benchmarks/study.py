@@ -35,6 +35,7 @@ import torch
 import yaml
 
 from benchmarks import boxes, common
+from benchmarks.common import over_seeds
 from networks.losses import accuracy
 from utils import config as configs
 from utils.cli import read_changes
@@ -185,10 +186,10 @@ def training_runs_of(name: str, seeds: int, runs: Path, changes: Mapping[str, An
     return training_runs
 
 
-def run_missing(training_runs: Sequence[Training], limit: float, hours: float) -> None:
-    """Trains what is not finished yet, and starts no run after `hours`; a UserError at the end if some failed.
+def run_missing(training_runs: Sequence[Training], limit: float, hours: float) -> UserError | None:
+    """Trains what is not finished yet, and starts no run after `hours`; returns an error if some failed.
 
-    If nothing has succeeded yet, the first failure ends it.
+    If nothing was finished before, a failure of the first run is raised.
     """
     deadline, missing = time.monotonic() + 3600 * hours, [one for one in training_runs if not one.is_trained()]
     kept, failures = len(training_runs) - len(missing), []
@@ -201,21 +202,16 @@ def run_missing(training_runs: Sequence[Training], limit: float, hours: float) -
         try:
             training.run(limit)
         except UserError as error:
-            failures.append(error)
-            if len(failures) > kept + number:
+            if not kept and not number:
                 raise
+            failures.append(error)
             sys.stderr.write(f"warning: {error}\n")
-    if failures:
-        raise UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
+    if not failures:
+        return None
+    return UserError(f"{len(failures)} of {len(training_runs)} training runs failed; {failures[0]}")
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation over seeds, and the values."""
-    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
-    return {"mean": statistics.fmean(values), "stdev": deviation, "n": len(values), "values": list(values)}
 
 
 def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> dict[str, Any]:
@@ -235,9 +231,9 @@ def to_goal(study: Study, results: Sequence[Any], reference: Sequence[Any]) -> d
     summary: dict[str, Any] = {"reached": len(reached)}
     if len(reached) == len(results) and reached.keys() <= whole.keys():
         for key in ("samples", "seconds"):
-            summary[key] = spread([point[key] for point in reached.values()])
+            summary[key] = over_seeds([point[key] for point in reached.values()])
             shares = [point[key] / whole[seed][key] for seed, point in reached.items()]
-            summary[f"share of {key}"] = spread(shares)
+            summary[f"share of {key}"] = over_seeds(shares)
     return summary
 
 
@@ -248,9 +244,9 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
     for parts in zip(*(result["curve"] for result in results), strict=True):
         where = {key: parts[0][key] for key in ("epoch", "samples", "step")}
         seconds = statistics.fmean(part["seconds"] for part in parts)
-        points.append({**where, "seconds": seconds, **spread([part[study.measure] for part in parts])})
+        points.append({**where, "seconds": seconds, **over_seeds([part[study.measure] for part in parts])})
     last = [result["curve"][-1] for result in results]
-    accuracies = {ACCURACY: spread([result[ACCURACY] for result in results])} if ACCURACY in results[0] else {}
+    accuracies = {ACCURACY: over_seeds([result[ACCURACY] for result in results])} if ACCURACY in results[0] else {}
     return {
         "name": condition.name,
         "config": condition.config,
@@ -261,7 +257,7 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
         "epochs": config.num_epochs,
         "seeds": [result["seed"] for result in results],
         "commits": [result["commit"] for result in results],
-        **{key: spread([point[key] for point in last]) for key in (study.measure, LOSS, "Loss/train", "seconds")},
+        **{key: over_seeds([point[key] for point in last]) for key in (study.measure, LOSS, "Loss/train", "seconds")},
         **accuracies,
         "to the goal": to_goal(study, results, reference),
         "curve": points,
@@ -270,10 +266,6 @@ def summarize(study: Study, training_runs: Sequence[Training], results: Sequence
 
 def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
     """Final values of each condition, and its way to the goal."""
-
-    def shown(values: Mapping[str, Any] | None, form: str, factor: float = 1) -> str:
-        return "" if values is None else common.plus_minus(values, form, factor)
-
     measures = {study.measure: study.label} | ({ACCURACY: ACCURACY} if ACCURACY in summaries[0] else {})
     heads = ["condition", "batch", "epochs", "steps", "seconds", *measures.values(), "reach the goal"]
     heads += ["samples to the goal", "% of the first", "seconds to the goal", "% of the first"]
@@ -286,7 +278,8 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
             cells.append(common.plus_minus(summary[key], form, factor) + unit)
         cells.append(f"{goal['reached']} of {len(summary['seeds'])}")
         for key, form in (("samples", ",.0f"), ("seconds", ",.1f")):
-            cells += [shown(goal.get(key), form), shown(goal.get(f"share of {key}"), ".1f", 100)]
+            share = goal.get(f"share of {key}")
+            cells += [common.plus_minus(goal.get(key), form), common.plus_minus(share, ".1f", 100)]
         rows.append(cells)
     return common.table(heads, rows)
 
@@ -294,7 +287,7 @@ def result_table(study: Study, summaries: Sequence[Mapping[str, Any]]) -> str:
 def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Curves over samples and seconds, with standard deviations."""
     with common.plot(path, (9, 4.6), 2, sharey=True) as panels:
-        for panel, key in zip(panels[0], ("samples", "seconds"), strict=True):
+        for panel, key in zip(panels, ("samples", "seconds"), strict=True):
             for summary in summaries:
                 points = summary["curve"][1:]  # the untrained network is the same under all conditions
                 places, means = [point[key] for point in points], [point["mean"] for point in points]
@@ -304,7 +297,7 @@ def draw(study: Study, summaries: Sequence[Mapping[str, Any]], path: Path) -> No
             panel.axhline(summaries[0][study.measure]["mean"], color="black", linestyle="--", linewidth=1, label="goal")
             panel.grid(alpha=0.3, which="both")
             panel.set(xlabel=key, yscale="linear" if study.rises else "log")
-        panels[0, 0].set_ylabel(study.label)
+        panels[0].set_ylabel(study.label)
 
 
 def report(name: str, training_runs: Sequence[Training], runs: Path) -> tuple[dict[str, Any], str]:
@@ -353,11 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.chdir(common.REPOSITORY)
     runs = Path(os.path.relpath(options.runs))  # logs do not contain directories of this machine
     training_runs = training_runs_of(options.study, options.seeds, runs, read_changes(options.changes))
-    failure: UserError | None = None
-    try:
-        run_missing(training_runs, options.limit, options.hours)
-    except UserError as error:
-        failure = error
+    failure = run_missing(training_runs, options.limit, options.hours)
     try:
         result, text = report(options.study, training_runs, runs)
     except UserError as error:
