@@ -115,7 +115,7 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
     ],
 )
 def test_options_without_effect_are_logged(changes: dict, ranks: int, says: list[str]) -> None:
-    notes = build.options_without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
+    notes = [*build.options_without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))]
     assert len(notes) == len(says)
     assert all(note.startswith(words) for note, words in zip(notes, says, strict=True))
 
