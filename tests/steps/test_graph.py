@@ -16,19 +16,14 @@ import pytest
 import torch
 from devices import ON_GPU
 from processes import run
-from small_steps import LR, differing, make_step, small_network, snapshot, weights
+from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
 from torch import nn
 
 import train
-from networks import build_loss
-from networks.losses import NetworkWithLoss
 from utils.config import Config
-from utils.config.sections import OptimizerConfig
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import soap
-from utils.optim.optimizers import OPTIMIZERS, build_optimizer
+from utils.optim.optimizers import OPTIMIZERS
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
@@ -39,12 +34,8 @@ STEPS = WARMUP_STEPS + 6
 Slot = tuple[torch.Tensor, torch.Tensor]
 
 
-def world(device: str = "cuda", size: int = 1) -> World:
-    return World(Launch("test", world_size=size), torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
-
-
 def make(kind: type[EagerStep], optimizer: str | dict[str, Any] = "adam", device: str = "cuda", **options: Any) -> Any:
-    return make_step(optimizer, kind=kind, world=world(device), **options)
+    return make_step(optimizer, kind=kind, world=world_on(device), **options)
 
 
 def buffers(count: int, device: str = "cuda") -> list[Slot]:
@@ -106,7 +97,7 @@ def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, opti
     monkeypatch.setattr(graph.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
     with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
-        GraphStep.check(Config(**options), world(size=ranks))
+        GraphStep.check(Config(**options), world_on("cuda", ranks))
 
 
 def test_the_preflight_refuses_what_the_graph_step_refuses(data_flags, capsys) -> None:
@@ -218,17 +209,6 @@ def pair(device: str, optimizer: str | dict[str, Any] = "adam", norm: str = "non
     return plain, recorded
 
 
-@contextlib.contextmanager
-def refusing_to_wait(device: str) -> Iterator[None]:
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize(
     ("optimizer", "count", "options"),
     [
@@ -272,10 +252,8 @@ def test_replayed_steps_equal_eager_steps(
 def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, parts: int) -> None:
     """With micro-batches the noise scale needs no hook; without them, several ranks do not measure it."""
     monkeypatch.setattr(eager, "data_parallel", lambda module, config, world, probe: module)
-    network = small_network()
-    built = build_optimizer(OptimizerConfig(), network.named_parameters(), LR, True)
-    config = Config(log_noise_scale=True, accumulation_steps=parts)
-    step = GraphStep(NetworkWithLoss(network, build_loss("l1")), built, config, world("cpu", size=2))
+    keys = {"log_noise_scale": True, "accumulation_steps": parts}
+    step = make_step(kind=GraphStep, world=world_on("cpu", size=2), **keys)
     assert (step.probe is not None) == (parts > 1)
 
 
