@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,24 +154,12 @@ class FakeGraph:
         self.norm.copy_(self.step.gradient_norm)
 
 
-class FakeStream:
-    """Runs everything at once. tests/data/loaders/test_prefetcher.py tests the order of streams."""
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.priority = priority
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    wait_event = record = wait_stream
-
-    def synchronize(self) -> None:
-        pass
-
-
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces CUDA streams and graphs by fakes on the CPU."""
+    """Replaces CUDA streams and graphs by fakes on the CPU.
+
+    Streams run everything at once; tests/data/loaders/test_prefetcher.py tests their order.
+    """
     cuda, record = graph.torch.cuda, GraphStep._record
     recording: list[GraphStep] = []
     monkeypatch.setattr(
@@ -179,9 +168,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(recording[-1]))
     monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(cuda, "Stream", FakeStream)
-    monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
-    monkeypatch.setattr(cuda, "Event", FakeStream)
+    monkeypatch.setattr(cuda, "Stream", mock.MagicMock())
+    monkeypatch.setattr(cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(soap, "is_recorded", lambda: FakeGraph.now is not None or FakeGraph.replaying)
     monkeypatch.setattr(GraphStep, "check", lambda *arguments: None)
