@@ -35,12 +35,13 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    options: dict[str, object]
+    space_to_depth = config.network.space_to_depth
+    options: dict[str, object] = {"norm": None if norm == "none" else norm, "space_to_depth": space_to_depth}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
-        options = {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
+        options |= {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
     else:
-        options = {
+        options |= {
             "crop": config.data_size,
             "in_channels": config.N_in_channels,
             "out_channels": config.N_out_channels,
@@ -48,7 +49,6 @@ def network(config: Config) -> nn.Module:
             "scales": config.scales,
             "fused": config.fused_pointwise,  # the loss of a classifier refuses it
         }
-    options |= {"norm": None if norm == "none" else norm, "space_to_depth": config.network.space_to_depth}
     # Variants are passed only if they are set: not every network has them.
     return build_network(config.network.name, **{name: value for name, value in options.items() if value})
 
