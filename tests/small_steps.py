@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +18,15 @@ from utils.distributed.world import World
 from utils.optim.optimizers import build_optimizer
 from utils.steps.eager import EagerStep
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 LR = 0.01
+
+
+def world_on(device: str = "cpu", size: int = 1) -> World:
+    """The only rank, or the first one of several, without a process group."""
+    return World(Launch("test", world_size=size), torch.device(device, 0) if device == "cuda" else torch.device(device))
+
+
+ALONE = world_on()
 
 
 def small_network(norm: str = "none", scale: float = 0.1) -> nn.Module:
@@ -48,6 +56,17 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(4, 4, 8, 8, 8, generator=generator), torch.rand(4, 5, 8, 8, 8, generator=generator)
 
 
+def bad_batch(how: str, seed: int = 50) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch with a bad value in one cell of one sample, or everywhere."""
+    inputs, targets = batch(seed)
+    value = float("nan") if "nan" in how else float("inf")
+    if how.startswith("all"):
+        targets.fill_(value)
+    else:
+        (targets if "targets" in how else inputs)[1, 2, 3, 4, 5] = -value if how.startswith("-") else value
+    return inputs, targets
+
+
 def flat_parameters(step: EagerStep) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in step.network.parameters()])
 
@@ -75,3 +94,26 @@ def differing(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     """Names of the values that differ in any bit."""
     assert first.keys() == second.keys()
     return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def step_that_skips(step: EagerStep, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of a step; asserts that it changes no bit and that its norm shows the reason to all ranks."""
+    before = snapshot(step)
+    loss = step(inputs, targets, LR)
+    assert not step.gradient_norm.isfinite()
+    after = snapshot(step)
+    assert differing({name: after[name] for name in before}, before) == []
+    assert all(not value.any() for name, value in after.items() if name not in before), "new state is zero"
+    return loss
+
+
+@contextlib.contextmanager
+def refusing_to_wait(device: str) -> Iterator[None]:
+    """On a GPU, an operation for which the host must wait raises RuntimeError."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")

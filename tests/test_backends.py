@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from small_steps import world_on
 
 import train
 from utils.config import Config
 from utils.config.sections import NetworkConfig
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import UserError
 from utils.steps import build
 from utils.steps.backends import log_backends, set_backends
@@ -24,7 +23,7 @@ def logged(caplog: pytest.LogCaptureFixture, config: Config, device: torch.devic
     """The lines about these settings."""
     caplog.clear()
     with caplog.at_level("INFO"):
-        log_backends(config, World(Launch("test"), device))
+        log_backends(config, world_on(device.type))
     return caplog.messages
 
 
@@ -115,7 +114,7 @@ def test_deterministic_training_on_a_gpu_excludes_all_other_algorithms(
     ],
 )
 def test_options_without_effect_are_logged(changes: dict, ranks: int, says: list[str]) -> None:
-    notes = build.options_without_effect(Config(**changes), World(Launch("test", world_size=ranks), CPU))
+    notes = [*build.options_without_effect(Config(**changes), world_on(size=ranks))]
     assert len(notes) == len(says)
     assert all(note.startswith(words) for note, words in zip(notes, says, strict=True))
 
@@ -140,9 +139,9 @@ def test_convolutions_use_tf32_only_if_it_is_enabled() -> None:
 def test_synchronized_batch_norm_of_several_ranks_needs_gpus(data_flags, capsys) -> None:
     config = Config(network=NetworkConfig(norm="sync_batch"))
     for size, device in ((1, CPU), (2, CUDA)):
-        build.check_norm(config, World(Launch("test", world_size=size), device))
+        build.check_norm(config, world_on(device.type, size))
     with pytest.raises(UserError, match=r"sync_batch needs GPUs.*use ghost\(n\)"):
-        build.check_norm(config, World(Launch("test", world_size=2), CPU))
+        build.check_norm(config, world_on(size=2))
     flags = ["--config=test", *data_flags, "--set=network.norm=sync_batch", "--set=device=cpu", "--preflight=2"]
     with pytest.raises(SystemExit) as stop:
         train.main(flags)

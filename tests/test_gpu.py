@@ -131,12 +131,7 @@ def test_gather_kernel_equals_its_definition(channels_last, stored, dtype) -> No
         (48, channels, *(crop,) * 3), dtype=dtype, device="cuda", memory_format=memory_format(channels_last)
     )
     kernel = TritonGather([field.cuda()], crop, VECTORS[0], "full", channels_last)
-    kernel(
-        torch.from_numpy(device_plan(plan, cubes(box))).cuda(),
-        0,
-        1,
-        out,
-    )
+    kernel(torch.from_numpy(device_plan(plan, cubes(box))).cuda(), 0, 1, out)
     for index, (origin, got) in enumerate(zip(origins, out.cpu(), strict=True)):
         x, y, z = (slice(start, start + crop) for start in origin)
         expected = torch.from_numpy(symmetry.apply(field.numpy()[:, x, y, z], index, VECTORS[0])).to(dtype)

@@ -2,67 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from log_lines import CollectedLines
 from processes import run_ranks
 from reference_samples import cubes, loader_of
+from small_steps import ALONE, make_step
 from torch import nn
 
 from utils.config import Config
 from utils.data.loaders.synthetic import SyntheticLoader
 from utils.data.plan import SamplePlan
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.errors import UserError
 from utils.profiling.benchmark import Benchmark, Settings, read_settings
+from utils.steps.eager import EagerStep
 
-ALONE = World(Launch("test"), torch.device("cpu"))
 
-
-class CountingStep:
+class CountingStep(EagerStep):
     """Counts its calls with (True) and without (False) gradient exchange."""
 
-    gradient_norm = torch.zeros(())
-
-    def __init__(self) -> None:
-        self.network = nn.Conv3d(4, 5, 1)
-        self.calls = {True: 0, False: 0}
-        self._exchanging = True
-
-    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> torch.Tensor:
-        self.calls[self._exchanging] += 1
-        return torch.zeros(())
-
-    def describe(self) -> list[str]:
-        return ["description of the step"]
-
-    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (self.network(inputs) - targets).abs().mean()[None]
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self._exchanging = False
-        yield
-        self._exchanging = True
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        self.calls[self._sync] += 1
+        return super().__call__(*arguments)
 
 
-def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict[bool, int]]:
+def measure(world: World, output: str) -> tuple[list[str], dict[bool, int]]:
     """The lines logged by this rank, and the calls of its step with and without gradient exchange."""
-    step, log = CountingStep(), CollectedLines("utils.profiling.benchmark")
+    step, log = make_step(kind=CountingStep, world=world, network=nn.Conv3d(4, 5, 1)), CollectedLines("utils.profiling")
+    step.calls = {True: 0, False: 0}
     # Three batches per epoch, so that a trial of five needs a second epoch.
     plan = SamplePlan(samples=12 * world.size, boxes=cubes(8), crop=4, seed=0, split="train")
     loader = loader_of(lambda _, *rest: SyntheticLoader(*rest), None, plan, world.rank, world.size)
     trials = {"batches": 5, "trials": 3, "warmup_trials": 1}
     settings = Settings.model_validate({"IO": trials, "SYNTHETIC": trials, "FULL": trials, "output": output})
-    config = Config(global_batch_size=4 * world.size, noddp=not exchanges)
-    Benchmark(config, step, loader, world, settings).run()
+    Benchmark(Config(global_batch_size=4 * world.size), step, loader, world, settings).run()
     return log.lines, step.calls
 
 
@@ -70,10 +49,10 @@ def measure(world: World, output: str, exchanges: bool) -> tuple[list[str], dict
 def test_benchmark_logs_and_writes_its_measurements(tmp_path: Path, ranks: int) -> None:
     """With several ranks, NO-COMM measures the step without gradient exchange."""
     output, exchanges = str(tmp_path / "rates.json"), ranks > 1
-    answers = run_ranks(measure, ranks, output, True) if exchanges else [measure(ALONE, output, False)]
+    answers = run_ranks(measure, ranks, output) if exchanges else [measure(ALONE, output)]
     names = ["IO", "SYNTHETIC", "FULL", "NO-COMM"][: 4 if exchanges else 3]
     for lines, calls in answers:
-        assert "description of the step" in lines
+        assert lines[0] == "Step: no autocast"
         assert calls == {True: 2 * 4 * 5, False: 4 * 5 if exchanges else 0}, (
             "SYNTHETIC and FULL call the step, IO does not"
         )

@@ -21,12 +21,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.signals import Signals
 from utils.distributed.world import World
 from utils.errors import UserError
-from utils.profiling.profiler import (
-    Nsys,
-    TorchProfiler,
-    WindowProfiler,
-    build_profiler,
-)
+from utils.profiling.profiler import Nsys, TorchProfiler, WindowProfiler, build_profiler
 from utils.steps.annotate import annotate
 from utils.training.callbacks import Profiler
 
@@ -62,15 +57,25 @@ def window(directory: Path, first: int = 2, length: int = 3) -> WindowProfiler:
     return WindowProfiler(first, length, TorchProfiler(directory, on_gpu=False), CPU)
 
 
-def test_only_the_window_is_profiled(tmp_path, caplog) -> None:
-    """The directory may not exist yet, because rank 0 creates it, perhaps on another node."""
+@pytest.mark.parametrize(
+    ("first", "length", "count", "profiled"), [(2, 3, 8, [2, 3, 4]), (1, 30, 3, [1, 2]), (5, 3, 3, [])], ids=str
+)
+def test_only_the_steps_of_the_window_are_profiled(tmp_path, caplog, first, length, count, profiled) -> None:
+    """Also if the training ends inside the window; if it ends before the window, there are no files.
+
+    The directory may not exist yet, because rank 0 creates it, perhaps on another node.
+    """
     caplog.set_level(logging.INFO)
     directory = tmp_path / "runs" / "00"
-    assert steps_annotated(window(directory), 8) == [2, 3, 4]
-    assert ranges(directory / "trace.json.gz") == {"forward": 3}
+    assert steps_annotated(window(directory, first, length), count) == profiled
+    if not profiled:
+        assert (list(tmp_path.iterdir()), caplog.messages) == ([], [])
+        return
+    assert ranges(directory / "trace.json.gz") == {"forward": len(profiled)}
     assert "aten::mm" in (directory / "top_operations.txt").read_text()
     (line,) = caplog.messages
-    assert line.startswith(f"Profile of steps 2 to 4, counted from 0: {directory / 'trace.json.gz'} (for https://ui.")
+    steps = f"steps {profiled[0]} to {profiled[-1]}"
+    assert line.startswith(f"Profile of {steps}, counted from 0: {directory / 'trace.json.gz'} (for https://ui.")
 
 
 def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it_has_no_profile(
@@ -83,16 +88,6 @@ def test_a_training_that_resumes_after_the_first_step_of_the_window_says_that_it
     (line,) = caplog.messages
     assert line.startswith("No profile: its first step is 2, but the run resumes at step 3; ")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_training_that_ends_inside_the_window_writes_its_profile(tmp_path, caplog) -> None:
-    """A training run that ends before the window writes no profile."""
-    caplog.set_level(logging.INFO)
-    assert steps_annotated(window(tmp_path, 5), 3) == []
-    assert list(tmp_path.iterdir()) == []
-    assert steps_annotated(window(tmp_path, 1, 30), 3) == [1, 2]
-    assert ranges(tmp_path / "trace.json.gz") == {"forward": 2}
-    assert "Profile of steps 1 to 2," in caplog.text
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from utils.profiling.timing import matmul_tflops, peak_caveat, repeat, summary
+from utils.profiling.timing import matmul_tflops, peak_caveat, repeat
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,3 @@ def test_number_of_calls_fits_into_the_given_time_within_its_limits() -> None:
 def test_a_share_of_the_peak_above_one_has_a_caveat() -> None:
     assert peak_caveat(0.3, None, 1.0) == peak_caveat() == ""
     assert peak_caveat(0.3, 1.02).startswith("more than 100 %: the peak is that of one matrix product")
-
-
-def test_summary_holds_median_range_and_values() -> None:
-    assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "n": 3, "trials": [3.0, 1.0, 2.0]}

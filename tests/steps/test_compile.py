@@ -11,14 +11,13 @@ import shutil
 import pytest
 import torch
 from processes import run_ranks
-from small_steps import LR, batch, differing, make_step, snapshot
+from small_steps import LR, bad_batch, batch, differing, make_step, snapshot, step_that_skips, world_on
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
 import train
 from networks import build_network, initialize
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.steps import compile as compilers
 from utils.steps.compile import Compiled
@@ -95,13 +94,8 @@ def test_a_compiled_step_skips_an_update_with_nan() -> None:
     undisturbed, disturbed = (make_step("adam", enable_jit=True) for _ in range(2))
     for step in (undisturbed, disturbed):
         step._forward._compiled = torch.compile(step._trained, backend="aot_eager")
-    for number, bad in enumerate(("inputs", "targets")):
-        inputs, targets = batch(50)
-        (inputs if bad == "inputs" else targets)[1, 2, 3] = float("nan")
-        before = snapshot(disturbed)
-        disturbed(inputs, targets, LR)
-        after = snapshot(disturbed)
-        assert differing({name: after[name] for name in before}, before) == []
+    for number, bad in enumerate(("nan in inputs", "nan in targets")):
+        step_that_skips(disturbed, *bad_batch(bad))
         for step in (undisturbed, disturbed):
             step(*batch(number), LR)
         assert differing(snapshot(disturbed), snapshot(undisturbed)) == []
@@ -119,8 +113,7 @@ def test_a_compiled_step_on_the_device_follows_the_plain_one(space_to_depth: tup
         network = build_network("unet", 16, width=8, scales=3, space_to_depth=space_to_depth)
         initialize(network, torch.Generator().manual_seed(0), scale=0.1)
         network.cuda().to(memory_format=torch.channels_last_3d)
-        world = World(Launch("test"), torch.device("cuda", 0))
-        step = make_step("sgd", world=world, network=network, enable_amp=True, enable_jit=compiled)
+        step = make_step("sgd", world=world_on("cuda"), network=network, enable_amp=True, enable_jit=compiled)
         generator = torch.Generator().manual_seed(1)
         pair = (torch.rand(4, channels, 16, 16, 16, generator=generator) for channels in (4, 5))
         inputs, targets = (part.cuda().contiguous(memory_format=torch.channels_last_3d) for part in pair)

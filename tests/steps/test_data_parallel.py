@@ -12,10 +12,9 @@ import pytest
 import torch
 from devices import ON_GPU
 from processes import run_ranks
-from small_steps import make_step, small_network
+from small_steps import flat_parameters, make_step, small_network, world_on
 
 from networks import build_loss
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.steps.eager import EagerStep
 
@@ -23,10 +22,6 @@ GLOBAL_BATCH, STEPS = 8, 20
 DETERMINISTIC = functools.partial(
     torch.backends.cudnn.flags, enabled=True, benchmark=False, deterministic=True, allow_tf32=False
 )
-
-
-def single(device: str) -> World:
-    return World(Launch("test"), torch.device(device))
 
 
 def build_step(world: World, optimizer: str, dtype: torch.dtype, **options) -> EagerStep:
@@ -51,11 +46,7 @@ def train(world: World, optimizer: str, dtype: torch.dtype, **options) -> dict:
         losses.append(float(world.sum(loss)) / world.size)
     state = step.state()["optimizer"]["state"].values()
     statistics = [entry[key].cpu().numpy() for entry in state for key in entry if key.startswith("statistics")]
-    return {"parameters": parameters(step), "statistics": statistics, "losses": losses}
-
-
-def parameters(step: EagerStep) -> np.ndarray:
-    return np.concatenate([parameter.detach().cpu().numpy().ravel() for parameter in step.network.parameters()])
+    return {"parameters": flat_parameters(step).cpu().numpy(), "statistics": statistics, "losses": losses}
 
 
 CASES: dict[str, dict] = {
@@ -71,13 +62,11 @@ CASES: dict[str, dict] = {
     "soap float64": {"optimizer": "soap", "dtype": torch.float64},
     "adam float32": {"optimizer": "adam", "dtype": torch.float32},
 }
-NO_EXCHANGE = {"optimizer": "sgd", "dtype": torch.float32, "noddp": True}
 
 
 def train_all(world: World) -> dict[str, dict]:
     with DETERMINISTIC():
-        results = {name: train(world, **case) for name, case in CASES.items()}
-        return {**results, "no exchange": train(world, **NO_EXCHANGE)}
+        return {name: train(world, **case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -87,7 +76,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(device: str) -> dict[str, dict]:
-    return train_all(single(device))
+    return train_all(world_on(device))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -108,7 +97,7 @@ def test_ranks_end_with_the_parameters_of_one_rank(together, alone) -> None:
             assert np.array_equal(rank[case]["parameters"], first), case
         if case == "adam float32":
             continue  # see test_adam_losses_agree
-        before = parameters(build_step(single("cpu"), "sgd", settings["dtype"]))
+        before = flat_parameters(build_step(world_on("cpu"), "sgd", settings["dtype"])).numpy()
         assert distance(alone[case]["parameters"], before) > 1e-2, f"{case}: training must have changed the parameters"
         tolerance = 1e-10 if settings["dtype"] is torch.float64 else 1e-5
         assert distance(first, alone[case]["parameters"]) <= tolerance, case
@@ -149,12 +138,6 @@ def test_measuring_the_noise_scale_changes_no_bit(together) -> None:
         assert np.array_equal(rank["sgd float32, noise scale"]["parameters"], rank["sgd float32"]["parameters"])
 
 
-def test_without_gradient_exchange_the_ranks_parameters_differ(together) -> None:
-    """--noddp measures the cost of the exchange, so no gradients may be exchanged."""
-    first, second = (rank["no exchange"]["parameters"] for rank in together[:2])
-    assert distance(first, second) > 1e-4
-
-
 def test_micro_batches_give_the_gradients_of_the_full_batch(alone) -> None:
     whole, parts = alone["sgd float32"], alone["sgd float32, 2 micro-batches"]
     assert distance(parts["parameters"], whole["parameters"]) <= 1e-5
@@ -162,6 +145,6 @@ def test_micro_batches_give_the_gradients_of_the_full_batch(alone) -> None:
 
 def test_the_same_seed_twice_gives_bit_identical_losses(device: str, alone) -> None:
     with DETERMINISTIC():
-        again = train(single(device), "adam", torch.float32)
+        again = train(world_on(device), "adam", torch.float32)
     assert again["losses"] == alone["adam float32"]["losses"]
     assert np.array_equal(again["parameters"], alone["adam float32"]["parameters"])

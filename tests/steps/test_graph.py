@@ -11,24 +11,20 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from devices import ON_GPU
 from processes import run
-from small_steps import LR, differing, make_step, small_network, snapshot, weights
+from small_steps import LR, differing, make_step, refusing_to_wait, small_network, snapshot, weights, world_on
 from torch import nn
 
 import train
-from networks import build_loss
-from networks.losses import NetworkWithLoss
 from utils.config import Config
-from utils.config.sections import OptimizerConfig
-from utils.distributed.launch import Launch
-from utils.distributed.world import World
 from utils.errors import LocalError, UserError, one_line_errors
 from utils.optim import soap
-from utils.optim.optimizers import OPTIMIZERS, build_optimizer
+from utils.optim.optimizers import OPTIMIZERS
 from utils.steps import eager, graph
 from utils.steps.eager import EagerStep
 from utils.steps.graph import MAX_BUFFERS, WARMUP_STEPS, GraphStep
@@ -39,12 +35,8 @@ STEPS = WARMUP_STEPS + 6
 Slot = tuple[torch.Tensor, torch.Tensor]
 
 
-def world(device: str = "cuda", size: int = 1) -> World:
-    return World(Launch("test", world_size=size), torch.device(device, 0) if device == "cuda" else torch.device("cpu"))
-
-
 def make(kind: type[EagerStep], optimizer: str | dict[str, Any] = "adam", device: str = "cuda", **options: Any) -> Any:
-    return make_step(optimizer, kind=kind, world=world(device), **options)
+    return make_step(optimizer, kind=kind, world=world_on(device), **options)
 
 
 def buffers(count: int, device: str = "cuda") -> list[Slot]:
@@ -106,7 +98,7 @@ def test_exchanges_that_a_graph_cannot_hold_are_refused(monkeypatch, ranks, opti
     monkeypatch.setattr(graph.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(graph.dist, "get_backend_config", lambda: backends)
     with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
-        GraphStep.check(Config(**options), world(size=ranks))
+        GraphStep.check(Config(**options), world_on("cuda", ranks))
 
 
 def test_the_preflight_refuses_what_the_graph_step_refuses(data_flags, capsys) -> None:
@@ -162,24 +154,12 @@ class FakeGraph:
         self.norm.copy_(self.step.gradient_norm)
 
 
-class FakeStream:
-    """Runs everything at once. tests/data/loaders/test_prefetcher.py tests the order of streams."""
-
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.priority = priority
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    wait_event = record = wait_stream
-
-    def synchronize(self) -> None:
-        pass
-
-
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces CUDA streams and graphs by fakes on the CPU."""
+    """Replaces CUDA streams and graphs by fakes on the CPU.
+
+    Streams run everything at once; tests/data/loaders/test_prefetcher.py tests their order.
+    """
     cuda, record = graph.torch.cuda, GraphStep._record
     recording: list[GraphStep] = []
     monkeypatch.setattr(
@@ -188,9 +168,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "graph", lambda graph, *arguments, **options: graph.recording(recording[-1]))
     monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(cuda, "Stream", FakeStream)
-    monkeypatch.setattr(cuda, "current_stream", lambda device: FakeStream())
-    monkeypatch.setattr(cuda, "Event", FakeStream)
+    monkeypatch.setattr(cuda, "Stream", mock.MagicMock())
+    monkeypatch.setattr(cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(soap, "is_recorded", lambda: FakeGraph.now is not None or FakeGraph.replaying)
     monkeypatch.setattr(GraphStep, "check", lambda *arguments: None)
@@ -216,17 +195,6 @@ def pair(device: str, optimizer: str | dict[str, Any] = "adam", norm: str = "non
         make(kind, optimizer, device, network=small_network(norm), **options) for kind in (EagerStep, GraphStep)
     )
     return plain, recorded
-
-
-@contextlib.contextmanager
-def refusing_to_wait(device: str) -> Iterator[None]:
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(
@@ -272,10 +240,8 @@ def test_replayed_steps_equal_eager_steps(
 def test_no_python_hook_is_recorded_with_the_exchange(fake_cuda, monkeypatch, parts: int) -> None:
     """With micro-batches the noise scale needs no hook; without them, several ranks do not measure it."""
     monkeypatch.setattr(eager, "data_parallel", lambda module, config, world, probe: module)
-    network = small_network()
-    built = build_optimizer(OptimizerConfig(), network.named_parameters(), LR, True)
-    config = Config(log_noise_scale=True, accumulation_steps=parts)
-    step = GraphStep(NetworkWithLoss(network, build_loss("l1")), built, config, world("cpu", size=2))
+    keys = {"log_noise_scale": True, "accumulation_steps": parts}
+    step = make_step(kind=GraphStep, world=world_on("cpu", size=2), **keys)
     assert (step.probe is not None) == (parts > 1)
 
 

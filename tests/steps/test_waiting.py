@@ -19,8 +19,7 @@ from benchmarks.step import SETS
 from networks import LOSSES
 from utils import config as configs
 from utils.config import Config, yaml_files
-from utils.data.datasets import get_dataset
-from utils.data.loaders.base import Batch
+from utils.data.loaders.base import Batch, meta_batch
 from utils.distributed.launch import Launch
 from utils.distributed.world import World
 from utils.optim import soap
@@ -77,9 +76,8 @@ CONFIGS = shipped() | {name: config_of(*setting) for name, setting in SETTINGS.i
 def samples(config: Config) -> Batch:
     if not config.is_classification:
         return batch_of(config)
-    dataset, count = get_dataset(config.dataset.name or ""), config.local_batch_size or 0
-    inputs = torch.zeros(count, *dataset.shape, dtype=torch.int64 if dataset.vocabulary else torch.float32)
-    return Batch(inputs, torch.zeros(count, dtype=torch.int64))
+    parts = meta_batch(config, config.local_batch_size or 0)
+    return Batch(*(torch.zeros(part.shape, dtype=part.dtype) for part in parts))
 
 
 def run_steps(config: Config, recorded: bool) -> None:

@@ -22,7 +22,6 @@ from utils.evaluation.results import Results
 from utils.evaluation.volume import NOT_PERIODIC, evaluate_slabs
 from utils.inference.sliding_window import ReadPlanes, SlidingWindowPredictor
 from utils.inference.window_grid import WindowGrid, build_window_grid
-from utils.lyman_alpha.results import Flux
 from utils.steps.eager import EagerStep
 from utils.training import evaluations, tags
 from utils.training.callbacks import Evaluation
@@ -48,7 +47,7 @@ class VolumeEvaluation(Evaluation):
         read = _plane_reader(volume, volume.inputs)
         self._predictor = SlidingWindowPredictor(step.predict, read, grid, channels, batch_size, run.world)
         self._config, self._volume, self._logger, self._world = config, volume, run.records, run.world
-        self._flux: Flux | None = None  # of the last evaluation
+        self._last: Results | None = None
         self._folder = run.directory / evaluations.FOLDER
         self._metadata = {"input": volume.path, "run": str(run.directory)}
         if not volume.periodic:
@@ -63,12 +62,13 @@ class VolumeEvaluation(Evaluation):
         started = time.perf_counter()
         windows = self._predictor.grid.describe()
         metadata = {**self._metadata, "epoch": epoch, "step": step, "windows": windows}
+        known = self._last.flux if self._last else None
         with out_of_memory_for_users(MEMORY_REMEDY):
             target, slabs = _plane_reader(self._volume, self._volume.targets), self._predictor.slabs()
             evaluation = evaluate_slabs(
-                self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, self._flux
+                self._config, self._volume, slabs, target, metadata, self._world, stop_if_requested, known
             )
-        self._flux = evaluation.flux
+        self._last = evaluation
         if self._world.is_root:
             self._save_and_draw(evaluation, step)
         seconds = time.perf_counter() - started
@@ -130,18 +130,14 @@ def report_on_run(config: Config, step: EagerStep, loader: Loader, run: Run, ste
 def _draw(config: Config, step: EagerStep, loader: Loader, run: Run, steps: int) -> list[str]:
     """Draws the pictures and the report; an error is logged as a warning, because the run is complete."""
     lines: list[str] = []
-    directory = run.directory
     try:
-        from utils.evaluation import report, training_figures  # matplotlib takes time to import
+        from utils.evaluation import training_figures  # matplotlib takes time to import
 
-        lines.append(f"picture: {training_figures.write_loss_curves(directory, config.loss)}")
-        if not config.is_classification:
-            path = training_figures.write_slices(step, loader, config, run, steps)
-            lines.append(f"picture: {path}")
-        lines += [f"report: {path}" for path in report.write_run_report(directory)]
+        for line in training_figures.draw_run(step, loader, config, run, steps):
+            lines.append(line)  # those before an error are kept
     except Exception as error:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
-        log.warning("Cannot draw pictures in %s: %s", directory, reason)
+        log.warning("Cannot draw pictures in %s: %s", run.directory, reason)
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from utils.config import Config
 from utils.data import Loader
 from utils.data.channels import volume_channels
+from utils.evaluation import report
 from utils.evaluation.figures import draw_slices, encode_png, new_figure
 from utils.files import atomic_write
 from utils.steps.eager import EagerStep
@@ -23,6 +24,15 @@ LOSSES = {
     tags.TRAIN_LOSS: "training, per epoch",
     tags.VALID_LOSS: "validation",
 }
+
+
+def draw_run(step: EagerStep, loader: Loader, config: Config, run: Run, steps: int) -> Iterator[str]:
+    """Draws all pictures of a run, and the report of its last evaluation; gives a log line for each file."""
+    yield f"picture: {write_loss_curves(run.directory, config.loss)}"
+    if not config.is_classification:
+        yield f"picture: {write_slices(step, loader, config, run, steps)}"
+    for path in report.write_run_report(run.directory):
+        yield f"report: {path}"
 
 
 def write_loss_curves(directory: Path, loss: str) -> Path:

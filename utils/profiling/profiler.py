@@ -16,6 +16,7 @@ import torch
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import UserError
+from utils.profiling.timing import synchronize
 from utils.steps import annotate
 from utils.steps.annotate import Range
 from utils.training.callbacks import Profiler
@@ -83,7 +84,9 @@ class WindowProfiler(Profiler):
 
     def before_step(self, step: int) -> None:
         if step == self._first:
-            self._start()
+            synchronize(self._device)  # otherwise kernels of earlier steps would be recorded
+            self._tool.start()
+            self._running, annotate.named_range = True, self._tool.named_range
         elif step == self._end:
             self.close()
         elif self._step is None and step > self._first:
@@ -94,18 +97,9 @@ class WindowProfiler(Profiler):
     def close(self) -> None:
         if not self._running:
             return
-        self._synchronize()  # otherwise kernels of the last step would be missing
+        synchronize(self._device)  # otherwise kernels of the last step would be missing
         self._running, annotate.named_range = False, None
         self._tool.stop(f"steps {self._first} to {self._step}, counted from 0")
-
-    def _start(self) -> None:
-        self._synchronize()  # otherwise kernels of earlier steps would be recorded
-        self._tool.start()
-        self._running, annotate.named_range = True, self._tool.named_range
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def build_profiler(config: Config, world: World, directory: Path) -> Profiler:

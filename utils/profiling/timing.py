@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def repeat(
     count = int(seconds / max(time.perf_counter() - started, 1e-6))
     count = min(max(count, least), most)
     if device.type != "cuda":
-        return [_seconds(call) for _ in range(count)]
+        return timeit.repeat(call, number=1, repeat=count)
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(count)] for _ in range(2))
     # The device sleeps until the calls are queued: otherwise the launch of a short kernel would be timed.
     torch.cuda._sleep(int(min(1.5 * issued * count, LONGEST_WAIT) * CYCLES_PER_SECOND))
@@ -82,9 +83,3 @@ def matmul_tflops(
     product = torch.empty_like(left)
     times = repeat(lambda: torch.mm(left, right, out=product), device, seconds)
     return [2 * size**3 / taken / 1e12 for taken in times]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started

@@ -19,11 +19,11 @@ CUBLAS_VARIABLE, CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def set_backends(config: Config, device: torch.device) -> None:
     """Applies the config's settings. Called before the first computation on the device.
 
-    cuDNN's search suits shapes that never change. For TF32 it uses PyTorch's older switches: its compiler still reads
-    them, and refuses to once the newer ones are written.
+    cuDNN's search suits shapes that never change; it decides by time, so results may differ from run to run. For TF32
+    it uses PyTorch's older switches: its compiler still reads them, and refuses to once the newer ones are written.
     """
     deterministic = config.deterministic and device.type == "cuda"
-    torch.backends.cudnn.benchmark = _searches(config)
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     torch.backends.cudnn.benchmark_limit = config.cudnn_benchmark_limit
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.use_deterministic_algorithms(deterministic)
@@ -34,11 +34,6 @@ def set_backends(config: Config, device: torch.device) -> None:
         raise LocalError(f"deterministic needs {CUBLAS_VARIABLE} {' or '.join(CUBLAS_VALUES)}, not {value}; unset it")
 
 
-def _searches(config: Config) -> bool:
-    # The search decides by time, so results may differ from run to run.
-    return config.cudnn_benchmark and not config.deterministic
-
-
 def log_backends(config: Config, world: World) -> None:
     """Logs the settings that count on a GPU; rank 0 logs them for all."""
     if world.device.type != "cuda" or not world.is_root:
@@ -47,7 +42,7 @@ def log_backends(config: Config, world: World) -> None:
     precision = "TF32" if config.tf32 and not overridden else "IEEE"
     why = " (NVIDIA_TF32_OVERRIDE=0)" if overridden else ""
     algorithms = "; deterministic algorithms" if config.deterministic else ""
-    version, search = torch.backends.cudnn.version(), "on" if _searches(config) else "off"
+    version, search = torch.backends.cudnn.version(), "on" if torch.backends.cudnn.benchmark else "off"
     log.info("cuDNN %s, search %s; float32 convolutions: %s%s%s", version, search, precision, why, algorithms)
     if config.enable_amp and not config.channels_last and not config.is_classification and has_faulty_conv3d(version):
         log.warning(

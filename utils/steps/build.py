@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -34,27 +35,22 @@ def network(config: Config) -> nn.Module:
             f"network.norm {norm}: the {part} of {batch} samples per rank is not a multiple of {ghost}; raise "
             f"local_batch_size, or use a smaller ghost batch"
         )
-    options: dict[str, object]
-    # Variants are passed only if they are set: not every network has them.
-    variants: dict[str, object] = {
-        "norm": None if norm == "none" else norm,
-        "space_to_depth": config.network.space_to_depth,
-    }
+    space_to_depth = config.network.space_to_depth
+    options: dict[str, object] = {"norm": None if norm == "none" else norm, "space_to_depth": space_to_depth}
     if config.dataset.name is not None:
         dataset = get_dataset(config.dataset.name)
-        options = {"shape": dataset.shape, "classes": dataset.classes}
-        variants["vocabulary"] = dataset.vocabulary
+        options |= {"shape": dataset.shape, "classes": dataset.classes, "vocabulary": dataset.vocabulary}
     else:
-        options = {
+        options |= {
             "crop": config.data_size,
             "in_channels": config.N_in_channels,
             "out_channels": config.N_out_channels,
             "width": config.network.width,
             "scales": config.scales,
+            "fused": config.fused_pointwise,  # the loss of a classifier refuses it
         }
-        variants["fused"] = config.fused_pointwise  # the loss of a classifier refuses it
-    options |= {name: value for name, value in variants.items() if value}
-    return build_network(config.network.name, **options)
+    # Variants are passed only if they are set: not every network has them.
+    return build_network(config.network.name, **{name: value for name, value in options.items() if value})
 
 
 def loss(config: Config) -> nn.Module:
@@ -112,37 +108,26 @@ def log_settings(config: Config, step: EagerStep, world: World) -> None:
         log.info(line)
 
 
-def options_without_effect(config: Config, world: World) -> list[str]:
+def options_without_effect(config: Config, world: World) -> Iterator[str]:
     """Lines for the log: options of the config that this run cannot use."""
     on_gpu, exchanges = world.device.type == "cuda", world.size > 1 and not config.noddp
     no_kernels = not on_gpu or not config.channels_last or config.enable_jit
     bfloat16 = config.enable_amp and config.precision == "bfloat16"
-    warm_up = config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs
-    notes = {
-        "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it": (
-            config.fused_pointwise and no_kernels
-        ),
-        "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it": (
-            config.fused_tail and (no_kernels or not bfloat16)
-        ),
-        "deterministic has no effect on a CPU, where training is always deterministic": (
-            config.deterministic and not on_gpu
-        ),
-        "the section profile (--profiler) has no effect: enable_manual_profiling is false": (
-            config.profile != ProfileConfig() and not config.enable_manual_profiling
-        ),
-        "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size": (
-            warm_up and not config.warms_up
-        ),
-        "gradient_compression has no effect: no gradients are exchanged": (
-            config.gradient_compression != "none" and not exchanges
-        ),
-        "static_graph has no effect: no gradients are exchanged": config.static_graph and not exchanges,
-        "ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host": (
-            exchanges and on_gpu and "nccl" not in dist.get_backend_config()
-        ),
-        "float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not": (
-            config.enable_amp and config.precision == "float16" and not on_gpu
-        ),
-    }
-    return [line for line, holds in notes.items() if holds]
+    if config.fused_pointwise and no_kernels:
+        yield "fused_pointwise has no effect: it needs a GPU and channels_last, and torch.compile excludes it"
+    if config.fused_tail and (no_kernels or not bfloat16):
+        yield "fused_tail has no effect: it needs a GPU, channels_last and bfloat16, and torch.compile excludes it"
+    if config.deterministic and not on_gpu:
+        yield "deterministic has no effect on a CPU, where training is always deterministic"
+    if config.profile != ProfileConfig() and not config.enable_manual_profiling:
+        yield "the section profile (--profiler) has no effect: enable_manual_profiling is false"
+    if (config.lr_schedule.warmup_steps or config.lr_schedule.warmup_epochs) and not config.warms_up:
+        yield "lr_schedule's warm-up has no effect: it needs lr_schedule.scaling, and a batch above base_batch_size"
+    if config.gradient_compression != "none" and not exchanges:
+        yield "gradient_compression has no effect: no gradients are exchanged"
+    if config.static_graph and not exchanges:
+        yield "static_graph has no effect: no gradients are exchanged"
+    if exchanges and on_gpu and "nccl" not in dist.get_backend_config():
+        yield "ranks share a GPU, which NCCL refuses: gloo exchanges gradients through the host"
+    if config.enable_amp and config.precision == "float16" and not on_gpu:
+        yield "float16 is very slow on a CPU; bfloat16, the default of --enable_amp, is not"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,24 +56,15 @@ class ManualDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self._probe, self._broadcast_buffers = module, probe, broadcast_buffers
-        self._sync = True
+        self.require_backward_grad_sync = True  # named like DistributedDataParallel's; False: no exchange in this pass
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.data, src=0)
 
     def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
-        if self._broadcast_buffers and self._sync and self.training:
+        if self._broadcast_buffers and self.require_backward_grad_sync and self.training:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, src=0)
         return self.module(*arguments)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context for all micro-batches of a step but the last: no buffers are broadcast."""
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = True
 
     def all_reduce(self) -> None:
         """Averages the gradients over all ranks. Call it after the backward pass."""

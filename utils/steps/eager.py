@@ -52,21 +52,16 @@ class EagerStep:
         self._parallel: nn.parallel.DistributedDataParallel | ManualDataParallel | None = None
         self._sync = True  # False within no_sync
         distributed = world.size > 1 and not config.noddp
-        self._buffers_differ = distributed and any(True for _ in network.buffers())
-        self.probe = None
         parts = config.accumulation_steps * (world.size if distributed else 1)
-        if config.log_noise_scale and parts > 1:
-            self.probe = GradientNormProbe(parts, world.device)
-        # The probe measures the first micro-batch; without micro-batches, the rank's gradients before their exchange.
-        self._probes_micro_batch = self.probe is not None and config.accumulation_steps > 1
+        self.probe = GradientNormProbe(parts, world.device) if config.log_noise_scale and parts > 1 else None
         self._forward: nn.Module = model
         if distributed:
-            probe = None if self._probes_micro_batch else self.probe
+            # The probe measures the first micro-batch; without micro-batches, the rank's gradients before the exchange.
+            probe = self.probe if config.accumulation_steps == 1 else None
             self._forward = self._parallel = data_parallel(model, config, world, probe)
             share(optimizer, world.rank, world.size)
-        self._compiler: Compiled | None = None
         if config.enable_jit:
-            self._forward = self._compiler = Compiled(self._forward)
+            self._forward = Compiled(self._forward)
         # After DistributedDataParallel, which gives all ranks the weights of rank 0.
         self._average = None if config.ema_decay is None else EMA(network, config.ema_decay)
         self.network = network if self._average is None else self._average.network
@@ -136,14 +131,16 @@ class EagerStep:
         try:
             self._trained.network.load_state_dict(weights)
         except RuntimeError as error:
-            raise ValueError(first_difference(error)) from None
+            # All differences stand below a title; some errors are a title alone.
+            first = str(error).splitlines()[:2][-1]
+            raise ValueError(first.strip(" \t.")) from None
         if self._average is not None:
             self._average.restart()
 
     @property
     def compiled(self) -> bool:
         """True if compilation is requested and has not failed."""
-        return self._compiler is not None and self._compiler.works is not False
+        return isinstance(self._forward, Compiled) and self._forward.works is not False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -185,7 +182,7 @@ class EagerStep:
 
     def broadcast_buffers(self) -> None:
         """Gives all ranks the running statistics of rank 0, as the next training step does. Every rank calls it."""
-        if self._buffers_differ:
+        if self._parallel is not None:
             for buffer in self.network.buffers():
                 dist.broadcast(buffer, src=0)
 
@@ -213,17 +210,18 @@ class EagerStep:
         total: torch.Tensor | None = None
         for index, micro_batch in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             sync = self._sync and index == count - 1
-            with contextlib.nullcontext() if sync or self._parallel is None else self._parallel.no_sync():
-                with annotate("forward"), self._autocast():
-                    loss = self._forward(*micro_batch) / count
-                with annotate("backward"):
-                    # The factor is 1, or NaN if the loss is not finite: the gradients then show it to every rank. The
-                    # loss alone need not: under L1, a NaN in the targets has gradient 0.
-                    scaled = self._scaler.scale(loss)
-                    scaled.backward(scaled.detach() * 0 + 1)
+            if self._parallel is not None:
+                self._parallel.require_backward_grad_sync = sync
+            with annotate("forward"), self._autocast():
+                loss = self._forward(*micro_batch) / count
+            with annotate("backward"):
+                # The factor is 1, or NaN if the loss is not finite: the gradients then show it to every rank. The loss
+                # alone need not: under L1, a NaN in the targets has gradient 0.
+                scaled = self._scaler.scale(loss)
+                scaled.backward(scaled.detach() * 0 + 1)
             if sync and isinstance(self._parallel, ManualDataParallel):
                 self._parallel.all_reduce()
-            if index == 0 and self._probes_micro_batch and self.probe is not None:
+            if index == 0 and count > 1 and self.probe is not None:
                 self.probe.add(*self._gradients())
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -241,9 +239,3 @@ class EagerStep:
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=self._config.enable_amp)
-
-
-def first_difference(error: Exception) -> str:
-    """The first weight that does not fit, from the error of `load_state_dict`, which lists all below a title."""
-    lines = str(error).splitlines()
-    return lines[min(1, len(lines) - 1)].strip(" \t.")

@@ -66,7 +66,6 @@ class GraphStep(EagerStep):
         self._pool = torch.cuda.graph_pool_handle()
         # By addresses and shape of the batch, and True if gradients are exchanged.
         self._graphs: dict[tuple[int, int, torch.Size, bool], RecordedStep] = {}
-        self._buffers: set[tuple[int, int]] = set()  # addresses of inputs and targets
         self._copies: tuple[torch.Tensor, torch.Tensor] | None = None
         self._eager_steps = 0
         # PyTorch warns of the eager steps before the first graph.
@@ -120,9 +119,8 @@ class GraphStep(EagerStep):
 
     def _in_known_buffers(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch itself, or its copy in the step's own memory once MAX_BUFFERS others have a graph."""
-        addresses = (inputs.data_ptr(), targets.data_ptr())
-        if addresses in self._buffers or len(self._buffers) < MAX_BUFFERS:
-            self._buffers.add(addresses)
+        known = {key[:2] for key in self._graphs}
+        if (inputs.data_ptr(), targets.data_ptr()) in known or len(known) < MAX_BUFFERS:
             return inputs, targets
         if self._copies is None:
             self._copies = (torch.empty_like(inputs), torch.empty_like(targets))
