@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from reference_samples import Fields, VolumeFile, digest, loader_of, rank_batches, read_fields, reference
-from triton_interpreter import interpreted
+from reference_samples import VolumeFile, digest, loader_of, rank_batches, read_fields, reference
 
 from utils.data.files import hdf5
 from utils.data.files.hdf5 import Volume, open_volume
-from utils.data.loaders import crop_kernels, gpu_resident
+from utils.data.loaders import gpu_resident
 from utils.data.loaders.gpu_resident import GpuResidentLoader, check_fits, load_resident
 from utils.data.loaders.prefetcher import HostPrefetcher
 from utils.data.plan import SamplePlan
@@ -34,20 +31,11 @@ def path(volume_file: VolumeFile, tmp_path_factory: pytest.TempPathFactory) -> P
     return volume_file(tmp_path_factory.mktemp("volumes") / "box.h5", box=BOX)
 
 
-@pytest.fixture(scope="module")
-def fields(path: Path) -> Fields:
-    return read_fields(path)
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cuda(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the device's code on CPU tensors: the kernel in Triton's interpreter, without streams."""
-    with interpreted(monkeypatch):
-        monkeypatch.setattr(gpu_resident, "CudaPrefetcher", HostPrefetcher)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        crop_kernels._kernel.cache_clear()
-        yield
-    crop_kernels._kernel.cache_clear()
+    monkeypatch.setattr(gpu_resident, "CudaPrefetcher", HostPrefetcher)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
 def sample_plan(samples: int, boxes: Any = ((BOX,) * 3,), split: str = "train") -> SamplePlan:
@@ -82,9 +70,9 @@ def test_batches_of_two_volumes_that_are_not_cubes_match_the_definition(
 
 
 @pytest.mark.usefixtures("cuda")
-def test_float16_storage_gives_the_batches_of_the_rounded_volume(path: Path, fields: Fields) -> None:
+def test_float16_storage_gives_the_batches_of_the_rounded_volume(path: Path) -> None:
     plan = sample_plan(4)
-    rounded = [field.astype(np.float16).astype(np.float32) for field in fields]
+    rounded = [field.astype(np.float16).astype(np.float32) for field in read_fields(path)]
     volumes = load_resident([open_volume(path, (4, 5))], CPU, torch.float16)
     batch = next(loader_of(GpuResidentLoader, volumes, plan).epoch(0))
     assert all(part.is_contiguous() for part in batch)
@@ -123,21 +111,19 @@ def test_volumes_are_read_into_tensors(
             assert torch.equal(got, torch.from_numpy(values).to(dtype))
 
 
-def write_box(path: Path, value: float) -> Volume:
-    with h5py.File(path, "w") as file:
-        for name, channels in (("Nbody", 4), ("Hydro", 5)):
-            file[name] = np.zeros((channels, 4, 4, 4), dtype=np.float32)
-        file["Hydro"][2, 1, 1, 1] = value
-    return open_volume(path, (4, 5))
+def volume_with(value: float) -> Volume:
+    inputs, targets = (np.zeros((channels, 4, 4, 4), np.float32) for channels in (4, 5))
+    targets[2, 1, 1, 1] = value
+    return Volume("box.h5", inputs, targets)
 
 
-def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values(tmp_path: Path) -> None:
+def test_float16_keeps_its_largest_value_and_nan_and_refuses_larger_values() -> None:
     """--preflight reports NaN."""
     for value in (65504, -65504, float("nan")):
-        (volume,) = load_resident([write_box(tmp_path / f"{value}.h5", value)], CPU, torch.float16)
+        (volume,) = load_resident([volume_with(value)], CPU, torch.float16)
         np.testing.assert_equal(float(volume.targets[2, 1, 1, 1]), value)
     for value in (65505, -1e6, float("inf")):
-        volume = write_box(tmp_path / f"{value}.h5", value)
+        volume = volume_with(value)
         with pytest.raises(UserError, match=r"Hydro\[2\] has values beyond ±65504, .*resident_dtype=float32$"):
             load_resident([volume], CPU, torch.float16)
         assert load_resident([volume], CPU, torch.float32)[0].targets.abs().max() == abs(value)
